@@ -1,0 +1,1 @@
+"""What every node shares and nothing else. Imports nothing of ours but batonpb."""

@@ -1,0 +1,129 @@
+"""What passes between the scheduler, a runner and the node that owns both.
+
+Shape suffixes used in this package:
+  B sequences in the batch   T new tokens of the whole batch, concatenated   L layers   N blocks of the region
+  S slots of a block (block_size)   K KV heads   H query heads   D head dimension   E hidden   V vocabulary
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from baton.ids import BlockId, RequestKey
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # a stop token id of the request, or the model's end-of-sequence token
+    LENGTH = "length"  # max_tokens, or the model's context, is used up
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request draws its tokens. Validated once, in the router; here it is trusted.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 switch the filter off. The seed is always set: the router draws one
+    when the client gives none, so that a resumed request meets the same noise.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    choice: int = 0
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSpec:
+    """Shape of the KV cache that a runner reads and writes; the node turns it into a transfer layout."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    """NumPy-style name: "float32", "bfloat16", "uint8"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSlice:
+    """The part of one sequence that one step computes.
+
+    `tokens[start:stop]` are the new tokens; the KV of `tokens[:start]` is in the region already. `block_table` covers
+    at least `ceil(stop / block_size)` blocks. `tokens` and `block_table` are copies (or append-only and not touched
+    while the step runs).
+    """
+
+    key: RequestKey
+    tokens: tuple[int, ...] | list[int]
+    start: int
+    stop: int
+    block_table: tuple[BlockId, ...] | list[BlockId]
+    sample: bool
+    """True when `stop` is the end of the tokens known: draw the token at position `stop`."""
+    output_index: int
+    """Index of the token to draw among the request's output tokens (the counter of the sampling noise)."""
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step computes, in order."""
+
+    slices: tuple[SequenceSlice, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.stop - s.start for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One entry for each slice with `sample`, in batch order."""
+
+    sampled: dict[RequestKey, int] = field(default_factory=dict)
+
+
+class KvSink(Protocol):
+    """Told, on the engine thread, that a layer of the step has been computed.
+
+    Must not block and must not raise: the forward step never waits for the network.
+    """
+
+    def layer_done(self, layer: int) -> None: ...
+
+
+class NullSink:
+    """For steps whose KV stays here."""
+
+    def layer_done(self, layer: int) -> None:
+        del layer
+
+
+class Runner(Protocol):
+    """One model on one device over one region. `run` is called from one thread at a time, not always the same."""
+
+    kv_spec: KvSpec
+    vocab_size: int
+    context_len_max: int
+    eos_token_ids: frozenset[int]
+
+    def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
+        """Take the region (uint8, one dimension, writable) as the paged pool. The caller keeps it alive and frees it.
+
+        Record `(layer, block)` lies at `(layer * num_blocks + block) * record_bytes`, laid out [K|V][K][S][D].
+        """
+        ...
+
+    def run(self, batch: Batch, sink: KvSink) -> StepResult:
+        """Compute the batch, write its KV to the region, call `sink.layer_done` after each layer, draw tokens."""
+        ...

@@ -1,0 +1,199 @@
+"""Who owns each block of one region (DESIGN I1, I4).
+
+Pure and single-threaded: the node's control thread owns it. Every block is in exactly one class, the first that fits:
+quarantined, writer-owned, held, cached, free.
+
+Two kinds of owner exist side by side. A *request* holds a block by count (a running sequence, a grant on behalf of its
+request, a shared prefix). A remote *writer* owns it through one grant. A block is free only when both have let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.ids import BlockId, GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """Blocks by class; the sum is the region. `promised` is a count set aside within free + cached, not a class."""
+
+    quarantined: int
+    writer_owned: int
+    held: int
+    cached: int
+    free: int
+    promised: int
+
+    @property
+    def total(self) -> int:
+        return self.quarantined + self.writer_owned + self.held + self.cached + self.free
+
+
+class ConservationError(AssertionError):
+    """The ledger contradicts itself: a bug of ours, reported by a metric and a log, never silently."""
+
+
+class Ledger:
+    """Ownership of the blocks `0 .. num_blocks-1`. All methods assert on misuse: misuse is our own bug."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0, num_blocks
+        self.num_blocks = num_blocks
+        self._holds = [0] * num_blocks
+        self._writer: list[GrantId | None] = [None] * num_blocks
+        self._quarantined = [False] * num_blocks
+        self._cached = [False] * num_blocks
+        self._free: list[BlockId] = [BlockId(b) for b in range(num_blocks - 1, -1, -1)]
+        self._promises: dict[Hashable, int] = {}
+        self._promised = 0
+        self._cached_count = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that could be given to a new owner now, cached ones counted (they must be evicted first)."""
+        return len(self._free) + self._cached_count - self._promised
+
+    @property
+    def free(self) -> int:
+        """Blocks that `take` can hand out without an eviction."""
+        return len(self._free)
+
+    def take(self, count: int, *, promise: Hashable | None = None) -> list[BlockId]:
+        """Hand out `count` free blocks, each held once. With `promise`, they are drawn from that promise.
+
+        The caller has made sure of room: `count <= free`, and without a promise `count <= available`.
+        """
+        assert 0 <= count <= len(self._free), (count, len(self._free))
+        if promise is None:
+            assert count <= self.available, (count, self.available)
+        else:
+            left = self._promises[promise] - count
+            assert left >= 0, (promise, count, left)
+            self._promises[promise] = left
+            self._promised -= count
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._holds[block] = 1
+        return blocks
+
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Add one request reference to each block, which is held or cached already."""
+        for block in blocks:
+            assert self._holds[block] > 0 or self._cached[block], (block, "hold of a block that nobody keeps")
+            if self._is_plain_cached(block):
+                self._cached_count -= 1
+            self._holds[block] += 1
+
+    def drop(self, blocks: Iterable[BlockId]) -> None:
+        """Take one request reference back from each block."""
+        for block in blocks:
+            assert self._holds[block] > 0, (block, "drop of a block that is not held")
+            self._holds[block] -= 1
+            self._settle(block)
+
+    def give_writer(self, blocks: Sequence[BlockId], grant: GrantId) -> None:
+        """Make the writer of `grant` the second owner of blocks that are held and private."""
+        for block in blocks:
+            assert self._writer[block] is None, (block, "two writers")
+            assert self._holds[block] == 1 and not self._cached[block], (block, "not private")
+            self._writer[block] = grant
+
+    def writer_gone(self, blocks: Iterable[BlockId], grant: GrantId) -> None:
+        """There is evidence that the writer of `grant` can no longer write (DESIGN I2)."""
+        for block in blocks:
+            assert self._writer[block] == grant, (block, self._writer[block], grant)
+            self._writer[block] = None
+            self._quarantined[block] = False
+            self._settle(block)
+
+    def quarantine(self, blocks: Iterable[BlockId], grant: GrantId) -> None:
+        """No evidence in time: never reused until `writer_gone`."""
+        for block in blocks:
+            assert self._writer[block] == grant, (block, self._writer[block], grant)
+            self._quarantined[block] = True
+
+    def writer_of(self, block: BlockId) -> GrantId | None:
+        return self._writer[block]
+
+    def is_held(self, block: BlockId) -> bool:
+        return self._holds[block] > 0
+
+    def mark_cached(self, block: BlockId) -> None:
+        """The prefix index refers to this held block; when the last holder leaves it stays, evictable."""
+        assert self._holds[block] > 0 and self._writer[block] is None and not self._cached[block], block
+        self._cached[block] = True
+
+    def evict(self, block: BlockId) -> None:
+        """The prefix index has forgotten this block. Free at once when nobody holds it."""
+        assert self._cached[block], block
+        if self._is_plain_cached(block):
+            self._cached_count -= 1
+        self._cached[block] = False
+        if self._holds[block] == 0:
+            self._free.append(block)
+
+    def promise(self, key: Hashable, count: int) -> None:
+        """Set `count` blocks aside for the growth of `key`; drawn by `take(..., promise=key)`."""
+        assert key not in self._promises and 0 <= count <= self.available, (key, count, self.available)
+        self._promises[key] = count
+        self._promised += count
+
+    def unpromise(self, key: Hashable) -> None:
+        """Give back what is left of a promise. Idempotent."""
+        self._promised -= self._promises.pop(key, 0)
+
+    def counts(self) -> BlockCounts:
+        """Recount every block from its own state. O(num_blocks)."""
+        quarantined = writer_owned = held = cached = free = 0
+        for block in range(self.num_blocks):
+            if self._quarantined[block]:
+                quarantined += 1
+            elif self._writer[block] is not None:
+                writer_owned += 1
+            elif self._holds[block]:
+                held += 1
+            elif self._cached[block]:
+                cached += 1
+            else:
+                free += 1
+        return BlockCounts(
+            quarantined=quarantined,
+            writer_owned=writer_owned,
+            held=held,
+            cached=cached,
+            free=free,
+            promised=self._promised,
+        )
+
+    def check(self) -> BlockCounts:
+        """Compare the recount with the running books.
+
+        Raises:
+            ConservationError: naming the first contradiction.
+        """
+        counts = self.counts()
+        if counts.free != len(self._free) or len(set(self._free)) != len(self._free):
+            raise ConservationError(f"free list has {len(self._free)} entries, recount says {counts.free}")
+        if counts.cached != self._cached_count:
+            raise ConservationError(f"{self._cached_count} cached blocks in the books, recount says {counts.cached}")
+        if self._promised != sum(self._promises.values()) or self._promised < 0:
+            raise ConservationError(f"promised {self._promised}, promises sum to {sum(self._promises.values())}")
+        if self._promised > counts.free + counts.cached:
+            raise ConservationError(f"promised {self._promised} of {counts.free + counts.cached} reclaimable blocks")
+        if counts.total != self.num_blocks:
+            raise ConservationError(f"classes sum to {counts.total}, the region has {self.num_blocks} blocks")
+        return counts
+
+    def _is_plain_cached(self, block: BlockId) -> bool:
+        return self._cached[block] and self._holds[block] == 0
+
+    def _settle(self, block: BlockId) -> None:
+        if self._holds[block] or self._writer[block] is not None:
+            return
+        assert not self._quarantined[block], block
+        if self._cached[block]:
+            self._cached_count += 1
+        else:
+            self._free.append(block)

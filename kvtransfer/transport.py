@@ -1,0 +1,118 @@
+"""The contract between the handoff and a transport. One writer side, one receiver side, the same for every transport.
+
+Threads: `WriterLink.post` may be called from the engine thread and returns at once; everything else is called from the
+node's control thread (its asyncio loop). Callbacks are delivered on the control thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from baton.ids import Epoch, GrantId, Pair
+
+
+class TransportName(Enum):
+    SHM = "shm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOps:
+    """Copies from the writer's region to the receiver's: `nbytes[i]` bytes from `src[i]` to `dst[i]` (int64 arrays)."""
+
+    src: np.ndarray
+    dst: np.ndarray
+    nbytes: np.ndarray
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.nbytes.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """The last thing a writer sends for a grant on a data channel; all its writes on that channel have landed before."""
+
+    grant: GrantId
+    epoch: Epoch
+    writes: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataEndpoint:
+    """Where a receiver accepts data connections of a transport, and what a writer must show there.
+
+    Travels over gRPC. `secret` proves the pair; `epoch` is the pair's epoch that the connection will carry.
+    """
+
+    transport: TransportName
+    address: str
+    secret: bytes
+    epoch: Epoch
+
+
+class WriterLink(Protocol):
+    """One writer's data connection to one receiver, within one epoch of the pair."""
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None:
+        """Queue copies; returns at once. Completion arrives as `WriterEvents.writes_completed`.
+
+        After `abandon(grant)` or `close` further posts for the grant complete without copying.
+        """
+        ...
+
+    def seal(self, seal: Seal) -> None:
+        """Send the seal. The caller has seen all completions of the grant."""
+        ...
+
+    def abandon(self, grant: GrantId) -> None:
+        """Copy no more for this grant: queued ops complete uncopied, the one under way finishes and then completes."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the copying, complete what is queued uncopied, release the mapping. Idempotent."""
+        ...
+
+
+class WriterEvents(Protocol):
+    """Called by a `WriterLink` on the control thread."""
+
+    def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
+        """The local transport has let go of the sources of one posted batch (I1). `copied` False: it was abandoned."""
+        ...
+
+    def link_lost(self, pair: Pair, reason: str) -> None:
+        """The connection is gone (the receiver died, closed or fenced it). Queued ops still complete, uncopied."""
+        ...
+
+
+class ReceiverEvents(Protocol):
+    """Called by a `ReceiverPort` on the control thread."""
+
+    def seal_landed(self, pair: Pair, seal: Seal) -> None: ...
+
+    def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
+        """Evidence that no connection of this pair up to and including `epoch` can write any more (I3)."""
+        ...
+
+
+class ReceiverPort(Protocol):
+    """The receiving side of one transport for one region: accepts data connections of many writers."""
+
+    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
+        """Allow connections of this pair in this epoch (and no longer in an older one). Idempotent."""
+        ...
+
+    def fence(self, pair: Pair, epoch: Epoch) -> None:
+        """Start taking the right to write back from all connections of the pair up to `epoch`.
+
+        Ends in `ReceiverEvents.writer_gone`, at once if no such connection was ever made; for shm only when the writer
+        process has closed with an acknowledgement or is proved dead, however long that takes.
+        """
+        ...
+
+    async def close(self) -> None: ...

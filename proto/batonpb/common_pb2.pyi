@@ -1,0 +1,119 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_ROUTER: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+
+class Lifecycle(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LIFECYCLE_UNSPECIFIED: _ClassVar[Lifecycle]
+    LIFECYCLE_STARTING: _ClassVar[Lifecycle]
+    LIFECYCLE_READY: _ClassVar[Lifecycle]
+    LIFECYCLE_CORDONED: _ClassVar[Lifecycle]
+    LIFECYCLE_DRAINING: _ClassVar[Lifecycle]
+    LIFECYCLE_DRAINED: _ClassVar[Lifecycle]
+    LIFECYCLE_STOPPED: _ClassVar[Lifecycle]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+ROLE_UNSPECIFIED: Role
+ROLE_ROUTER: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+LIFECYCLE_UNSPECIFIED: Lifecycle
+LIFECYCLE_STARTING: Lifecycle
+LIFECYCLE_READY: Lifecycle
+LIFECYCLE_CORDONED: Lifecycle
+LIFECYCLE_DRAINING: Lifecycle
+LIFECYCLE_DRAINED: Lifecycle
+LIFECYCLE_STOPPED: Lifecycle
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+
+class Header(_message.Message):
+    __slots__ = ("sender", "receiver")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    sender: int
+    receiver: int
+    def __init__(self, sender: _Optional[int] = ..., receiver: _Optional[int] = ...) -> None: ...
+
+class RequestKey(_message.Message):
+    __slots__ = ("request", "attempt")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    attempt: int
+    def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class BlockCounts(_message.Message):
+    __slots__ = ("quarantined", "writer_owned", "held", "cached", "free", "promised")
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    WRITER_OWNED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_FIELD_NUMBER: _ClassVar[int]
+    quarantined: int
+    writer_owned: int
+    held: int
+    cached: int
+    free: int
+    promised: int
+    def __init__(self, quarantined: _Optional[int] = ..., writer_owned: _Optional[int] = ..., held: _Optional[int] = ..., cached: _Optional[int] = ..., free: _Optional[int] = ..., promised: _Optional[int] = ...) -> None: ...
+
+class SamplingSpec(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "seed", "choice", "max_tokens", "stop_token_ids", "ignore_eos")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    choice: int
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ...) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "fingerprint", "vocab_size", "context_len_max", "eos_token_ids", "layout_hash", "block_size", "protocol_min", "protocol_max")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LEN_MAX_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    vocab_size: int
+    context_len_max: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    layout_hash: str
+    block_size: int
+    protocol_min: int
+    protocol_max: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len_max: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., layout_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ...) -> None: ...

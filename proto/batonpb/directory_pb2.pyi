@@ -1,0 +1,94 @@
+from batonpb import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodeRecord(_message.Message):
+    __slots__ = ("name", "role", "incarnation", "endpoint", "lifecycle", "model", "load", "transports", "sequence")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    LIFECYCLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: _common_pb2.Role
+    incarnation: int
+    endpoint: str
+    lifecycle: _common_pb2.Lifecycle
+    model: _common_pb2.ModelInfo
+    load: NodeLoad
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    sequence: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., endpoint: _Optional[str] = ..., lifecycle: _Optional[_Union[_common_pb2.Lifecycle, str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class NodeLoad(_message.Message):
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "blocks", "prefill_tokens_per_s")
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    waiting_requests: int
+    running_requests: int
+    waiting_tokens: int
+    blocks: _common_pb2.BlockCounts
+    prefill_tokens_per_s: float
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("record", "ttl_ms")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    record: NodeRecord
+    ttl_ms: int
+    def __init__(self, record: _Optional[_Union[NodeRecord, _Mapping]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PushReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("name", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class RemoveReply(_message.Message):
+    __slots__ = ("removed",)
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    removed: bool
+    def __init__(self, removed: bool = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListReply(_message.Message):
+    __slots__ = ("records",)
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[NodeRecord]
+    def __init__(self, records: _Optional[_Iterable[_Union[NodeRecord, _Mapping]]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchEvent(_message.Message):
+    __slots__ = ("snapshot", "upserts", "removals")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    UPSERTS_FIELD_NUMBER: _ClassVar[int]
+    REMOVALS_FIELD_NUMBER: _ClassVar[int]
+    snapshot: bool
+    upserts: _containers.RepeatedCompositeFieldContainer[NodeRecord]
+    removals: _containers.RepeatedCompositeFieldContainer[RemoveRequest]
+    def __init__(self, snapshot: bool = ..., upserts: _Optional[_Iterable[_Union[NodeRecord, _Mapping]]] = ..., removals: _Optional[_Iterable[_Union[RemoveRequest, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,54 @@
+from batonpb import directory_pb2 as _directory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    UNACKNOWLEDGED_WRITES_FIELD_NUMBER: _ClassVar[int]
+    CONSERVATION_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    record: _directory_pb2.NodeRecord
+    requests: int
+    grants_received: int
+    grants_written: int
+    unacknowledged_writes: int
+    conservation_errors: int
+    pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
+    counters: _containers.RepeatedCompositeFieldContainer[Counter]
+    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ...) -> None: ...
+
+class PairStatus(_message.Message):
+    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    peer_incarnation: int
+    transport: str
+    epoch: int
+    bytes_moved: int
+    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ...) -> None: ...
+
+class Counter(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,164 @@
+from batonpb import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ConnectRequest(_message.Message):
+    __slots__ = ("header", "writer_name", "writer_endpoint", "model", "transports")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    WRITER_NAME_FIELD_NUMBER: _ClassVar[int]
+    WRITER_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    writer_name: str
+    writer_endpoint: str
+    model: _common_pb2.ModelInfo
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., writer_name: _Optional[str] = ..., writer_endpoint: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ConnectReply(_message.Message):
+    __slots__ = ("receiver", "transport", "address", "secret", "epoch", "num_blocks")
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    receiver: int
+    transport: str
+    address: str
+    secret: bytes
+    epoch: int
+    num_blocks: int
+    def __init__(self, receiver: _Optional[int] = ..., transport: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[bytes] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("header", "number", "lowest_live", "key", "prompt", "sampling", "router", "cache_salt", "deadline_left_ms")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOWEST_LIVE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    number: int
+    lowest_live: int
+    key: _common_pb2.RequestKey
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.SamplingSpec
+    router: int
+    cache_salt: bytes
+    deadline_left_ms: int
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("granted", "busy", "reject")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
+    REJECT_FIELD_NUMBER: _ClassVar[int]
+    granted: Grant
+    busy: Busy
+    reject: Reject
+    def __init__(self, granted: _Optional[_Union[Grant, _Mapping]] = ..., busy: _Optional[_Union[Busy, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("grant", "epoch", "blocks", "prefix_skip", "lease_ms")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SKIP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    grant: bytes
+    epoch: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    prefix_skip: int
+    lease_ms: int
+    def __init__(self, grant: _Optional[bytes] = ..., epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., prefix_skip: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class Busy(_message.Message):
+    __slots__ = ("retry_after_ms", "reason")
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    retry_after_ms: int
+    reason: str
+    def __init__(self, retry_after_ms: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Reject(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("header", "grant")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    grant: bytes
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., grant: _Optional[bytes] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("renewed", "lease_ms")
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    renewed: bool
+    lease_ms: int
+    def __init__(self, renewed: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("header", "grant", "writes", "bytes_written", "first_token")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    grant: bytes
+    writes: int
+    bytes_written: int
+    first_token: int
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., grant: _Optional[bytes] = ..., writes: _Optional[int] = ..., bytes_written: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("committed", "reason")
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    committed: bool
+    reason: str
+    def __init__(self, committed: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class LetGoRequest(_message.Message):
+    __slots__ = ("header", "number", "lowest_live")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOWEST_LIVE_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    number: int
+    lowest_live: int
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ...) -> None: ...
+
+class LetGoReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RevokeRequest(_message.Message):
+    __slots__ = ("header", "number", "reason")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    number: int
+    reason: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RevokeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
