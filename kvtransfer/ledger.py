@@ -60,6 +60,19 @@ class Ledger:
         """Blocks that `take` can hand out without an eviction."""
         return len(self._free)
 
+    @property
+    def reclaimable(self) -> int:
+        """Blocks that nobody owns: free now, or free after an eviction. Promises are not subtracted."""
+        return len(self._free) + self._cached_count
+
+    def idle_cached(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these (distinct) blocks are cached only: holding them takes as many from `available`."""
+        return sum(map(self._is_plain_cached, blocks))
+
+    def promise_left(self, key: Hashable) -> int | None:
+        """What can still be drawn from this promise; None when there is no such promise."""
+        return self._promises.get(key)
+
     def take(self, count: int, *, promise: Hashable | None = None) -> list[BlockId]:
         """Hand out `count` free blocks, each held once. With `promise`, they are drawn from that promise.
 

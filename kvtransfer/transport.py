@@ -34,7 +34,7 @@ class WriteOps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """The last thing a writer sends for a grant on a data channel; all its writes on that channel have landed before."""
+    """The last thing a writer sends for a grant on a data channel: all its writes there have landed before."""
 
     grant: GrantId
     epoch: Epoch

@@ -1,0 +1,484 @@
+"""Events and instructions of the grant machines: what happened, and what the shell is to do about it.
+
+The two sides talk about the same thing under two names: the *number* of a Reserve within its pair (known to the writer from
+the start) and the *grant* (drawn by the receiver, known to the writer once granted).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
+
+
+class Refusal(Enum):
+    """Why a Reserve was not granted."""
+
+    BUSY = "busy"  # no room now; ask again later or elsewhere
+    STALE = "stale"  # the writer has let go of this number already, or it was answered and forgotten
+    CANCELLED = "cancelled"  # the request let go of this attempt
+    SPAN = "span"  # too far above the writer's lowest live number
+    FENCING = "fencing"  # the pair's right to write is being taken back
+
+
+class TimerKind(Enum):
+    LEASE = "lease"  # the writer has not renewed: start taking its right back
+    REVOKE = "revoke"  # no evidence yet: repeat, then fence, then quarantine
+
+
+# receiver: events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveAsked:
+    """`grant` is a fresh random id, used if granted; `prefix` are cached blocks that the shell keeps held meanwhile."""
+
+    pair: Pair
+    number: ReserveNumber
+    lowest_live: ReserveNumber
+    key: RequestKey
+    grant: GrantId
+    blocks_new: int
+    prefix: tuple[BlockId, ...] = ()
+    promise: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewAsked:
+    pair: Pair
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealLanded:
+    pair: Pair
+    grant: GrantId
+    epoch: Epoch
+    writes: int
+    bytes_written: int
+    channel: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitAsked:
+    """`writes` and `bytes_written` are totals over `channels` data channels."""
+
+    pair: Pair
+    grant: GrantId
+    writes: int
+    bytes_written: int
+    channels: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterLetGo:
+    """The writer's own word, after draining: it does not write under `number`, nor under any below `lowest_live`."""
+
+    pair: Pair
+    number: ReserveNumber
+    lowest_live: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFenced:
+    """Evidence from the transport: no connection of the pair up to `epoch` can write any more."""
+
+    pair: Pair
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterSuspected:
+    """Something outside says the writer is gone (its incarnation left the directory): take its right back now."""
+
+    pair: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestCancelled:
+    """The request lets go of this attempt and all before it (client gone, deadline, newer attempt)."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """The committed sequence is finished and has dropped its own references."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolveAsked:
+    """Did this attempt commit? If not it never will."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantTimerFired:
+    grant: GrantId
+    kind: TimerKind
+
+
+ReceiverEvent = (
+    ReserveAsked
+    | RenewAsked
+    | SealLanded
+    | CommitAsked
+    | WriterLetGo
+    | PairFenced
+    | WriterSuspected
+    | RequestCancelled
+    | RequestEnded
+    | ResolveAsked
+    | GrantTimerFired
+)
+
+# receiver: instructions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerGranted:
+    pair: Pair
+    number: ReserveNumber
+    grant: GrantId
+    epoch: Epoch
+    blocks: tuple[BlockId, ...]
+    prefix: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRefused:
+    pair: Pair
+    number: ReserveNumber
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRenew:
+    pair: Pair
+    grant: GrantId
+    renewed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerCommit:
+    """Answers every Commit of the grant that is still waiting."""
+
+    pair: Pair
+    grant: GrantId
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerLetGo:
+    pair: Pair
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerResolve:
+    key: RequestKey
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRevoke:
+    pair: Pair
+    number: ReserveNumber
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencePair:
+    """Ask the transport for evidence about all connections of the pair up to `epoch`; ends in PairFenced, or never."""
+
+    pair: Pair
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRequest:
+    """Committed and sealed: the prompt's KV is in the region; run it."""
+
+    key: RequestKey
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest:
+    """The request of a committed grant was cancelled: take its sequence out of the engine."""
+
+    key: RequestKey
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetGrant:
+    """The machine knows this grant no more: the shell drops what it kept for it."""
+
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartGrantTimer:
+    """Arms the timer anew; one of each kind for a grant."""
+
+    grant: GrantId
+    kind: TimerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopGrantTimers:
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountRefused:
+    """A message of a wrong epoch, or seals that contradict the commit: refused and counted."""
+
+    pair: Pair
+    what: str
+
+
+ReceiverInstruction = (
+    AnswerGranted
+    | AnswerRefused
+    | AnswerRenew
+    | AnswerCommit
+    | AnswerLetGo
+    | AnswerResolve
+    | SendRevoke
+    | FencePair
+    | ScheduleRequest
+    | StopRequest
+    | ForgetGrant
+    | StartGrantTimer
+    | StopGrantTimers
+    | CountRefused
+)
+
+
+class HandoffEnd(Enum):
+    """How a handoff ended, as the writer sees it."""
+
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    REVOKED = "revoked"
+    CANCELLED = "cancelled"
+    LEASE_LAPSED = "lease_lapsed"
+    LINK_LOST = "link_lost"
+    UNANSWERED = "unanswered"
+    PEER_GONE = "peer_gone"
+
+
+# writer: events (all within one pair)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffAsked:
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveGranted:
+    number: ReserveNumber
+    grant: GrantId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRefused:
+    number: ReserveNumber
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveUnanswered:
+    """The call failed: whether there is a grant is unknown."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesPosted:
+    number: ReserveNumber
+    writes: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesCompleted:
+    """The local transport has let go of the sources of `writes` posted writes (landed, or abandoned)."""
+
+    number: ReserveNumber
+    writes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllPosted:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitAnswered:
+    number: ReserveNumber
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitUnanswered:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewRefused:
+    """The receiver has revoked the grant."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeAsked:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffCancelled:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseLapsed:
+    """No renewal was answered in time, counted from the sending of the last one that was."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LetGoAnswered:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LetGoUnanswered:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost:
+    """The data connection of this epoch is gone: nothing more can be posted on it."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerGone:
+    """The receiver process has ended: nobody is left to be told anything."""
+
+
+WriterEvent = (
+    HandoffAsked
+    | ReserveGranted
+    | ReserveRefused
+    | ReserveUnanswered
+    | WritesPosted
+    | WritesCompleted
+    | AllPosted
+    | CommitAnswered
+    | CommitUnanswered
+    | RenewRefused
+    | RevokeAsked
+    | HandoffCancelled
+    | LeaseLapsed
+    | LetGoAnswered
+    | LetGoUnanswered
+    | LinkLost
+    | PeerGone
+)
+
+# writer: instructions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReserve:
+    number: ReserveNumber
+    lowest_live: ReserveNumber
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWriting:
+    number: ReserveNumber
+    grant: GrantId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSeal:
+    """To be sent on the data channel behind all writes of the grant."""
+
+    number: ReserveNumber
+    grant: GrantId
+    epoch: Epoch
+    writes: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCommit:
+    number: ReserveNumber
+    grant: GrantId
+    writes: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbandonWrites:
+    """Post no more, copy no more of what is queued."""
+
+    number: ReserveNumber
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSources:
+    """No write of this handoff is outstanding and none will follow: its source blocks may be released. Comes once."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendLetGo:
+    number: ReserveNumber
+    lowest_live: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRevoke:
+    """Answers every Revoke of this number that waits."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportEnd:
+    """How the handoff ended. Comes once for each number."""
+
+    number: ReserveNumber
+    end: HandoffEnd
+
+
+WriterInstruction = (
+    SendReserve
+    | StartWriting
+    | SendSeal
+    | SendCommit
+    | AbandonWrites
+    | ReleaseSources
+    | SendLetGo
+    | AnswerRevoke
+    | ReportEnd
+)

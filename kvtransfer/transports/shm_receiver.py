@@ -1,0 +1,404 @@
+"""The receiving side of shm: hands the region's descriptor to writers that prove themselves, and keeps watch over them.
+
+Evidence (DESIGN I3) is the writer's BYE, or its pidfd having become readable. The kernel marks a pidfd readable only
+when every thread of the process has left user mode for good, so no store of it is still to come. A closed socket
+proves nothing: the writer may be alive with the region mapped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from baton.ids import Epoch, Pair
+from kvtransfer.region import Region
+from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName
+from kvtransfer.transports.shm_fence import Evidence, PairFence
+from kvtransfer.transports import shm_wire as wire
+from kvtransfer.transports.shm_wire import RefusalReason
+
+_UCRED = struct.Struct("iII")
+_OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class TooManyPairs(Exception):
+    """`expect` beyond `ShmReceiverConfig.pairs_max`: fence pairs that are gone, or raise the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmReceiverConfig:
+    """Limits of one port. `connections_max` counts each connection until there is evidence for it, not until EOF."""
+
+    connections_max: int = 256
+    pairs_max: int = 1024
+    handshake_ms_max: int = 2000
+    accepts_per_wake_max: int = 16
+    messages_per_wake_max: int = 64
+    accept_pause_ms: int = 100
+    """How long no connection is accepted after the process ran out of file descriptors."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class _Stage(Enum):
+    HELLO = 1
+    CHALLENGED = 2
+    WRITING = 3
+    REFUSED = 4
+    """Broke the protocol while it could write: only its BYE is still listened to."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    number: int
+    sock: socket.socket | None
+    pid: int
+    stage: _Stage = _Stage.HELLO
+    hello: wire.Hello | None = None
+    nonce: bytes = b""
+    pidfd: int | None = None
+    handshake_timer: asyncio.TimerHandle | None = None
+    fence_told: bool = False
+
+    @property
+    def may_write(self) -> bool:
+        return self.stage in (_Stage.WRITING, _Stage.REFUSED)
+
+    @property
+    def epoch(self) -> Epoch | None:
+        return self.hello.epoch if self.hello is not None else None
+
+
+class ShmReceiverPort:
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread.
+
+    Listens in the abstract socket namespace: a killed process leaves no file behind, and no directory is needed. Such a
+    name has no permissions; the peer's user id and the pair's secret take their place. Writer and receiver must share
+    a network namespace (to meet) and a PID namespace (for the pidfd).
+    """
+
+    transport: ClassVar[TransportName] = TransportName.SHM
+
+    def __init__(
+        self,
+        *,
+        region: Region,
+        events: ReceiverEvents,
+        loop: asyncio.AbstractEventLoop,
+        randomness: Callable[[int], bytes],
+        config: ShmReceiverConfig | None = None,
+    ) -> None:
+        """Listens at once. `region` stays the caller's, open until after `close`; `randomness(n)` gives n secret bytes."""
+        self._region = region
+        self._events = events
+        self._loop = loop
+        self._randomness = randomness
+        self._config = config or ShmReceiverConfig()
+        self._pairs: dict[Pair, PairFence] = {}
+        self._connections: dict[int, _Connection] = {}
+        self._connections_made = 0
+        self._seals = 0
+        self._seals_refused = 0
+        self._refused: Counter[RefusalReason] = Counter()
+        self._closed = False
+        self._accept_timer: asyncio.TimerHandle | None = None
+        self.address = wire.ADDRESS_PREFIX + randomness(16).hex()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            self._listener.bind(wire.socket_address(self.address))
+            self._listener.listen(self._config.connections_max)
+        except BaseException:
+            self._listener.close()
+            raise
+        loop.add_reader(self._listener, self._accept)
+
+    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
+        """Allow connections of this pair in this epoch, and no longer in an older one. Idempotent.
+
+        Raises:
+            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
+        """
+        assert not self._closed
+        book = self._pairs.get(pair)
+        if book is None:
+            if len(self._pairs) >= self._config.pairs_max:
+                raise TooManyPairs(f"{len(self._pairs)} pairs use this region's shm port, pairs_max is reached")
+            book = self._pairs[pair] = PairFence()
+        secret = book.secret(epoch)
+        if secret is None:
+            secret = self._randomness(wire.SECRET_BYTES)
+            book.expect(epoch, secret)
+        return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
+
+    def fence(self, pair: Pair, epoch: Epoch) -> None:
+        """See `ReceiverPort.fence`. Repeated before its `writer_gone` it changes nothing; after it, it is answered again.
+
+        A writer that lives and runs drains, unmaps and acknowledges; a stopped one keeps the fence waiting.
+        """
+        assert not self._closed
+        for number in self._pairs.setdefault(pair, PairFence()).fence(epoch):
+            connection = self._connections[number]
+            if not connection.fence_told:
+                connection.fence_told = True
+                self._send(connection, wire.Fence(epoch=epoch))
+        self._loop.call_soon(self._settle, pair)
+
+    async def close(self) -> None:
+        """Stop listening and watching; no event is delivered any more. Writers see EOF. Idempotent."""
+        self._closed = True
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        if self._accept_timer is not None:
+            self._accept_timer.cancel()
+        for connection in list(self._connections.values()):
+            self._close_socket(connection)
+            self._forget(connection)
+        self._pairs.clear()
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
+        connections = self._connections.values()
+        return {
+            "transport": self.transport.value,
+            "address": self.address,
+            "connections_made": self._connections_made,
+            "connections_handshaking": sum(not c.may_write for c in connections),
+            "connections_writing": sum(c.may_write and c.sock is not None for c in connections),
+            "connections_unproved": sum(c.may_write and c.sock is None for c in connections),
+            "fences_waiting": sum(book.fences_waiting for book in self._pairs.values()),
+            "seals": self._seals,
+            "seals_refused": self._seals_refused,
+            "refused": {reason.name: count for reason, count in self._refused.items()},
+        }
+
+    def _accept(self) -> None:
+        for _ in range(self._config.accepts_per_wake_max):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_DESCRIPTORS:
+                    raise
+                self._pause_accepting()
+                return
+            self._admit(sock)
+
+    def _pause_accepting(self) -> None:
+        """Without descriptors the listener stays readable and accept keeps failing: that would be a busy loop."""
+        self._refused[RefusalReason.DESCRIPTORS] += 1
+        self._loop.remove_reader(self._listener)
+        self._accept_timer = self._loop.call_later(
+            self._config.accept_pause_ms / 1000, self._loop.add_reader, self._listener, self._accept
+        )
+
+    def _admit(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        self._connections_made += 1
+        connection = _Connection(number=self._connections_made, sock=sock, pid=pid)
+        too_many = len(self._connections) >= self._config.connections_max
+        self._connections[connection.number] = connection
+        self._loop.add_reader(sock, self._read, connection)
+        connection.handshake_timer = self._loop.call_later(
+            self._config.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
+        )
+        if uid != os.geteuid():
+            self._refuse(connection, RefusalReason.USER)
+        elif too_many:
+            self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
+
+    def _read(self, connection: _Connection) -> None:
+        for _ in range(self._config.messages_per_wake_max):
+            if not self._read_one(connection):
+                return
+
+    def _read_one(self, connection: _Connection) -> bool:
+        """Handle one packet; False when there is none, or the socket is closed."""
+        if connection.sock is None:
+            return False
+        try:
+            packet, _, flags, _ = connection.sock.recvmsg(wire.MESSAGE_BYTES_MAX)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            # The peer closed with a message of ours unread. The kernel reports that once, and ahead of the packets
+            # that the peer sent before: its BYE may be among them.
+            return True
+        except OSError:
+            self._lose(connection)
+            return False
+        if not packet:
+            self._lose(connection)
+            return False
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            self._refuse(connection, RefusalReason.MALFORMED)
+            return True
+        try:
+            message = wire.decode(packet)
+        except wire.MalformedMessage as error:
+            self._refuse(connection, error.reason)
+            return True
+        self._handle(connection, message)
+        return True
+
+    def _handle(self, connection: _Connection, message: wire.Message) -> None:
+        match connection.stage, message:
+            case _Stage.HELLO, wire.Hello():
+                self._challenge(connection, message)
+            case _Stage.CHALLENGED, wire.Answer():
+                self._welcome(connection, message)
+            case _Stage.WRITING, Seal():
+                self._seal(connection, message)
+            case _Stage.REFUSED, Seal():
+                self._seals_refused += 1
+            case ((_Stage.WRITING | _Stage.REFUSED), wire.Bye()) if connection.epoch == message.epoch:
+                self._prove(connection, Evidence.ACKNOWLEDGED)
+            case ((_Stage.HELLO | _Stage.CHALLENGED), wire.Bye()):
+                self._lose(connection)
+            case _:
+                self._refuse(connection, RefusalReason.OUT_OF_ORDER)
+
+    def _challenge(self, connection: _Connection, hello: wire.Hello) -> None:
+        book = self._pairs.get(hello.pair)
+        reason = RefusalReason.NOT_EXPECTED if book is None else book.refusal(hello)
+        if reason is not None:
+            self._refuse(connection, reason)
+            return
+        try:
+            # Pid 0: the peer lives in another PID namespace.
+            connection.pidfd = os.pidfd_open(connection.pid) if connection.pid > 0 else None
+        except OSError:
+            connection.pidfd = None
+        if connection.pidfd is None:
+            self._refuse(connection, RefusalReason.NO_PIDFD)
+            return
+        # The pid is that of the process that connected. Had it died before pidfd_open, the pid could by now be another
+        # process's. An answer to a nonce made after pidfd_open shows that it was alive then, so the pidfd is its own.
+        connection.hello = hello
+        connection.nonce = self._randomness(wire.NONCE_BYTES)
+        connection.stage = _Stage.CHALLENGED
+        self._send(connection, wire.Challenge(nonce=connection.nonce))
+
+    def _welcome(self, connection: _Connection, answer: wire.Answer) -> None:
+        hello = connection.hello
+        assert hello is not None
+        assert connection.pidfd is not None
+        assert connection.sock is not None
+        if not hmac.compare_digest(answer.nonce, connection.nonce):
+            self._refuse(connection, RefusalReason.CHALLENGE)
+            return
+        # A fence, or a newer epoch, may have come between HELLO and ANSWER.
+        book = self._pairs.get(hello.pair)
+        reason = RefusalReason.NOT_EXPECTED if book is None else book.refusal(hello)
+        if reason is not None:
+            self._refuse(connection, reason)
+            return
+        assert book is not None
+        # Entered before the descriptor leaves: whatever sending reports, the writer may have it from here on.
+        book.opened(connection.number, hello.epoch)
+        connection.stage = _Stage.WRITING
+        self._cancel_timer(connection)
+        self._loop.add_reader(connection.pidfd, self._writer_died, connection)
+        packet = wire.encode(wire.Welcome(region_nbytes=self._region.nbytes))
+        try:
+            socket.send_fds(connection.sock, [packet], [self._region.fd])
+        except OSError:
+            # A writer that is gone shows as EOF; one that waits in vain says BYE at its deadline.
+            return
+
+    def _seal(self, connection: _Connection, seal: Seal) -> None:
+        hello = connection.hello
+        assert hello is not None
+        if seal.epoch != hello.epoch:
+            self._seals_refused += 1
+            return
+        self._seals += 1
+        self._events.seal_landed(hello.pair, seal)
+
+    def _writer_died(self, connection: _Connection) -> None:
+        # What the dead writer had still sent is delivered first, its seals and perhaps its BYE; it can add nothing.
+        while self._read_one(connection):
+            pass
+        if connection.number not in self._connections:
+            return
+        hello = connection.hello
+        assert hello is not None
+        self._prove(connection, Evidence.DEAD)
+        if not self._pairs[hello.pair].is_fencing(hello.epoch):
+            self.fence(hello.pair, hello.epoch)
+
+    def _prove(self, connection: _Connection, evidence: Evidence) -> None:
+        """The one place where a connection stops counting as a writer."""
+        hello = connection.hello
+        assert hello is not None
+        assert connection.may_write
+        self._pairs[hello.pair].closed(connection.number, evidence, connection.pid)
+        self._close_socket(connection)
+        self._forget(connection)
+        self._loop.call_soon(self._settle, hello.pair)
+
+    def _settle(self, pair: Pair) -> None:
+        """Tell every fence of the pair that has its evidence; the callback may call back into this port."""
+        while not self._closed and (book := self._pairs.get(pair)) is not None:
+            settled = book.settled()
+            if settled is None:
+                if book.is_idle:
+                    del self._pairs[pair]
+                return
+            self._events.writer_gone(pair, *settled)
+
+    def _refuse(self, connection: _Connection, reason: RefusalReason) -> None:
+        """Count, tell the peer, and close; a peer that may write is first left the chance to say BYE."""
+        self._refused[reason] += 1
+        self._send(connection, wire.Refused(reason=reason))
+        if connection.stage is _Stage.WRITING:
+            connection.stage = _Stage.REFUSED
+        else:
+            self._lose(connection)
+
+    def _lose(self, connection: _Connection) -> None:
+        """The socket is of no more use. A connection that may write stays, watched through its pidfd."""
+        self._close_socket(connection)
+        if not connection.may_write:
+            self._forget(connection)
+
+    def _send(self, connection: _Connection, message: wire.Message) -> None:
+        """Best effort: a lost message costs time, never safety. The few that we send fit any socket buffer."""
+        if connection.sock is not None:
+            try:
+                connection.sock.send(wire.encode(message))
+            except OSError:
+                # A peer that is gone shows as EOF when its last packets have been read.
+                return
+
+    def _cancel_timer(self, connection: _Connection) -> None:
+        if connection.handshake_timer is not None:
+            connection.handshake_timer.cancel()
+            connection.handshake_timer = None
+
+    def _close_socket(self, connection: _Connection) -> None:
+        self._cancel_timer(connection)
+        if connection.sock is not None:
+            self._loop.remove_reader(connection.sock)
+            connection.sock.close()
+            connection.sock = None
+
+    def _forget(self, connection: _Connection) -> None:
+        if connection.pidfd is not None:
+            self._loop.remove_reader(connection.pidfd)
+            os.close(connection.pidfd)
+            connection.pidfd = None
+        self._connections.pop(connection.number, None)

@@ -1,0 +1,359 @@
+"""The writer's half of the handoff protocol, for one pair (this process, one receiver process).
+
+A state machine without I/O: `handle(event) -> list[WriterInstruction]`. It mutates itself only, is owned by one thread,
+and knows no clock: the shell measures the lease (from the *sending* of the Reserve or Renew that was answered) and
+reports `LeaseLapsed`.
+
+    ASKING      Reserve sent                      WRITING    granted: writes may be posted
+    COMMITTING  all posted, seal and Commit sent  DRAINING   given up: waiting for posted writes to complete
+    LETTING_GO  drained: telling the receiver     DONE       forgotten, but for a source that is still being read
+
+Two promises hold at every moment: no write is posted outside WRITING, and `SendLetGo` or `AnswerRevoke` (the writer's
+evidence, DESIGN I2) leave only when no posted write is outstanding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.ids import Epoch, GrantId, RequestKey, ReserveNumber
+from kvtransfer.grant_messages import (
+    AbandonWrites,
+    AllPosted,
+    AnswerRevoke,
+    CommitAnswered,
+    CommitUnanswered,
+    HandoffAsked,
+    HandoffCancelled,
+    HandoffEnd,
+    LeaseLapsed,
+    LetGoAnswered,
+    LetGoUnanswered,
+    LinkLost,
+    PeerGone,
+    ReleaseSources,
+    RenewRefused,
+    ReportEnd,
+    ReserveGranted,
+    ReserveRefused,
+    ReserveUnanswered,
+    RevokeAsked,
+    SendCommit,
+    SendLetGo,
+    SendReserve,
+    SendSeal,
+    StartWriting,
+    WriterEvent,
+    WriterInstruction,
+    WritesCompleted,
+    WritesPosted,
+)
+
+
+class WriterState(Enum):
+    ASKING = "ASKING"
+    WRITING = "WRITING"
+    COMMITTING = "COMMITTING"
+    DRAINING = "DRAINING"
+    LETTING_GO = "LETTING_GO"
+    DONE = "DONE"
+
+
+class WriterStep(Enum):
+    """What can happen to one handoff: the columns of the transition table."""
+
+    GRANTED = "granted"
+    REFUSED = "refused"
+    GIVE_UP = "give up"  # cancelled, revoked, lease lapsed, link lost
+    UNANSWERED = "Reserve unanswered"
+    ALL_POSTED = "all posted"
+    COMMITTED = "Commit accepted"
+    DRAINED = "writes drained"
+    LET_GO_ANSWERED = "let-go answered"
+    PEER_GONE = "peer gone"
+
+
+_W = WriterState
+
+WRITER_TRANSITIONS: dict[tuple[WriterState, WriterStep], tuple[WriterState, ...]] = {
+    (_W.ASKING, WriterStep.GRANTED): (_W.WRITING,),
+    (_W.ASKING, WriterStep.REFUSED): (_W.DONE,),
+    (_W.ASKING, WriterStep.UNANSWERED): (_W.LETTING_GO,),
+    (_W.ASKING, WriterStep.GIVE_UP): (_W.LETTING_GO,),
+    (_W.WRITING, WriterStep.ALL_POSTED): (_W.COMMITTING,),
+    (_W.WRITING, WriterStep.GIVE_UP): (_W.DRAINING,),
+    (_W.COMMITTING, WriterStep.COMMITTED): (_W.DONE,),
+    (_W.COMMITTING, WriterStep.GIVE_UP): (_W.DRAINING,),
+    (_W.DRAINING, WriterStep.DRAINED): (_W.LETTING_GO,),
+    (_W.LETTING_GO, WriterStep.LET_GO_ANSWERED): (_W.DONE,),
+    **{(state, WriterStep.PEER_GONE): (_W.DONE,) for state in _W if state is not _W.DONE},
+}
+
+
+class WriterProtocolError(AssertionError):
+    """The machine broke its own table: a bug of ours. Carries the story of the handoff."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterLimits:
+    live_span_max: int = 4096
+    """Must not exceed the receiver's: no new Reserve while the lowest live number is this far behind."""
+    story_steps_max: int = 24
+
+
+@dataclass(slots=True, kw_only=True)
+class _Handoff:
+    number: ReserveNumber
+    key: RequestKey
+    state: WriterState = WriterState.ASKING
+    grant: GrantId = GrantId(b"")
+    epoch: Epoch = Epoch(0)
+    writes: int = 0
+    bytes_written: int = 0
+    outstanding: int = 0
+    sources_held: bool = False
+    revoke_waits: bool = False
+    reported: bool = False
+    story: tuple[str, ...] = ()
+
+
+class WriterGrants:
+    """All handoffs of one pair. `handle(HandoffAsked)` needs `can_ask`."""
+
+    def __init__(self, limits: WriterLimits | None = None) -> None:
+        self.limits = limits or WriterLimits()
+        self._handoffs: dict[ReserveNumber, _Handoff] = {}
+        self._next = ReserveNumber(0)
+        self._out: list[WriterInstruction] = []
+        self._handlers: dict[type, Callable[..., None]] = {
+            HandoffAsked: self._asked,
+            ReserveGranted: self._granted,
+            ReserveRefused: self._refused,
+            ReserveUnanswered: self._unanswered,
+            WritesPosted: self._posted,
+            WritesCompleted: self._completed,
+            AllPosted: self._all_posted,
+            CommitAnswered: self._commit_answered,
+            CommitUnanswered: self._commit_unanswered,
+            RenewRefused: lambda e: self._give_up(e.number, HandoffEnd.REVOKED),
+            RevokeAsked: self._revoke_asked,
+            HandoffCancelled: lambda e: self._give_up(e.number, HandoffEnd.CANCELLED),
+            LeaseLapsed: lambda e: self._give_up(e.number, HandoffEnd.LEASE_LAPSED),
+            LetGoAnswered: self._let_go_answered,
+            LetGoUnanswered: self._let_go_unanswered,
+            LinkLost: self._link_lost,
+            PeerGone: self._peer_gone,
+        }
+
+    def handle(self, event: WriterEvent) -> list[WriterInstruction]:
+        self._out = []
+        self._handlers[type(event)](event)
+        return self._out
+
+    @property
+    def next_number(self) -> ReserveNumber:
+        """The number that the next HandoffAsked gets."""
+        return self._next
+
+    @property
+    def lowest_live(self) -> ReserveNumber:
+        live = [n for n, h in self._handoffs.items() if h.state is not _W.DONE]
+        return min(live, default=self._next)
+
+    @property
+    def can_ask(self) -> bool:
+        return self._next < self.lowest_live + self.limits.live_span_max
+
+    @property
+    def live(self) -> int:
+        """Handoffs that are not over, and those whose sources are still being read."""
+        return len(self._handoffs)
+
+    @property
+    def outstanding(self) -> int:
+        """Posted writes whose sources the transport has not let go of."""
+        return sum(h.outstanding for h in self._handoffs.values())
+
+    def state_of(self, number: ReserveNumber) -> WriterState:
+        known = self._handoffs.get(number)
+        return known.state if known else _W.DONE
+
+    def may_post(self, number: ReserveNumber) -> bool:
+        return self.state_of(number) is _W.WRITING
+
+    # One step of one handoff: the only place where it changes its state.
+
+    def _step(self, handoff: _Handoff, step: WriterStep, to: WriterState) -> None:
+        line = f"{handoff.state.value} --{step.value}--> {to.value}"
+        if to not in WRITER_TRANSITIONS.get((handoff.state, step), ()):
+            raise WriterProtocolError(
+                f"handoff {handoff.number} of {handoff.key}: {line} is not in the table; story: {handoff.story}"
+            )
+        handoff.story = (*handoff.story, line)[-self.limits.story_steps_max :]
+        handoff.state = to
+        if to is _W.DRAINING:
+            self._out.append(AbandonWrites(number=handoff.number, grant=handoff.grant))
+            self._drain(handoff)
+        elif to is _W.LETTING_GO:
+            self._answer_revoke(handoff)
+            self._out.append(SendLetGo(number=handoff.number, lowest_live=self.lowest_live))
+        elif to is _W.DONE:
+            self._answer_revoke(handoff)
+            self._forget_if_over(handoff)
+
+    def _drain(self, handoff: _Handoff) -> None:
+        if handoff.outstanding == 0:
+            self._release_sources(handoff)
+            if handoff.state is _W.DRAINING:
+                self._step(handoff, WriterStep.DRAINED, _W.LETTING_GO)
+
+    def _release_sources(self, handoff: _Handoff) -> None:
+        if handoff.sources_held:
+            handoff.sources_held = False
+            self._out.append(ReleaseSources(number=handoff.number))
+
+    def _forget_if_over(self, handoff: _Handoff) -> None:
+        if handoff.state is _W.DONE and handoff.outstanding == 0:
+            self._release_sources(handoff)
+            del self._handoffs[handoff.number]
+
+    def _report(self, handoff: _Handoff, end: HandoffEnd) -> None:
+        if not handoff.reported:
+            handoff.reported = True
+            self._out.append(ReportEnd(number=handoff.number, end=end))
+
+    def _answer_revoke(self, handoff: _Handoff) -> None:
+        if handoff.revoke_waits:
+            handoff.revoke_waits = False
+            self._out.append(AnswerRevoke(number=handoff.number))
+
+    # Events.
+
+    def _asked(self, event: HandoffAsked) -> None:
+        assert self.can_ask, "the caller checks can_ask"
+        number = self._next
+        self._next = ReserveNumber(number + 1)
+        self._handoffs[number] = _Handoff(number=number, key=event.key)
+        self._out.append(SendReserve(number=number, lowest_live=self.lowest_live, key=event.key))
+
+    def _granted(self, event: ReserveGranted) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is None or handoff.state is not _W.ASKING:
+            return  # an answer that was overtaken: the let-go under way or answered covers it
+        handoff.grant, handoff.epoch, handoff.sources_held = event.grant, event.epoch, True
+        self._step(handoff, WriterStep.GRANTED, _W.WRITING)
+        self._out.append(StartWriting(number=event.number, grant=event.grant, epoch=event.epoch))
+
+    def _refused(self, event: ReserveRefused) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is not None and handoff.state is _W.ASKING:
+            self._report(handoff, HandoffEnd.REFUSED)
+            self._step(handoff, WriterStep.REFUSED, _W.DONE)
+
+    def _unanswered(self, event: ReserveUnanswered) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is not None and handoff.state is _W.ASKING:
+            self._report(handoff, HandoffEnd.UNANSWERED)
+            self._step(handoff, WriterStep.UNANSWERED, _W.LETTING_GO)
+
+    def _posted(self, event: WritesPosted) -> None:
+        handoff = self._handoffs[event.number]
+        assert handoff.state is _W.WRITING, (handoff.state, handoff.story)
+        handoff.writes += event.writes
+        handoff.bytes_written += event.bytes_written
+        handoff.outstanding += event.writes
+
+    def _completed(self, event: WritesCompleted) -> None:
+        handoff = self._handoffs[event.number]
+        assert 0 < event.writes <= handoff.outstanding, (event, handoff)
+        handoff.outstanding -= event.writes
+        if handoff.state is _W.DRAINING:
+            self._drain(handoff)
+        elif handoff.state is _W.DONE:
+            self._forget_if_over(handoff)
+
+    def _all_posted(self, event: AllPosted) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is None or handoff.state is not _W.WRITING:
+            return  # given up while the last layer was computed
+        self._step(handoff, WriterStep.ALL_POSTED, _W.COMMITTING)
+        self._out.append(
+            SendSeal(
+                number=handoff.number,
+                grant=handoff.grant,
+                epoch=handoff.epoch,
+                writes=handoff.writes,
+                bytes_written=handoff.bytes_written,
+            )
+        )
+        self._send_commit(handoff)
+
+    def _send_commit(self, handoff: _Handoff) -> None:
+        self._out.append(
+            SendCommit(
+                number=handoff.number,
+                grant=handoff.grant,
+                writes=handoff.writes,
+                bytes_written=handoff.bytes_written,
+            )
+        )
+
+    def _commit_answered(self, event: CommitAnswered) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is None or handoff.state is not _W.COMMITTING:
+            return
+        if event.committed:
+            self._report(handoff, HandoffEnd.COMMITTED)
+            self._step(handoff, WriterStep.COMMITTED, _W.DONE)
+        else:
+            self._give_up(event.number, HandoffEnd.REVOKED)
+
+    def _commit_unanswered(self, event: CommitUnanswered) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is not None and handoff.state is _W.COMMITTING:
+            self._send_commit(handoff)
+
+    def _give_up(self, number: ReserveNumber, end: HandoffEnd) -> None:
+        handoff = self._handoffs.get(number)
+        if handoff is None or handoff.state not in (_W.ASKING, _W.WRITING, _W.COMMITTING):
+            return
+        self._report(handoff, end)
+        to = _W.LETTING_GO if handoff.state is _W.ASKING else _W.DRAINING
+        self._step(handoff, WriterStep.GIVE_UP, to)
+
+    def _revoke_asked(self, event: RevokeAsked) -> None:
+        assert event.number < self._next, (event, self._next)
+        handoff = self._handoffs.get(event.number)
+        if handoff is None or handoff.state in (_W.LETTING_GO, _W.DONE):
+            self._out.append(AnswerRevoke(number=event.number))
+            return
+        handoff.revoke_waits = True
+        self._give_up(event.number, HandoffEnd.REVOKED)
+
+    def _let_go_answered(self, event: LetGoAnswered) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is not None and handoff.state is _W.LETTING_GO:
+            self._step(handoff, WriterStep.LET_GO_ANSWERED, _W.DONE)
+
+    def _let_go_unanswered(self, event: LetGoUnanswered) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is not None and handoff.state is _W.LETTING_GO:
+            self._out.append(SendLetGo(number=event.number, lowest_live=self.lowest_live))
+
+    def _link_lost(self, event: LinkLost) -> None:
+        for handoff in list(self._handoffs.values()):
+            # A handoff that has committed its writes already learns its end from the Commit's answer.
+            if handoff.state is _W.WRITING and handoff.epoch <= event.epoch:
+                self._give_up(handoff.number, HandoffEnd.LINK_LOST)
+
+    def _peer_gone(self, event: PeerGone) -> None:
+        del event
+        for handoff in list(self._handoffs.values()):
+            if handoff.state is _W.DONE:
+                continue
+            if handoff.state in (_W.WRITING, _W.COMMITTING):
+                self._out.append(AbandonWrites(number=handoff.number, grant=handoff.grant))
+            self._report(handoff, HandoffEnd.PEER_GONE)
+            self._step(handoff, WriterStep.PEER_GONE, _W.DONE)
