@@ -1,7 +1,7 @@
 """Events and instructions of the grant machines: what happened, and what the shell is to do about it.
 
-The two sides talk about the same thing under two names: the *number* of a Reserve within its pair (known to the writer from
-the start) and the *grant* (drawn by the receiver, known to the writer once granted).
+The two sides talk about the same thing under two names: the *number* of a Reserve within its pair (known to the writer
+from the start) and the *grant* (drawn by the receiver, known to the writer once granted).
 """
 
 from __future__ import annotations
