@@ -199,6 +199,9 @@ class ReceiverGrants:
         ids = [g for g in self._by_request.get(key.request, ()) if self._grants[g].key == key]
         return max(ids, key=lambda g: self._grants[g].number, default=None)
 
+    def knows_pair(self, pair: Pair) -> bool:
+        return pair in self._pairs
+
     @property
     def unreleased(self) -> int:
         """Grants through which somebody owns blocks."""

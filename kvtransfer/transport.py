@@ -73,6 +73,13 @@ class WriterLink(Protocol):
         """Copy no more for this grant: queued ops complete uncopied, the one under way finishes and then completes."""
         ...
 
+    def forget(self, grant: GrantId) -> None:
+        """The caller promises to post nothing more for this grant: what `abandon` remembered may go."""
+        ...
+
+    @property
+    def epoch(self) -> Epoch: ...
+
     async def close(self) -> None:
         """Stop the copying, complete what is queued uncopied, release the mapping. Idempotent."""
         ...
@@ -102,6 +109,9 @@ class ReceiverEvents(Protocol):
 
 class ReceiverPort(Protocol):
     """The receiving side of one transport for one region: accepts data connections of many writers."""
+
+    @property
+    def transport(self) -> TransportName: ...
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
         """Allow connections of this pair in this epoch (and no longer in an older one). Idempotent."""

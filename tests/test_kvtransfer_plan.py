@@ -109,7 +109,7 @@ def test_every_field_of_a_layout_changes_its_hash(change: dict[str, object]) -> 
     """Two nodes that differ in any one field never hand over."""
     base = layout_of(heads=2)
     fields = {name: getattr(base, name) for name in ("components", "num_layers", "block_size", "dtype")}
-    other = Layout(**{**fields, **change})  # type: ignore[arg-type]
+    other = Layout(**{**fields, **change})
     assert other.compatibility_hash() != base.compatibility_hash()
 
 

@@ -28,7 +28,7 @@ class WriteOutOfBounds(Exception):
 
 
 class TooManyAbandonedGrants(Exception):
-    """`abandoned_grants_max` is reached: the pool has stopped, for it must never forget one that may still be posted."""
+    """`abandoned_grants_max` is reached: the pool has stopped, for it must not forget one that may still be posted."""
 
 
 def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
@@ -90,8 +90,8 @@ class _Batch:
 class CopyPool:
     """Threads that copy posted batches from one region into another, first in first out.
 
-    `post` may be called from any thread, the rest from the loop's. Every posted batch ends in one `completed`. The queue
-    has no limit of its own: whoever posts bounds the bytes that are not yet completed.
+    `post` may be called from any thread, the rest from the loop's. Every posted batch ends in one `completed`. The
+    queue has no limit of its own: whoever posts bounds the bytes that are not yet completed.
 
     When `stop` was called, or a thread failed, and no thread will touch the regions again, `drained` is called on the
     loop's thread, once, after the last `completed`. If the loop is closed by then, both are dropped.
@@ -182,7 +182,7 @@ class CopyPool:
             self._wake.notify_all()
 
     def join(self) -> None:
-        """Wait for the threads to end and let go of both regions. Called after `drained`, so there is nothing to wait for."""
+        """Let go of both regions and of the threads. Called after `drained`: the threads are at their very end."""
         assert self._stopped
         for thread in self._threads:
             thread.join()

@@ -65,7 +65,7 @@ class PairFence:
     def refusal(self, hello: Hello) -> RefusalReason | None:
         """Why a connection with this HELLO may not be opened now; None: it may. Compares secrets in constant time."""
         if self._expected is None:
-            return RefusalReason.EPOCH if hello.epoch <= self._fenced_epoch else RefusalReason.NOT_EXPECTED
+            return RefusalReason.NOT_EXPECTED
         epoch, secret = self._expected
         if hello.epoch != epoch:
             return RefusalReason.EPOCH

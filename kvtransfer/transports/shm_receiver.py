@@ -8,11 +8,11 @@ proves nothing: the writer may be alive with the region mapped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hmac
 import os
 import socket
-import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +22,10 @@ from typing import ClassVar
 from baton.ids import Epoch, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName
-from kvtransfer.transports.shm_fence import Evidence, PairFence
 from kvtransfer.transports import shm_wire as wire
+from kvtransfer.transports.shm_fence import Evidence, PairFence
 from kvtransfer.transports.shm_wire import RefusalReason
 
-_UCRED = struct.Struct("iII")
 _OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -100,7 +99,7 @@ class ShmReceiverPort:
         randomness: Callable[[int], bytes],
         config: ShmReceiverConfig | None = None,
     ) -> None:
-        """Listens at once. `region` stays the caller's, open until after `close`; `randomness(n)` gives n secret bytes."""
+        """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes."""
         self._region = region
         self._events = events
         self._loop = loop
@@ -143,7 +142,7 @@ class ShmReceiverPort:
         return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`. Repeated before its `writer_gone` it changes nothing; after it, it is answered again.
+        """See `ReceiverPort.fence`. A repeat before its `writer_gone` changes nothing; after it, it is answered again.
 
         A writer that lives and runs drains, unmaps and acknowledges; a stopped one keeps the fence waiting.
         """
@@ -206,7 +205,7 @@ class ShmReceiverPort:
 
     def _admit(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, uid = wire.peer_credentials(sock)
         self._connections_made += 1
         connection = _Connection(number=self._connections_made, sock=sock, pid=pid)
         too_many = len(self._connections) >= self._config.connections_max
@@ -313,11 +312,9 @@ class ShmReceiverPort:
         self._cancel_timer(connection)
         self._loop.add_reader(connection.pidfd, self._writer_died, connection)
         packet = wire.encode(wire.Welcome(region_nbytes=self._region.nbytes))
-        try:
+        # On an error: a writer that is gone shows as EOF; one that waits in vain says BYE at its deadline.
+        with contextlib.suppress(OSError):
             socket.send_fds(connection.sock, [packet], [self._region.fd])
-        except OSError:
-            # A writer that is gone shows as EOF; one that waits in vain says BYE at its deadline.
-            return
 
     def _seal(self, connection: _Connection, seal: Seal) -> None:
         hello = connection.hello
@@ -376,13 +373,10 @@ class ShmReceiverPort:
             self._forget(connection)
 
     def _send(self, connection: _Connection, message: wire.Message) -> None:
-        """Best effort: a lost message costs time, never safety. The few that we send fit any socket buffer."""
+        """Best effort: what is lost costs time, never safety. The few messages that we send fit any socket buffer."""
         if connection.sock is not None:
-            try:
+            with contextlib.suppress(OSError):
                 connection.sock.send(wire.encode(message))
-            except OSError:
-                # A peer that is gone shows as EOF when its last packets have been read.
-                return
 
     def _cancel_timer(self, connection: _Connection) -> None:
         if connection.handshake_timer is not None:

@@ -15,6 +15,7 @@ its length is fixed by its kind. Integers are little-endian.
 
 from __future__ import annotations
 
+import socket
 import struct
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -31,6 +32,7 @@ MESSAGE_BYTES_MAX = 64
 ADDRESS_BYTES_MAX = 107
 ADDRESS_PREFIX = "@baton-shm-"
 
+_UCRED = struct.Struct("iII")
 _MAGIC = b"BtSh"
 _HEADER = struct.Struct("<4sHH")
 _HELLO = struct.Struct(f"<QQQ{SECRET_BYTES}s")
@@ -196,6 +198,12 @@ def socket_address(address: str) -> str:
     if len(address.encode()) > ADDRESS_BYTES_MAX:
         raise ValueError(f"shm address has {len(address.encode())} bytes, the kernel takes {ADDRESS_BYTES_MAX}")
     return "\0" + address[1:]
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process id (0: of another PID namespace) and user id of whoever connected, or listened, at the other end."""
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
 
 
 def _pack(kind: _Kind, *fields: int | bytes) -> bytes:

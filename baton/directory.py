@@ -1,0 +1,207 @@
+"""The embedded directory's state: who is in the cluster, by name, each record for a time. Pure; hints only.
+
+Records are kept as the messages they came in, so that fields of a later version pass through.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from enum import Enum
+
+from batonpb.directory_pb2 import NodeRecord
+
+from baton.errors import BatonError, InvalidField, Reason, bad_field, check_positive
+from baton.wire import check_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryLimits:
+    records_max: int = 4096
+    ttl_ms_min: int = 200
+    ttl_ms_max: int = 60_000
+    removals_kept_max: int = 1024
+    """A watcher that missed more removals than these gets a new snapshot."""
+    gone_kept_max: int = 4096
+    """Incarnations that removed themselves or were replaced, remembered for `ttl_ms_max` against late pushes."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, *self.__slots__)
+        if self.ttl_ms_min > self.ttl_ms_max:
+            raise InvalidField("ttl_ms_min", "must not exceed ttl_ms_max")
+
+
+class PushOutcome(Enum):
+    ADDED = "added"
+    CHANGED = "changed"
+    RENEWED = "renewed"  # nothing new but the time: watchers are not told
+    REPLACED = "replaced"  # another incarnation at the same endpoint took over
+    STALE = "stale"  # overtaken by a later push of the same incarnation; ignored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What a watcher at some version lacks. The records are shared: read only. With `snapshot`, replaces everything."""
+
+    version: int
+    snapshot: bool
+    upserts: tuple[NodeRecord, ...]
+    removals: tuple[Removal, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    record: NodeRecord
+    expires_s: float
+    version: int
+
+
+class DirectoryState:
+    """Times are seconds of one monotonic clock, passed in. Every method first lets overdue records expire."""
+
+    def __init__(self, *, limits: DirectoryLimits) -> None:
+        self._limits = limits
+        self._entries: dict[str, _Entry] = {}
+        self._version = 0
+        self._removals: deque[tuple[int, Removal]] = deque()
+        self._complete_since = 0
+        """Versions from here on can be brought up to date without a snapshot."""
+        self._gone: OrderedDict[int, float] = OrderedDict()
+
+    @property
+    def version(self) -> int:
+        """Rises with every change that watchers should see."""
+        return self._version
+
+    def push(self, record: NodeRecord, *, ttl_ms: int, now_s: float) -> PushOutcome:
+        """Register or renew. Takes ownership of `record`.
+
+        A port cannot be held by two living processes, so another incarnation at the same endpoint takes the name over
+        at once; elsewhere it waits until the holder's record has run out.
+
+        Raises BatonError: NAME_IN_USE, INCARNATION_MISMATCH (this incarnation has been replaced or removed),
+        DIRECTORY_FULL, or what `check_record` raises; nothing has changed then.
+        """
+        self._check(record, ttl_ms)
+        self.expire(now_s=now_s)
+        expires_s = now_s + ttl_ms / 1e3
+        holder = self._entries.get(record.name)
+        if record.incarnation in self._gone:
+            raise BatonError(
+                Reason.INCARNATION_MISMATCH,
+                f"Incarnation {record.incarnation:016x} of {record.name} was removed or replaced by a later one.",
+            )
+        if holder is None:
+            if len(self._entries) >= self._limits.records_max:
+                raise BatonError(
+                    Reason.DIRECTORY_FULL,
+                    f"The directory holds {len(self._entries)} records, its limit (records_max).",
+                    retry_after_ms=ttl_ms,
+                )
+            self._put(record, expires_s)
+            return PushOutcome.ADDED
+        if holder.record.incarnation != record.incarnation:
+            if holder.record.endpoint != record.endpoint:
+                raise _name_in_use(holder, now_s)
+            self._forget(holder.record.incarnation, now_s)
+            self._put(record, expires_s)
+            return PushOutcome.REPLACED
+        if record.sequence <= holder.record.sequence:
+            return PushOutcome.STALE
+        holder.expires_s = expires_s
+        if _same_but_sequence(holder.record, record):
+            holder.record.sequence = record.sequence
+            return PushOutcome.RENEWED
+        self._put(record, expires_s)
+        return PushOutcome.CHANGED
+
+    def remove(self, *, name: str, incarnation: int, now_s: float) -> bool:
+        """The node leaves. False where the name is not held, or is held by another incarnation."""
+        self.expire(now_s=now_s)
+        # Remembered in any case: the Remove may have overtaken the Push.
+        self._forget(incarnation, now_s)
+        holder = self._entries.get(name)
+        if holder is None or holder.record.incarnation != incarnation:
+            return False
+        self._drop(holder.record)
+        return True
+
+    def expire(self, *, now_s: float) -> tuple[NodeRecord, ...]:
+        """Drop overdue records and return them. A process that was only stopped may push again."""
+        overdue = tuple(entry.record for entry in self._entries.values() if entry.expires_s <= now_s)
+        for record in overdue:
+            self._drop(record)
+        while self._gone and next(iter(self._gone.values())) <= now_s:
+            self._gone.popitem(last=False)
+        return overdue
+
+    def list(self, *, now_s: float) -> tuple[NodeRecord, ...]:
+        """All live records by name. Shared: read only."""
+        self.expire(now_s=now_s)
+        return tuple(self._entries[name].record for name in sorted(self._entries))
+
+    def changes_since(self, version: int | None, *, now_s: float) -> Changes:
+        """What a watcher at `version` lacks; None, or a version too far back, gets a snapshot.
+
+        However slow the watcher: a record that changed often comes once, as it is now, and nothing queues up for it.
+        """
+        self.expire(now_s=now_s)
+        if version is None or version < self._complete_since:
+            return Changes(version=self._version, snapshot=True, upserts=self.list(now_s=now_s), removals=())
+        changed = sorted(name for name, entry in self._entries.items() if entry.version > version)
+        removals = [removal for at, removal in self._removals if at > version and removal.name not in self._entries]
+        return Changes(
+            version=self._version,
+            snapshot=False,
+            upserts=tuple(self._entries[name].record for name in changed),
+            removals=tuple({removal.name: removal for removal in removals}.values()),
+        )
+
+    def _check(self, record: NodeRecord, ttl_ms: int) -> None:
+        check_record(record)
+        limits = self._limits
+        if not limits.ttl_ms_min <= ttl_ms <= limits.ttl_ms_max:
+            raise bad_field("ttl_ms", f"ttl_ms must be {limits.ttl_ms_min} to {limits.ttl_ms_max}, not {ttl_ms}.")
+
+    def _put(self, record: NodeRecord, expires_s: float) -> None:
+        self._version += 1
+        self._entries[record.name] = _Entry(record=record, expires_s=expires_s, version=self._version)
+
+    def _drop(self, record: NodeRecord) -> None:
+        del self._entries[record.name]
+        self._version += 1
+        self._removals.append((self._version, Removal(name=record.name, incarnation=record.incarnation)))
+        if len(self._removals) > self._limits.removals_kept_max:
+            self._complete_since, _ = self._removals.popleft()
+
+    def _forget(self, incarnation: int, now_s: float) -> None:
+        self._gone.pop(incarnation, None)
+        self._gone[incarnation] = now_s + self._limits.ttl_ms_max / 1e3
+        if len(self._gone) > self._limits.gone_kept_max:
+            self._gone.popitem(last=False)
+
+
+def _same_but_sequence(old: NodeRecord, new: NodeRecord) -> bool:
+    compared = NodeRecord()
+    compared.CopyFrom(old)
+    compared.sequence = new.sequence
+    return compared == new
+
+
+def _name_in_use(holder: _Entry, now_s: float) -> BatonError:
+    record = holder.record
+    left_ms = max(1, round((holder.expires_s - now_s) * 1e3))
+    return BatonError(
+        Reason.NAME_IN_USE,
+        f"The name {record.name} is held by the node at {record.endpoint} (incarnation {record.incarnation:016x}) for "
+        f"another {left_ms} ms unless it renews. Stop that node, or start this one under another name.",
+        field="name",
+        retry_after_ms=left_ms,
+        metadata={"endpoint": record.endpoint, "incarnation": f"{record.incarnation:016x}"},
+    )

@@ -1,0 +1,116 @@
+"""How nodes see the directory: one interface, and the embedded directory behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from batonpb import directory_pb2, directory_pb2_grpc
+
+from baton.errors import BatonError, Reason, check_positive
+from baton.ids import Incarnation, NodeName
+from baton.log import get_log
+from baton.rpc_client import Channels, rpc_errors
+from baton.wire import NodeRecord, record_from_proto, record_to_proto
+
+log = get_log("directory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All records at one moment, ordered by name."""
+
+    records: tuple[NodeRecord, ...]
+
+
+class Directory(Protocol):
+    """Who is in the cluster. Calls end within `call_ms_max`; all raise BatonError, PEER_UNREACHABLE or DEADLINE where
+    the directory does not answer."""
+
+    async def push(self, record: NodeRecord, *, ttl_ms: int) -> None:
+        """Register or renew. Raises NAME_IN_USE, DIRECTORY_FULL, INCARNATION_MISMATCH or for a bad record too."""
+        ...
+
+    async def remove(self, name: NodeName, incarnation: Incarnation) -> bool:
+        """False where that incarnation does not hold the name."""
+        ...
+
+    async def list(self) -> Snapshot: ...
+
+    def watch(self) -> AsyncGenerator[Snapshot, None]:
+        """The cluster now, and again after each change (some may be merged). Ends by BatonError only.
+
+        Close it (`aclosing`) when leaving it early.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryClientConfig:
+    call_ms_max: int = 1_000
+
+    def __post_init__(self) -> None:
+        check_positive(self, "call_ms_max")
+
+
+class EmbeddedDirectory:
+    """`Directory` over gRPC, to the process that `baton up` or `baton directory` starts. Does not own `channels`."""
+
+    def __init__(self, endpoint: str, *, channels: Channels, config: DirectoryClientConfig) -> None:
+        """Raises BatonError BAD_ENDPOINT."""
+        self._peer = f"directory at {endpoint}"
+        self._stub = directory_pb2_grpc.DirectoryStub(channels.get(endpoint))
+        self._timeout_s = config.call_ms_max / 1e3
+
+    async def push(self, record: NodeRecord, *, ttl_ms: int) -> None:
+        request = directory_pb2.PushRequest(record=record_to_proto(record), ttl_ms=ttl_ms)
+        with rpc_errors(self._peer):
+            await self._stub.Push(request, timeout=self._timeout_s)
+
+    async def remove(self, name: NodeName, incarnation: Incarnation) -> bool:
+        request = directory_pb2.RemoveRequest(name=name, incarnation=incarnation)
+        with rpc_errors(self._peer):
+            reply: directory_pb2.RemoveReply = await self._stub.Remove(request, timeout=self._timeout_s)
+        return reply.removed
+
+    async def list(self) -> Snapshot:
+        with rpc_errors(self._peer):
+            reply: directory_pb2.ListReply = await self._stub.List(directory_pb2.ListRequest(), timeout=self._timeout_s)
+        return _snapshot({record.name: record for record in _readable(reply.records)})
+
+    async def watch(self) -> AsyncGenerator[Snapshot, None]:
+        records: dict[NodeName, NodeRecord] = {}
+        call = self._stub.Watch(directory_pb2.WatchRequest())
+        try:
+            with rpc_errors(self._peer):
+                async for event in call:
+                    _apply(event, records)
+                    yield _snapshot(records)
+        finally:
+            call.cancel()
+        raise BatonError(Reason.PEER_UNREACHABLE, f"The {self._peer} has ended the watch: it is stopping.")
+
+
+def _apply(event: directory_pb2.WatchEvent, records: dict[NodeName, NodeRecord]) -> None:
+    if event.snapshot:
+        records.clear()
+    for removal in event.removals:
+        records.pop(NodeName(removal.name), None)
+    for record in _readable(event.upserts):
+        records[record.name] = record
+
+
+def _readable(messages: Iterable[directory_pb2.NodeRecord]) -> list[NodeRecord]:
+    """A node of a later version must not take the others from us."""
+    records = []
+    for message in messages:
+        try:
+            records.append(record_from_proto(message))
+        except BatonError as error:
+            log.warning("record ignored", name=message.name, problem=error.message)
+    return records
+
+
+def _snapshot(records: dict[NodeName, NodeRecord]) -> Snapshot:
+    return Snapshot(records=tuple(records[name] for name in sorted(records)))

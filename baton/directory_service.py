@@ -1,0 +1,133 @@
+"""The embedded directory over gRPC: `DirectoryState` with a clock and watchers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from batonpb import directory_pb2, directory_pb2_grpc
+
+from baton.clock import Clock
+from baton.directory import Changes, DirectoryLimits, DirectoryState, PushOutcome
+from baton.errors import BatonError, Reason, check_positive
+from baton.log import get_log
+from baton.rpc import RpcServer
+
+log = get_log("directory")
+DIRECTORY_SERVICE: Final = "baton.v1.Directory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryConfig:
+    limits: DirectoryLimits = field(default_factory=DirectoryLimits)
+    watchers_max: int = 1024
+    watch_interval_ms: int = 10
+    """A watcher is told at most this often; what changes in between is told together."""
+    expire_interval_ms: int = 100
+
+    def __post_init__(self) -> None:
+        check_positive(self, "watchers_max", "watch_interval_ms", "expire_interval_ms")
+
+
+class DirectoryService(directory_pb2_grpc.DirectoryServicer):
+    """Lives on one event loop, without a lock. `start` it beside its server, `close` it before the server stops."""
+
+    def __init__(self, *, config: DirectoryConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._state = DirectoryState(limits=config.limits)
+        self._changed = asyncio.Event()
+        self._told_version = 0
+        self._watchers = 0
+        self._closing = False
+        self._expirer: asyncio.Task[None] | None = None
+
+    def start(self, server: RpcServer) -> None:
+        """Register with `server`, which is not started yet, and begin to let records expire. Needs a running loop."""
+        server.add(DIRECTORY_SERVICE, directory_pb2_grpc.add_DirectoryServicer_to_server, self)
+        self._expirer = asyncio.create_task(self._expire_forever(), name="directory-expire")
+
+    async def close(self) -> None:
+        """End the watches, so that the server can stop without waiting for them. Idempotent."""
+        self._closing = True
+        self._wake()
+        if self._expirer is not None:
+            self._expirer.cancel()
+            await asyncio.wait([self._expirer])
+
+    async def Push(self, request: directory_pb2.PushRequest, _context: object) -> directory_pb2.PushReply:
+        self._expire()
+        record = request.record
+        outcome = self._state.push(record, ttl_ms=request.ttl_ms, now_s=self._clock.monotonic_s())
+        if outcome in (PushOutcome.ADDED, PushOutcome.REPLACED):
+            log.info("node " + outcome.value, name=record.name, endpoint=record.endpoint)
+        self._wake_if_changed()
+        return directory_pb2.PushReply()
+
+    async def Remove(self, request: directory_pb2.RemoveRequest, _context: object) -> directory_pb2.RemoveReply:
+        self._expire()
+        now_s = self._clock.monotonic_s()
+        removed = self._state.remove(name=request.name, incarnation=request.incarnation, now_s=now_s)
+        if removed:
+            log.info("node removed", name=request.name)
+        self._wake_if_changed()
+        return directory_pb2.RemoveReply(removed=removed)
+
+    async def List(self, _request: object, _context: object) -> directory_pb2.ListReply:
+        self._expire()
+        return directory_pb2.ListReply(records=self._state.list(now_s=self._clock.monotonic_s()))
+
+    async def Watch(self, _request: object, _context: object) -> AsyncIterator[directory_pb2.WatchEvent]:
+        if self._watchers >= self._config.watchers_max:
+            raise BatonError(
+                Reason.TOO_MANY_CALLS,
+                f"The directory has {self._watchers} watchers, its limit (watchers_max).",
+                retry_after_ms=1_000,
+            )
+        self._watchers += 1
+        try:
+            version: int | None = None
+            while not self._closing:
+                changed = self._changed
+                changes = self._state.changes_since(version, now_s=self._clock.monotonic_s())
+                if version is None or changes.version != version:
+                    version = changes.version
+                    # The generator rests here while the watcher is slow to read; what it misses is merged.
+                    yield _event(changes)
+                    await self._clock.sleep_s(self._config.watch_interval_ms / 1e3)
+                else:
+                    await changed.wait()
+        finally:
+            self._watchers -= 1
+
+    async def _expire_forever(self) -> None:
+        while True:
+            await self._clock.sleep_s(self._config.expire_interval_ms / 1e3)
+            self._expire()
+
+    def _expire(self) -> None:
+        for record in self._state.expire(now_s=self._clock.monotonic_s()):
+            log.warning("node not heard of any more", name=record.name, endpoint=record.endpoint)
+        self._wake_if_changed()
+
+    def _wake_if_changed(self) -> None:
+        if self._state.version != self._told_version:
+            self._told_version = self._state.version
+            self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _event(changes: Changes) -> directory_pb2.WatchEvent:
+    return directory_pb2.WatchEvent(
+        snapshot=changes.snapshot,
+        upserts=changes.upserts,
+        removals=[
+            directory_pb2.RemoveRequest(name=removal.name, incarnation=removal.incarnation)
+            for removal in changes.removals
+        ],
+    )

@@ -1,0 +1,42 @@
+"""`host:port` as text, the way it appears in configuration and in node records."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.errors import BatonError, Reason
+
+PORT_MAX: Final = 65535
+_WILDCARDS: Final = frozenset({"", "0.0.0.0", "::", "*"})
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """Host (an IPv6 address without its brackets) and port of `text`. Raises BatonError BAD_ENDPOINT."""
+    host, colon, port_text = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise _bad(text, "an IPv6 address needs brackets, as in [::1]:7000")
+    if not colon or not host or any(c.isspace() or c in "/[]" for c in host):
+        raise _bad(text, "expected host:port, as in 127.0.0.1:7000")
+    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > PORT_MAX:
+        raise _bad(text, f"the port must be a number from 0 to {PORT_MAX}")
+    return host, int(port_text)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    """The inverse of `split_endpoint`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_reachable(text: str) -> None:
+    """Refuse an endpoint that peers cannot call: a wildcard address or port 0. Raises BatonError BAD_ENDPOINT."""
+    host, port = split_endpoint(text)
+    if host in _WILDCARDS:
+        raise _bad(text, "a wildcard address is for listening; advertise an address that the other nodes can reach")
+    if port == 0:
+        raise _bad(text, "port 0 is for listening; advertise the port that was bound")
+
+
+def _bad(text: str, why: str) -> BatonError:
+    return BatonError(Reason.BAD_ENDPOINT, f"'{text}' is not a usable endpoint: {why}.", field="endpoint")

@@ -1,0 +1,140 @@
+"""The life of a node, owned by the node itself: STARTING -> READY -> DRAINING -> DRAINED -> STOPPED, and CORDONED.
+
+The state machine is pure. `install_signal_handlers` is the only part that touches the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum, IntEnum
+from types import FrameType
+from typing import Final
+
+from baton.errors import BatonError, Reason
+
+HISTORY_MAX: Final = 16
+"""Changes of state that a node remembers, the last ones, to tell in an error."""
+
+
+class Lifecycle(IntEnum):
+    """Same names and numbers as baton.v1.Lifecycle."""
+
+    STARTING = 1
+    READY = 2
+    CORDONED = 3
+    """Takes nothing new, keeps what it has; can become READY again."""
+    DRAINING = 4
+    DRAINED = 5
+    STOPPED = 6
+
+
+class LifecycleEvent(Enum):
+    STARTED = "started"
+    CORDON = "cordon"
+    UNCORDON = "uncordon"
+    DRAIN = "drain"
+    EMPTY = "empty"  # the node has proved it: no request, no grant, no unacknowledged outbound write
+    STOP = "stop"
+
+
+TRANSITIONS: Final[Mapping[tuple[Lifecycle, LifecycleEvent], Lifecycle]] = {
+    (Lifecycle.STARTING, LifecycleEvent.STARTED): Lifecycle.READY,
+    (Lifecycle.STARTING, LifecycleEvent.STOP): Lifecycle.STOPPED,
+    (Lifecycle.READY, LifecycleEvent.CORDON): Lifecycle.CORDONED,
+    (Lifecycle.READY, LifecycleEvent.UNCORDON): Lifecycle.READY,
+    (Lifecycle.READY, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
+    (Lifecycle.CORDONED, LifecycleEvent.CORDON): Lifecycle.CORDONED,
+    (Lifecycle.CORDONED, LifecycleEvent.UNCORDON): Lifecycle.READY,
+    (Lifecycle.CORDONED, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
+    (Lifecycle.DRAINING, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
+    (Lifecycle.DRAINING, LifecycleEvent.EMPTY): Lifecycle.DRAINED,
+    # The drain's time limit has passed: what is left is given up, by its owner, before the process ends.
+    (Lifecycle.DRAINING, LifecycleEvent.STOP): Lifecycle.STOPPED,
+    (Lifecycle.DRAINED, LifecycleEvent.DRAIN): Lifecycle.DRAINED,
+    (Lifecycle.DRAINED, LifecycleEvent.STOP): Lifecycle.STOPPED,
+    (Lifecycle.STOPPED, LifecycleEvent.STOP): Lifecycle.STOPPED,
+}
+"""Everything that may happen. An event that repeats what is so already is no error; what is not listed is one."""
+
+
+class NodeLifecycle:
+    """Where one node is in its life, and how it got there."""
+
+    def __init__(self, *, now_s: float) -> None:
+        self._state = Lifecycle.STARTING
+        self._since_s = now_s
+        self._history: deque[tuple[float, Lifecycle, str]] = deque([(now_s, self._state, "")], maxlen=HISTORY_MAX)
+
+    @property
+    def state(self) -> Lifecycle:
+        return self._state
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests may be placed here; readiness is the same thing."""
+        return self._state is Lifecycle.READY
+
+    def handle(self, event: LifecycleEvent, *, now_s: float, why: str = "") -> Lifecycle:
+        """Apply `event` and return the new state. `why` ("SIGTERM", "weights loaded") is kept for the story.
+
+        Raises BatonError BAD_LIFECYCLE, with nothing changed, where the table has no such transition.
+        """
+        new = TRANSITIONS.get((self._state, event))
+        if new is None:
+            possible = ", ".join(e.value for (state, e) in TRANSITIONS if state is self._state)
+            raise BatonError(
+                Reason.BAD_LIFECYCLE,
+                f"Cannot {event.value}: the node is {self._state.name}, where only {possible} can follow. "
+                f"So far: {self.story()}.",
+                metadata={"state": self._state.name, "event": event.name},
+            )
+        if new is not self._state:
+            self._state = new
+            self._history.append((now_s, new, why))
+        return new
+
+    def story(self) -> str:
+        """The changes so far: "STARTING, READY after 2.1 s (weights loaded)"."""
+        parts = []
+        for at_s, state, why in self._history:
+            when = f" after {at_s - self._since_s:.1f} s" if state is not Lifecycle.STARTING else ""
+            parts.append(f"{state.name}{when}" + (f" ({why})" if why else ""))
+        return ", ".join(parts)
+
+
+def install_signal_handlers(
+    loop: asyncio.AbstractEventLoop, on_stop: Callable[[signal.Signals], None]
+) -> Callable[[], None]:
+    """SIGINT and SIGTERM: the first calls `on_stop` on the loop, any further one ends the process at once (130, 143).
+
+    Main thread only. A terminal sends Ctrl-C to every process of its foreground group: a parent that stops its
+    children itself starts them in sessions of their own, or they count two signals. Returns the function that puts the
+    handlers back that were there before.
+    """
+    caught = (signal.SIGINT, signal.SIGTERM)
+    before = {signum: signal.getsignal(signum) for signum in caught}
+
+    def first(signum: signal.Signals) -> None:
+        # From here on a plain handler: it runs between any two bytecodes, even when the loop itself is stuck.
+        for each in caught:
+            loop.remove_signal_handler(each)
+            signal.signal(each, _exit_now)
+        on_stop(signum)
+
+    def restore() -> None:
+        for signum in caught:
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, before[signum])
+
+    for signum in caught:
+        loop.add_signal_handler(signum, first, signum)
+    return restore
+
+
+def _exit_now(signum: int, frame: FrameType | None) -> None:
+    del frame
+    os._exit(128 + signum)

@@ -1,0 +1,249 @@
+"""One node's place in the cluster: it tells the directory of itself and keeps what the directory tells of the others.
+
+The directory gives hints. When it is lost, the last known records stay, marked stale, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+from baton.clock import Clock, wait_s
+from baton.directory_client import Directory, Snapshot
+from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.ids import NodeName
+from baton.log import get_log
+from baton.wire import NodeRecord, Role
+
+log = get_log("membership")
+
+_TRANSIENT: Final = frozenset(
+    {Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.TOO_MANY_CALLS, Reason.DIRECTORY_FULL, Reason.CANCELLED}
+)
+_NAME_WAIT_TTLS: Final = 1.5
+"""How many times `ttl_ms` a starting node waits for the record of its predecessor to run out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipConfig:
+    heartbeat_ms: int = 500
+    """Between two pushes of the own record; a change that matters is pushed at once (`announce`)."""
+    ttl_ms: int = 3_000
+    """The directory forgets a node that was not heard of for this long."""
+    directory_wait_ms_max: int = 30_000
+    """How long a starting node waits for a directory that does not answer."""
+    backoff_ms_min: int = 50
+    backoff_ms_max: int = 1_000
+
+    def __post_init__(self) -> None:
+        check_positive(self, *self.__slots__)
+        if self.ttl_ms < 2 * self.heartbeat_ms:
+            raise InvalidField("ttl_ms", f"must be at least twice heartbeat_ms ({self.heartbeat_ms})")
+        if self.backoff_ms_min > self.backoff_ms_max:
+            raise InvalidField("backoff_ms_min", "must not exceed backoff_ms_max")
+
+
+class Membership:
+    """Heartbeat and watch of one process, on one event loop. Does not own the directory client.
+
+    `own_record` is called before each push and returns the record as it is now (`sequence` is set here); None watches
+    only. `on_change` is called on the loop, after `nodes()` or `stale` has changed; it must not raise.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        own_record: Callable[[], NodeRecord] | None,
+        clock: Clock,
+        rng: random.Random,
+        config: MembershipConfig,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        self._directory = directory
+        self._own_record = own_record
+        self._clock = clock
+        self._rng = rng
+        self._config = config
+        self._on_change = on_change
+        self._records: tuple[NodeRecord, ...] = ()
+        self._unconfirmed_s: dict[NodeName, float] = {}
+        """Records that a directory found again does not know, and until when they are kept."""
+        self._stale = True
+        self._sequence = 0
+        self._registered = False
+        self._push_trouble: Reason | None = None
+        self._announced = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def stale(self) -> bool:
+        """Whether the directory is out of reach (or was not reached yet), so that `nodes()` may be out of date."""
+        return self._stale
+
+    def nodes(self, role: Role | None = None) -> tuple[NodeRecord, ...]:
+        """The last known records, ordered by name, this node's own among them. No I/O."""
+        return tuple(record for record in self._records if role is None or record.role is role)
+
+    async def start(self) -> None:
+        """Register, then keep pushing and watching in the background.
+
+        A name that is held is waited for, since it may be this node's own predecessor that was killed; likewise a
+        directory that does not answer yet. Raises BatonError, with nothing running: NAME_IN_USE after 1.5 `ttl_ms`,
+        PEER_UNREACHABLE or DEADLINE after `directory_wait_ms_max`, anything else at once.
+        """
+        assert not self._tasks, "started twice"
+        if self._own_record is not None:
+            await self._register()
+        self._tasks = [self._spawn(self._beat_forever(), "heartbeat"), self._spawn(self._watch_forever(), "watch")]
+
+    async def stop(self) -> None:
+        """Stop both, then take the own record back; a directory that is gone only gets a log line. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._registered and self._own_record is not None:
+            self._registered = False
+            record = self._own_record()
+            try:
+                await self._directory.remove(record.name, record.incarnation)
+            except BatonError as error:
+                log.warning("own record stays in the directory until it runs out", problem=error.message)
+
+    def announce(self) -> None:
+        """Push the own record now instead of at the next heartbeat: its lifecycle has changed, say."""
+        self._announced.set()
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Return once `holds()` is true, asked again after every change. The caller sets the time limit."""
+        while not holds():
+            await self._changed.wait()
+
+    async def _register(self) -> None:
+        config, begun_s, attempt = self._config, self._clock.monotonic_s(), 0
+        while True:
+            try:
+                await self._push()
+                return
+            except BatonError as error:
+                waited_ms = (self._clock.monotonic_s() - begun_s) * 1e3
+                if error.reason is Reason.NAME_IN_USE:
+                    wait_ms_max, delay_s = config.ttl_ms * _NAME_WAIT_TTLS, config.heartbeat_ms / 1e3
+                elif error.reason in _TRANSIENT:
+                    wait_ms_max, delay_s = float(config.directory_wait_ms_max), self._backoff_s(attempt)
+                else:
+                    raise
+                if waited_ms >= wait_ms_max:
+                    raise _gave_up(error, waited_ms) from error
+                if attempt == 0:
+                    log.warning("not registered yet", problem=error.message, wait_ms_max=wait_ms_max)
+            attempt += 1
+            await self._clock.sleep_s(delay_s)
+
+    async def _push(self) -> None:
+        assert self._own_record is not None
+        self._sequence += 1
+        record = dataclasses.replace(self._own_record(), sequence=self._sequence)
+        # Before the answer: a push whose answer is lost may still have landed, and then stop() must remove it.
+        self._registered = True
+        await self._directory.push(record, ttl_ms=self._config.ttl_ms)
+
+    async def _beat_forever(self) -> None:
+        while True:
+            jitter = self._rng.uniform(0.9, 1.0)
+            await wait_s(self._clock, self._announced, self._config.heartbeat_ms * jitter / 1e3)
+            self._announced.clear()
+            self._drop_unconfirmed()
+            if self._own_record is None:
+                continue
+            try:
+                await self._push()
+            except BatonError as error:
+                if error.reason is not self._push_trouble:
+                    log.warning("heartbeat not taken", reason=error.reason, problem=error.message)
+                self._push_trouble = error.reason
+            else:
+                if self._push_trouble is not None:
+                    log.info("heartbeat taken again")
+                self._push_trouble = None
+
+    async def _watch_forever(self) -> None:
+        attempt = 0
+        while True:
+            found_again = True
+            try:
+                async with aclosing(self._directory.watch()) as snapshots:
+                    async for snapshot in snapshots:
+                        self._take(snapshot, found_again=found_again)
+                        found_again, attempt = False, 0
+            except BatonError as error:
+                if attempt == 0:
+                    log.warning("directory lost; going on with the last known nodes", problem=error.message)
+                self._publish(self._records, stale=True)
+            await self._clock.sleep_s(self._backoff_s(attempt))
+            attempt += 1
+
+    def _take(self, snapshot: Snapshot, *, found_again: bool) -> None:
+        """A directory that was restarted has lost everybody and hears of them within a heartbeat: nodes that it does
+        not name are kept for `ttl_ms` more, so that its restart is not an outage."""
+        named = {record.name for record in snapshot.records}
+        if found_again:
+            until_s = self._clock.monotonic_s() + self._config.ttl_ms / 1e3
+            for record in self._records:
+                self._unconfirmed_s.setdefault(record.name, until_s)
+        self._unconfirmed_s = {name: until_s for name, until_s in self._unconfirmed_s.items() if name not in named}
+        kept = [record for record in self._records if record.name in self._unconfirmed_s]
+        self._publish(tuple(sorted([*snapshot.records, *kept], key=lambda record: record.name)), stale=False)
+
+    def _drop_unconfirmed(self) -> None:
+        if self._stale:
+            return
+        now_s = self._clock.monotonic_s()
+        overdue = {name for name, until_s in self._unconfirmed_s.items() if until_s <= now_s}
+        for name in overdue:
+            del self._unconfirmed_s[name]
+        self._publish(tuple(record for record in self._records if record.name not in overdue), stale=False)
+
+    def _publish(self, records: tuple[NodeRecord, ...], *, stale: bool) -> None:
+        if records == self._records and stale == self._stale:
+            return
+        self._records, self._stale = records, stale
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        if self._on_change is not None:
+            self._on_change()
+
+    def _backoff_s(self, attempt: int) -> float:
+        """Doubling, capped, with jitter: many nodes lose the directory at the same moment."""
+        ceiling_ms = min(self._config.backoff_ms_max, self._config.backoff_ms_min * (1 << min(attempt, 16)))
+        return self._rng.uniform(0.5, 1.0) * ceiling_ms / 1e3
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"membership-{name}")
+        task.add_done_callback(_log_failure)
+        return task
+
+
+def _gave_up(error: BatonError, waited_ms: float) -> BatonError:
+    return BatonError(
+        error.reason,
+        f"Not registered after {waited_ms:.0f} ms. {error.message}",
+        code=error.code,
+        field=error.field,
+        retry_after_ms=error.retry_after_ms,
+        metadata=error.metadata,
+    )
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    failure = None if task.cancelled() else task.exception()
+    if failure is not None:
+        log.error("ended by a bug of ours", task=task.get_name(), exc_info=failure)

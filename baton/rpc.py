@@ -1,0 +1,316 @@
+"""The serving side of gRPC: one server per process, and the edge where domain errors become statuses.
+
+Handlers raise `BatonError`; nothing else in the project speaks of status codes. Every call has a deadline (DESIGN I10):
+internal calls without one are refused, public calls get a default, long-lived streams are exempt by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import inspect
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.endpoint import join_endpoint, split_endpoint
+from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.health import HEALTH_SERVICE, HealthService
+from baton.log import get_log
+from baton.status import to_status
+
+log = get_log("rpc")
+_T = TypeVar("_T")
+if TYPE_CHECKING:
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+    _Context = grpc.aio.ServicerContext[Any, Any]
+
+PUBLIC_SERVICES: Final = frozenset({"baton.v1.Inference"})
+"""Called by clients, who may leave the deadline out."""
+
+UNTIMED_METHODS: Final = frozenset(
+    {
+        "/baton.v1.Directory/Watch",
+        "/baton.v1.Decode/Subscribe",
+        f"/{HEALTH_SERVICE}/Check",
+        f"/{HEALTH_SERVICE}/Watch",
+        f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
+    }
+)
+"""Live as long as their caller, or are called by tools that set no deadline; keepalive ends them when it is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RpcLimits:
+    """Limits of one server."""
+
+    message_bytes_max: int = 16 * 1024 * 1024
+    rpcs_max: int = 1024
+    """Calls at a time, those in UNTIMED_METHODS not counted."""
+    rpcs_untimed_max: int = 1024
+    """Room beyond `rpcs_max` for UNTIMED_METHODS, so that a full node still answers its health checks."""
+    busy_retry_ms: int = 200
+    public_deadline_ms_default: int = 300_000
+    public_deadline_ms_max: int = 3_600_000
+    ping_interval_ms_min: int = 5_000
+    """Clients that ping more often than this without data are disconnected."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, *self.__slots__)
+        if self.public_deadline_ms_default > self.public_deadline_ms_max:
+            raise InvalidField("public_deadline_ms_default", "must not exceed public_deadline_ms_max")
+
+
+def time_left_s(context: _Context, limits: RpcLimits) -> float:
+    """Seconds until the current call ends by its deadline, or by the server's default or maximum for public calls."""
+    left_s = _deadline_left_s(context)
+    return min(
+        limits.public_deadline_ms_default / 1e3 if left_s is None else left_s,
+        limits.public_deadline_ms_max / 1e3,
+    )
+
+
+class RpcServer:
+    """One gRPC server with health, reflection and the error edge. Lives on one event loop."""
+
+    def __init__(self, *, limits: RpcLimits, rng: random.Random) -> None:
+        self._limits = limits
+        self._rng = rng
+        self._services: list[tuple[str, Callable[[Any, grpc.aio.Server], None], object]] = []
+        self._server: grpc.aio.Server | None = None
+        self._health: HealthService | None = None
+
+    def add(self, service: str, register: Callable[[Any, grpc.aio.Server], None], servicer: object) -> None:
+        """Serve `service` (full name, "baton.v1.Node") by `servicer`; `register` is the generated add function."""
+        assert self._server is None, "add before start"
+        self._services.append((service, register, servicer))
+
+    async def start(self, listen: str) -> int:
+        """Bind `listen` ("host:port", port 0 for any) and serve; not ready yet. Returns the bound port.
+
+        Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT; nothing is left running then.
+        """
+        assert self._server is None, "started twice"
+        host, port = split_endpoint(listen)
+        await _check_can_bind(host, port)
+        server = self._build()
+        try:
+            bound = server.add_insecure_port(join_endpoint(host, port))
+        except RuntimeError as error:  # gRPC does not say why; the usual reasons were ruled out just before
+            raise _port_in_use(host, port) from error
+        await server.start()
+        self._server = server
+        return bound
+
+    def set_ready(self, ready: bool) -> None:
+        """Flip readiness, and with it the health of each service. Liveness stays as it is."""
+        assert self._health is not None, "set_ready before start"
+        self._health.set_ready(ready)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones `grace_s` to end, cancel the rest. Idempotent."""
+        if self._server is not None:
+            await self._server.stop(grace_s if grace_s > 0 else None)
+
+    def _build(self) -> grpc.aio.Server:
+        limits = self._limits
+        server = grpc.aio.server(
+            interceptors=[_Edge(limits=limits, rng=self._rng)],
+            maximum_concurrent_rpcs=limits.rpcs_max + limits.rpcs_untimed_max,
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", limits.message_bytes_max),
+                ("grpc.max_send_message_length", limits.message_bytes_max),
+                ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_interval_ms_min),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        names = [service for service, _, _ in self._services]
+        self._health = HealthService(names)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        for _, register, servicer in self._services:
+            register(servicer, server)
+        reflection.enable_server_reflection([*names, HEALTH_SERVICE, reflection.SERVICE_NAME], server)
+        return server
+
+
+class _Edge(grpc.aio.ServerInterceptor):
+    """Wraps every handler: admission, deadline, errors to statuses."""
+
+    def __init__(self, *, limits: RpcLimits, rng: random.Random) -> None:
+        self._limits = limits
+        self._rng = rng
+        self._running = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self._wrap(handler_call_details.method, handler)
+
+    def _wrap(self, method: str, handler: _Handler) -> _Handler:
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.response_streaming:
+            streaming = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            assert streaming is not None, method
+
+            async def stream(request: Any, context: _Context) -> None:
+                await self._run(method, context, lambda: _write_all(streaming, request, context))
+
+            make_stream = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make_stream(stream, **codecs)
+        single = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        assert single is not None, method
+
+        async def unary(request: Any, context: _Context) -> Any:
+            return await self._run(method, context, lambda: single(request, context))  # type: ignore[arg-type]
+
+        make = (
+            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(unary, **codecs)
+
+    async def _run(self, method: str, context: _Context, body: Callable[[], Awaitable[_T]]) -> _T:
+        scope = asyncio.timeout(None)
+        try:
+            with self._slot(method):
+                async with scope:
+                    limit_s = self._limit_s(method, context)
+                    if limit_s is not None:
+                        scope.reschedule(asyncio.get_running_loop().time() + limit_s)
+                    return await body()
+        except BatonError as error:
+            failure = error
+        except (grpc.aio.AbortError, grpc.aio.InternalError):  # gRPC's own: it has the status, or nobody to send it to
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody cancelled this call: the handler let the end of another task through. gRPC would send no status.
+            failure = self._internal()
+            log.exception("handler ended as cancelled", method=method, incident=failure.metadata["incident"])
+        except Exception as error:
+            if isinstance(error, TimeoutError) and scope.expired():
+                failure = BatonError(Reason.DEADLINE, "The server's time limit for this call has passed.")
+            else:
+                failure = self._internal()
+                log.exception("handler failed", method=method, incident=failure.metadata["incident"])
+        await context.abort_with_status(to_status(failure))
+        raise AssertionError("abort_with_status returned")
+
+    def _internal(self) -> BatonError:
+        """A bug of ours: the caller gets an id, the log gets the traceback under that id."""
+        incident = f"{self._rng.getrandbits(64):016x}"
+        return BatonError(
+            Reason.INTERNAL,
+            f"Internal error {incident}: the server's log has the details under this id.",
+            metadata={"incident": incident},
+        )
+
+    def _limit_s(self, method: str, context: _Context) -> float | None:
+        """What to enforce here, beyond the deadline that gRPC enforces."""
+        if method in UNTIMED_METHODS:
+            return None
+        left_s = _deadline_left_s(context)
+        if _service_of(method) in PUBLIC_SERVICES:
+            limit_s = time_left_s(context, self._limits)
+            return None if left_s is not None and left_s <= limit_s else limit_s
+        if left_s is None:
+            raise BatonError(Reason.NO_DEADLINE, f"{method} needs a deadline: set a timeout on the call.")
+        return None
+
+    @contextmanager
+    def _slot(self, method: str) -> Iterator[None]:
+        if method in UNTIMED_METHODS:
+            yield
+            return
+        if self._running >= self._limits.rpcs_max:
+            raise BatonError(
+                Reason.TOO_MANY_CALLS,
+                f"This server is answering {self._running} calls already, its limit; try again later.",
+                retry_after_ms=self._limits.busy_retry_ms,
+            )
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+
+async def _write_all(behavior: Callable[..., Any], request: Any, context: _Context) -> None:
+    """Run a streaming handler of either style. A generator is closed here and now when the call ends early, not when
+    the garbage collector finds it: what a request holds is freed by its handler's `finally`."""
+    if not inspect.isasyncgenfunction(behavior):
+        await behavior(request, context)
+        return
+    messages: AsyncIterator[Any]
+    async with aclosing(behavior(request, context)) as messages:
+        async for message in messages:
+            await context.write(message)
+
+
+def _deadline_left_s(context: _Context) -> float | None:
+    # The stubs say float; without a deadline it is None.
+    left_s: float | None = context.time_remaining()
+    return left_s
+
+
+def _service_of(method: str) -> str:
+    return method[1:].partition("/")[0]
+
+
+async def _check_can_bind(host: str, port: int) -> None:
+    """Bind and let go each address of `host`. gRPC would be content with one of them, and names no reason if none."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise _listen_refused(host, port, f"the host is not known ({error.strerror})") from error
+    refusals: list[OSError] = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _port_in_use(host, port) from error
+            refusals.append(error)
+    if len(refusals) == len(found):
+        raise _listen_refused(host, port, str(refusals[0].strerror).lower()) from refusals[0]
+
+
+def _port_in_use(host: str, port: int) -> BatonError:
+    return BatonError(
+        Reason.PORT_IN_USE,
+        f"Cannot listen on {join_endpoint(host, port)}: the port is in use. "
+        f"Stop the process that has it (`ss -ltnp 'sport = :{port}'` shows it), or choose another port.",
+        field="listen",
+    )
+
+
+def _listen_refused(host: str, port: int, why: str) -> BatonError:
+    return BatonError(
+        Reason.LISTEN_REFUSED,
+        f"Cannot listen on {join_endpoint(host, port)}: {why}. Choose an address of this machine and a port "
+        "that this user may bind.",
+        field="listen",
+    )

@@ -1,0 +1,116 @@
+"""BatonError to a gRPC status with rich details, and back (google.rpc error model, https://google.aip.dev/193)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from baton.errors import BatonError, Code, Reason
+
+DOMAIN: Final = "baton"
+MESSAGE_BYTES_MAX: Final = 800
+"""Status text and details travel as HTTP/2 trailers: together, encoded, they must stay under the usual 8 KiB."""
+METADATA_ENTRIES_MAX: Final = 8
+METADATA_BYTES_MAX: Final = 96
+
+_GRPC_CODES: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
+
+_PLAIN_REASONS: Final[Mapping[Code, Reason]] = {
+    Code.UNAVAILABLE: Reason.PEER_UNREACHABLE,
+    Code.DEADLINE_EXCEEDED: Reason.DEADLINE,
+    Code.CANCELLED: Reason.CANCELLED,
+    Code.UNIMPLEMENTED: Reason.UNIMPLEMENTED,
+    Code.RESOURCE_EXHAUSTED: Reason.TOO_MANY_CALLS,
+    Code.INTERNAL: Reason.INTERNAL,
+}
+"""What a status without our details means: it was made by gRPC itself, not by a node."""
+
+
+def to_status(error: BatonError) -> grpc.Status:
+    """The status to end a call with: ErrorInfo always, BadRequest for a field, RetryInfo for a retry time."""
+    message = _cut(error.message, MESSAGE_BYTES_MAX)
+    metadata = {
+        _cut(key, METADATA_BYTES_MAX): _cut(value, METADATA_BYTES_MAX)
+        for key, value in list(error.metadata.items())[:METADATA_ENTRIES_MAX]
+    }
+    status = status_pb2.Status(code=error.code.value, message=message)
+    status.details.append(
+        _packed(error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata))
+    )
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
+        status.details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+    if error.retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    result = rpc_status.to_status(status)
+    assert isinstance(result, grpc.Status)
+    return result
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str | None = None) -> BatonError:
+    """What a failed call means. `peer` (a name or an endpoint) goes into the text of statuses that no node wrote."""
+    code = Code(error.code().value[0])
+    rich = _rich_status(error)
+    if rich is None:
+        return _plain(code, error.details() or "", peer)
+    reason, field, retry_after_ms, metadata = Reason.UNRECOGNISED, None, None, {}
+    info = error_details_pb2.ErrorInfo()
+    bad_request = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for detail in rich.details:
+        if detail.Unpack(info):
+            metadata = dict(info.metadata)
+            try:
+                reason = Reason(info.reason)
+            except ValueError:
+                metadata["reason"] = info.reason
+        elif detail.Unpack(bad_request) and bad_request.field_violations:
+            field = bad_request.field_violations[0].field
+        elif detail.Unpack(retry):
+            retry_after_ms = max(0, retry.retry_delay.ToMilliseconds())
+    return BatonError(
+        reason,
+        rich.message or code.name,
+        code=code,
+        field=field,
+        retry_after_ms=retry_after_ms,
+        metadata=metadata,
+    )
+
+
+def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # details that contradict the status: a proxy rewrote one of them, the status itself counts
+        return None
+    assert status is None or isinstance(status, status_pb2.Status)
+    return status
+
+
+def _plain(code: Code, details: str, peer: str | None) -> BatonError:
+    where = f"{peer}: " if peer is not None else ""
+    reason = _PLAIN_REASONS.get(code, Reason.UNRECOGNISED)
+    text = _cut(details, MESSAGE_BYTES_MAX) or code.name.lower()
+    return BatonError(reason, f"{where}{text}", code=code)
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _cut(text: str, bytes_max: int) -> str:
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= bytes_max:
+        return encoded.decode()
+    return encoded[: bytes_max - 3].decode(errors="ignore") + "..."

@@ -1,0 +1,100 @@
+"""Which request a call belongs to: request id and W3C trace context, carried in call metadata. Pure and explicit.
+
+Trace context: https://www.w3.org/TR/trace-context/ (version 00 of `traceparent`).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from baton.errors import BatonError, Reason
+from baton.ids import RequestId
+
+REQUEST_ID_KEY: Final = "x-request-id"
+TRACEPARENT_KEY: Final = "traceparent"
+
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED: Final = 0x01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traceparent:
+    """One position in a trace. `trace` and `span` are non-zero, 128 and 64 bits."""
+
+    trace: int
+    span: int
+    sampled: bool
+
+    def __post_init__(self) -> None:
+        assert 0 < self.trace < 1 << 128, self.trace
+        assert 0 < self.span < 1 << 64, self.span
+
+    def __str__(self) -> str:
+        return f"00-{self.trace:032x}-{self.span:016x}-{int(self.sampled):02x}"
+
+    def child(self, rng: random.Random) -> Traceparent:
+        """The same trace, a new span."""
+        return Traceparent(trace=self.trace, span=_non_zero(rng, 64), sampled=self.sampled)
+
+    @staticmethod
+    def new(rng: random.Random, *, sampled: bool) -> Traceparent:
+        """The start of a trace."""
+        return Traceparent(trace=_non_zero(rng, 128), span=_non_zero(rng, 64), sampled=sampled)
+
+    @staticmethod
+    def parse(text: str) -> Traceparent | None:
+        """None where `text` is not a valid traceparent: the standard asks to start a new trace then, not to fail."""
+        match = _TRACEPARENT.fullmatch(text)
+        if match is None:
+            return None
+        version, trace, span, flags, rest = match.groups()
+        # Later versions may append fields; this one may not. ff is reserved.
+        if version == "ff" or (version == "00" and rest is not None) or int(trace, 16) == 0 or int(span, 16) == 0:
+            return None
+        return Traceparent(trace=int(trace, 16), span=int(span, 16), sampled=bool(int(flags, 16) & _SAMPLED))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMetadata:
+    """What a caller said about its call; None where it said nothing."""
+
+    request_id: RequestId | None
+    traceparent: Traceparent | None
+
+
+def call_metadata(*, request_id: RequestId, traceparent: Traceparent) -> tuple[tuple[str, str], ...]:
+    """Metadata for an outgoing call. Pass the child made for this call, not the parent."""
+    assert _REQUEST_ID.fullmatch(request_id), request_id
+    return ((REQUEST_ID_KEY, request_id), (TRACEPARENT_KEY, str(traceparent)))
+
+
+def read_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> CallMetadata:
+    """Read an incoming call's metadata. Raises BatonError BAD_REQUEST_ID for an id that we would not log or forward."""
+    request_id: RequestId | None = None
+    traceparent: Traceparent | None = None
+    for key, value in metadata or ():
+        if key == REQUEST_ID_KEY:
+            if not isinstance(value, str) or not _REQUEST_ID.fullmatch(value):
+                raise BatonError(
+                    Reason.BAD_REQUEST_ID,
+                    f"Metadata {REQUEST_ID_KEY} must be 1 to 64 letters, digits or '._:-'; leave it out to get one.",
+                    field=REQUEST_ID_KEY,
+                )
+            request_id = RequestId(value)
+        elif key == TRACEPARENT_KEY and isinstance(value, str):
+            traceparent = Traceparent.parse(value)
+    return CallMetadata(request_id=request_id, traceparent=traceparent)
+
+
+def new_request_id(rng: random.Random) -> RequestId:
+    """A random 128-bit request id, 32 hexadecimal digits."""
+    return RequestId(f"{rng.getrandbits(128):032x}")
+
+
+def _non_zero(rng: random.Random, bits: int) -> int:
+    return rng.randrange(1, 1 << bits)

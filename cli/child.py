@@ -1,0 +1,196 @@
+"""One child process under a supervisor: how it is started, what it says, how it ends.
+
+A child prints to stdout `progress JSON` any number of times and `ready NAME ENDPOINT` once; its log goes to stderr,
+which is a file. It is in a session of its own, so that Ctrl-C in a terminal reaches the supervisor only, and it has
+itself killed when the supervisor dies (`tie_to_supervisor`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+SUPERVISOR_ENV: Final = "BATON_SUPERVISOR_PID"
+"""Set for children: the process whose end is theirs too."""
+OUTPUT_LINE_BYTES_MAX: Final = 4096
+LOG_TAIL_LINES_MAX: Final = 15
+LOG_TAIL_BYTES_MAX: Final = 16 * 1024
+KILL_MS_MAX: Final = 10_000
+"""How long the kernel may take to end a killed process."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def tie_to_supervisor() -> bool:
+    """In a child, first thing: be killed when the supervisor dies, however it dies. False without a supervisor.
+
+    The kernel counts the thread that started this process as its parent (prctl(2), PR_SET_PDEATHSIG).
+    """
+    supervisor = os.environ.pop(SUPERVISOR_ENV, None)
+    if supervisor is None:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != int(supervisor):  # it died before the kernel knew what we want
+        os._exit(1)
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildProgress:
+    """What a child is doing before it is ready, in units of its own (bytes)."""
+
+    what: str
+    done: int
+    total: int
+
+
+class Child:
+    """A process that was started. Lives on one event loop; `exited` is set when it has been reaped.
+
+    Start it from a thread that outlives it: the kernel kills it when that thread ends.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        on_progress: Callable[[ChildProgress], None],
+    ) -> None:
+        """Starts the process. Raises OSError where the system refuses, with nothing left behind."""
+        self.name = name
+        self.log_path = log_path
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[str] = self._loop.create_future()
+        """The endpoint."""
+        self.exited: asyncio.Future[int] = self._loop.create_future()
+        """The exit status, negative for a signal."""
+        self._output = b""
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**env, SUPERVISOR_ENV: str(os.getpid())},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        self._stdout: IO[bytes] = self._process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop.add_reader(self._stdout.fileno(), self._read_output)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def running(self) -> bool:
+        return not self.exited.done()
+
+    async def wait_ready(self) -> bool:
+        """True when it says it is ready, False when it ends before."""
+        await asyncio.wait({self.ready, self.exited}, return_when=asyncio.FIRST_COMPLETED)
+        return self.ready.done() and self.running
+
+    def send_signal(self, signum: int) -> None:
+        """Does nothing to a process that has ended."""
+        self._process.send_signal(signum)
+
+    def terminate(self) -> None:
+        """Ask it to stop; a stopped (SIGSTOP) one is continued, or it would not hear."""
+        self.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGCONT)
+
+    def log_tail(self) -> str:
+        """The last lines of its log, indented; empty where there are none."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - LOG_TAIL_BYTES_MAX))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES_MAX:])
+
+    def _read_output(self) -> None:
+        try:
+            data = os.read(self._stdout.fileno(), 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._close_output()
+            return
+        *lines, self._output = (self._output + data).split(b"\n")
+        self._output = self._output[-OUTPUT_LINE_BYTES_MAX:]
+        for line in lines:
+            self._take_line(line.decode(errors="replace"))
+
+    def _take_line(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "progress":
+            self._on_progress(ChildProgress(**json.loads(rest)))
+        elif word == "ready" and not self.ready.done():
+            self.ready.set_result(rest.rpartition(" ")[2])
+
+    def _reap(self) -> None:
+        status = self._process.poll()
+        if status is None:
+            return
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if not self._stdout.closed:
+            self._read_output()
+        self._close_output()
+        self.exited.set_result(status)
+
+    def _close_output(self) -> None:
+        if not self._stdout.closed:
+            self._loop.remove_reader(self._stdout.fileno())
+            self._stdout.close()
+
+
+def describe_exit(status: int) -> str:
+    """ "exited with status 1", "was killed by SIGKILL"."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+async def stop_children(children: Sequence[Child], *, grace_ms: int) -> list[str]:
+    """Ask all of them to stop, kill those that take longer than `grace_ms`; names those that were killed.
+
+    All are reaped when this returns. If it is cancelled, or the kernel does not end one within KILL_MS_MAX, the rest
+    are killed without waiting.
+    """
+    running = [child for child in children if child.running]
+    try:
+        for child in running:
+            child.terminate()
+        late = await _still_running(running, grace_ms)
+        for child in late:
+            child.send_signal(signal.SIGKILL)
+        stuck = await _still_running(late, KILL_MS_MAX)
+    except BaseException:
+        for child in running:
+            child.send_signal(signal.SIGKILL)
+        raise
+    assert not stuck, [(child.name, child.pid) for child in stuck]
+    return [child.name for child in late]
+
+
+async def _still_running(children: Sequence[Child], wait_ms: int) -> list[Child]:
+    if children:
+        await asyncio.wait({child.exited for child in children}, timeout=wait_ms / 1e3)
+    return [child for child in children if child.running]

@@ -1,0 +1,56 @@
+"""The embedded directory as a process of its own: `baton directory`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.clock import SystemClock
+from baton.directory_service import DirectoryConfig, DirectoryService
+from baton.endpoint import join_endpoint, split_endpoint
+from baton.errors import check_positive
+from baton.log import get_log
+from baton.rpc import RpcLimits, RpcServer
+
+log = get_log("directory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryProcessConfig:
+    """Section `[directory]`, environment `BATON_DIRECTORY_*`."""
+
+    name: str = field(default="directory", metadata={"help": "name of this process in its log"})
+    listen: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of gRPC; port 0 takes any"})
+    service: DirectoryConfig = field(default_factory=DirectoryConfig)
+    rpc: RpcLimits = field(default_factory=RpcLimits)
+    stop_grace_ms: int = field(default=1_000, metadata={"help": "how long running calls may take to end at a stop"})
+
+    def __post_init__(self) -> None:
+        check_positive(self, "stop_grace_ms")
+
+
+async def serve(
+    config: DirectoryProcessConfig,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    progress: Callable[[str, int, int], None],
+) -> None:
+    """Answer until `stop`, then let running calls end. Raises BatonError where it cannot listen."""
+    del progress
+    server = RpcServer(limits=config.rpc, rng=random.Random())
+    service = DirectoryService(config=config.service, clock=SystemClock())
+    service.start(server)
+    try:
+        port = await server.start(config.listen)
+        server.set_ready(True)
+        endpoint = join_endpoint(split_endpoint(config.listen)[0], port)
+        log.info("directory ready", endpoint=endpoint)
+        on_ready(endpoint)
+        await stop.wait()
+        server.set_ready(False)
+    finally:
+        await service.close()
+        await server.stop(config.stop_grace_ms / 1e3)

@@ -1,0 +1,84 @@
+"""The four services that a Baton process can be, and where each one's configuration comes from."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from baton.config import load
+
+
+class Service(Enum):
+    """The value is the command's name, the section of the configuration file and the middle of BATON_..._KEY."""
+
+    DIRECTORY = "directory"
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def env_prefix(self) -> str:
+        return f"BATON_{self.name}_"
+
+
+UP_SECTION: Final = "up"
+UP_ENV_PREFIX: Final = "BATON_UP_"
+SECTIONS: Final = frozenset({service.value for service in Service} | {UP_SECTION})
+"""Every table that a configuration file may have; anything else is a mistake."""
+
+_CONFIG_CLASSES: Final[Mapping[Service, tuple[str, str]]] = {
+    Service.DIRECTORY: ("cli.directory", "DirectoryProcessConfig"),
+    Service.ROUTER: ("router.config", "RouterConfig"),
+    Service.PREFILL: ("prefill_node.config", "PrefillConfig"),
+    Service.DECODE: ("decode_node.config", "DecodeConfig"),
+}
+_SERVE_MODULES: Final[Mapping[Service, str]] = {
+    Service.DIRECTORY: "cli.directory",
+    Service.ROUTER: "router.main",
+    Service.PREFILL: "prefill_node.main",
+    Service.DECODE: "decode_node.main",
+}
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, how much of it is done, how much there is."""
+
+
+class Serve(Protocol):
+    """What each service's module offers: runs until `stop`, calls `on_ready` once with its endpoint."""
+
+    async def __call__(
+        self, config: Any, *, stop: asyncio.Event, on_ready: Callable[[str], None], progress: Progress
+    ) -> None: ...
+
+
+def config_class(service: Service) -> type[Any]:
+    """The dataclass of `service`. Imports its module only now, so that other commands start fast."""
+    module, name = _CONFIG_CLASSES[service]
+    found = getattr(importlib.import_module(module), name)
+    assert isinstance(found, type), found
+    return found
+
+
+def serve_function(service: Service) -> Serve:
+    """The `serve` of `service`. Imports all that the service needs: torch too, for an engine."""
+    serve: Serve = importlib.import_module(_SERVE_MODULES[service]).serve
+    return serve
+
+
+def load_config(
+    service: Service, *, toml_path: Path | None, env: Mapping[str, str], flags: Mapping[str, object]
+) -> Any:
+    """The configuration of one process, from file, environment and flags. Raises ConfigError."""
+    return load(
+        config_class(service),
+        toml_path=toml_path,
+        section=service.value,
+        env_prefix=service.env_prefix,
+        env=env,
+        flags=flags,
+        known_sections=SECTIONS,
+    )

@@ -1,0 +1,326 @@
+"""A cluster of processes on this machine: started in order, watched, and stopped so that nothing is left.
+
+async with Cluster(ClusterSpec(prefill=2, decode=2, engine=EngineKind.MOCK)) as cluster:
+    ... cluster.router, cluster.endpoints["decode-1"], cluster.send_signal("prefill-0", signal.SIGSTOP) ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Self
+
+from baton.config import flag_name
+from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.log import LogLevel
+from cli.child import Child, ChildProgress, describe_exit, stop_children
+from cli.services import Service, load_config
+from engine.build import EngineKind
+
+NODES_MAX: Final = 64
+"""Engine processes that one supervisor starts."""
+DIRECTORY_NAME: Final = "directory"
+ROUTER_NAME: Final = "router-0"
+_STOP_ORDER: Final = (Service.ROUTER, Service.PREFILL, Service.DECODE, Service.DIRECTORY)
+_THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """What to start. What is None here is left to the configuration file, the environment and the defaults.
+
+    `flags` are configuration keys ("engine.num_blocks", "router.requests_max" without its first word) of every process
+    of a service, `node_flags` those of one process by its name ("decode-1"); both go before the fields here.
+    """
+
+    prefill: int = 1
+    decode: int = 1
+    model: str | None = None
+    engine: EngineKind | None = None
+    listen: str = "127.0.0.1:0"
+    """Where the router listens."""
+    directory_listen: str = "127.0.0.1:0"
+    threads: int | None = None
+    """Compute threads of each engine; None shares the cores of this machine among them."""
+    blocks: int | None = None
+    """Blocks in each engine's region."""
+    config: Path | None = None
+    flags: Mapping[Service, Mapping[str, object]] = field(default_factory=lambda: _NOTHING)
+    node_flags: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: _NOTHING)
+    env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    """Added to this process's environment for every child."""
+    log_level: LogLevel = LogLevel.INFO
+    log_dir: Path | None = None
+    """Made where it does not exist, and kept. None: a temporary folder, kept only where a child ended by itself."""
+    start_ms_max: int = 300_000
+    """From the first process started to the last one ready."""
+    stop_grace_ms: int = 8_000
+    """What each group of processes (routers, prefill nodes, decode nodes, directory) gets before it is killed."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "prefill", "decode", "start_ms_max", "stop_grace_ms")
+        if self.prefill + self.decode > NODES_MAX:
+            raise InvalidField("prefill", f"and decode are {self.prefill + self.decode} nodes; at most {NODES_MAX}")
+        unknown = set(self.node_flags) - {name for name, _ in self.processes()}
+        if unknown:
+            raise InvalidField("node_flags", f"names no process of this cluster: {', '.join(sorted(unknown))}")
+
+    def processes(self) -> list[tuple[str, Service]]:
+        """Names and services, in the order in which they are started."""
+        return [
+            (DIRECTORY_NAME, Service.DIRECTORY),
+            (ROUTER_NAME, Service.ROUTER),
+            *((f"prefill-{i}", Service.PREFILL) for i in range(self.prefill)),
+            *((f"decode-{i}", Service.DECODE) for i in range(self.decode)),
+        ]
+
+    def compute_threads(self) -> int:
+        """Threads of each engine process: all engines together use no more than the cores that this process may."""
+        cores = len(os.sched_getaffinity(0))
+        return self.threads or max(1, cores // (self.prefill + self.decode))
+
+    def flags_of(self, name: str, service: Service, directory: str) -> dict[str, object]:
+        """The configuration keys that the process `name` is given; `directory` is where that one listens."""
+        keys: dict[str, object] = {"name": name}
+        if service is Service.DIRECTORY:
+            keys["listen"] = self.directory_listen
+        else:
+            keys["directory"] = directory
+            keys["listen"] = self.listen if service is Service.ROUTER else "127.0.0.1:0"
+        if service is Service.ROUTER and self.engine is not EngineKind.MOCK:
+            keys["model"] = self.model
+        if service in (Service.PREFILL, Service.DECODE):
+            keys["engine.kind"] = None if self.engine is None else self.engine.value
+            keys["engine.model"] = self.model
+            keys["engine.num_blocks"] = self.blocks
+            keys["engine.compute_threads"] = self.compute_threads()
+        keys.update(self.flags.get(service, {}))
+        keys.update(self.node_flags.get(name, {}))
+        return {key: value for key, value in keys.items() if value is not None}
+
+    def check(self) -> None:
+        """Refuse now what the processes would refuse one by one after their start. Raises ConfigError."""
+        for name, service in self.processes():
+            flags = self.flags_of(name, service, self.directory_listen)
+            text = {key: _text(value) for key, value in flags.items()}
+            load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
+
+
+class ClusterError(BatonError):
+    """A process of the cluster did not start, or ended by itself. The message has the end of its log."""
+
+    def __init__(self, message: str, *, process: str) -> None:
+        super().__init__(Reason.PEER_UNREACHABLE, message, metadata={"process": process})
+        self.process = process
+
+
+def _ignore_progress(name: str, progress: ChildProgress) -> None:
+    del name, progress
+
+
+def _ignore_ready(name: str, endpoint: str) -> None:
+    del name, endpoint
+
+
+class Cluster:
+    """The processes of one ClusterSpec, as children of this one. Lives on one event loop, in the main thread.
+
+    `start` once and `stop`, or `async with`. Nothing outlives `stop`, nor this process, were it killed.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        *,
+        on_progress: Callable[[str, ChildProgress], None] = _ignore_progress,
+        on_ready: Callable[[str, str], None] = _ignore_ready,
+    ) -> None:
+        """`on_progress(name, progress)` and `on_ready(name, endpoint)` are called on the loop, from `start`."""
+        self.spec = spec
+        self._services = dict(spec.processes())
+        self._on_progress = on_progress
+        self._on_ready = on_ready
+        self._children: dict[str, Child] = {}
+        self._own_log_dir: Path | None = None
+        self._log_dir: Path | None = None
+        self._keep_logs = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._services)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """By name, of all processes that were started, those that have ended too."""
+        return {name: child.pid for name, child in self._children.items()}
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """By name, of the processes that are ready or were."""
+        return {name: child.ready.result() for name, child in self._children.items() if child.ready.done()}
+
+    @property
+    def router(self) -> str:
+        """The router's endpoint."""
+        return self.endpoints[ROUTER_NAME]
+
+    @property
+    def directory(self) -> str:
+        """The directory's endpoint."""
+        return self.endpoints[DIRECTORY_NAME]
+
+    @property
+    def log_dir(self) -> Path:
+        assert self._log_dir is not None, "log_dir before start"
+        return self._log_dir
+
+    def log_text(self, name: str) -> str:
+        """All that the process has logged so far."""
+        return self._children[name].log_path.read_text(encoding="utf-8", errors="replace")
+
+    async def start(self) -> None:
+        """Start all processes and return when all are ready: the directory first, then the others at once.
+
+        Raises ClusterError when one ends or the time (`start_ms_max`) is over, BatonError where the log folder cannot
+        be made. Then, and when it is cancelled, everything has been stopped again.
+        """
+        assert self._log_dir is None, "started twice"
+        self._make_log_dir()
+        directory, *others = self.names
+        try:
+            async with asyncio.timeout(self.spec.start_ms_max / 1e3):
+                await self.start_process(directory)
+                async with asyncio.TaskGroup() as group:
+                    for name in others:
+                        group.create_task(self.start_process(name))
+        except BaseException as error:
+            await self.stop()
+            if isinstance(error, TimeoutError):
+                raise self._too_slow() from error
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+
+    async def start_process(self, name: str) -> None:
+        """Start one process of the cluster, or start it again after it has ended; returns when it is ready.
+
+        Raises ClusterError when it ends instead. Without a time limit of its own.
+        """
+        before = self._children.get(name)
+        assert before is None or not before.running, f"{name} is running"
+        service = self._services[name]
+        directory = "" if service is Service.DIRECTORY else self.directory
+        child = Child(
+            name=name,
+            command=self._command(name, service, directory),
+            env=self._env(service),
+            log_path=self.log_dir / f"{name}.log",
+            on_progress=lambda progress: self._on_progress(name, progress),
+        )
+        self._children[name] = child
+        if not await child.wait_ready():
+            raise self._ended(child, "while it was starting")
+        self._on_ready(name, child.ready.result())
+
+    def send_signal(self, name: str, signum: signal.Signals) -> None:
+        """Send a signal to one process. Does nothing to one that has ended."""
+        self._children[name].send_signal(signum)
+
+    async def wait_exit(self, name: str) -> int:
+        """Wait for one process to end; its exit status, negative for a signal."""
+        return await asyncio.shield(self._children[name].exited)
+
+    async def stop_process(self, name: str) -> None:
+        """Stop one process, by force after `stop_grace_ms`. Idempotent."""
+        await stop_children([self._children[name]], grace_ms=self.spec.stop_grace_ms)
+
+    async def watch(self) -> ClusterError:
+        """Wait until a process ends by itself, and say which one, how, and what it logged last."""
+        children = list(self._children.values())
+        await asyncio.wait({child.exited for child in children}, return_when=asyncio.FIRST_COMPLETED)
+        return self._ended(next(child for child in children if not child.running), "by itself")
+
+    async def stop(self) -> list[str]:
+        """Stop everything in the order router, prefill, decode, directory; names those that had to be killed.
+
+        Idempotent. The temporary log folder is removed unless a process has ended by itself.
+        """
+        killed: list[str] = []
+        try:
+            for service in _STOP_ORDER:
+                group = [child for name, child in self._children.items() if self._services[name] is service]
+                killed += await stop_children(group, grace_ms=self.spec.stop_grace_ms)
+        except BaseException:
+            for child in self._children.values():
+                child.send_signal(signal.SIGKILL)
+            raise
+        finally:
+            if self._own_log_dir is not None and not self._keep_logs:
+                shutil.rmtree(self._own_log_dir, ignore_errors=True)
+                self._own_log_dir = None
+        return killed
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _command(self, name: str, service: Service, directory: str) -> list[str]:
+        # -P: a folder of the user's that is called engine or cli is not ours.
+        command = [sys.executable, "-P", "-m", "cli.main", service.value, "--log-level", self.spec.log_level.value]
+        if self.spec.config is not None:
+            command += ["--config", str(self.spec.config)]
+        for key, value in self.spec.flags_of(name, service, directory).items():
+            command += [flag_name(key), _text(value)]
+        return command
+
+    def _env(self, service: Service) -> dict[str, str]:
+        engine = service in (Service.PREFILL, Service.DECODE)
+        threads = str(self.spec.compute_threads() if engine else 1)
+        return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, threads), **self.spec.env}
+
+    def _make_log_dir(self) -> None:
+        try:
+            if self.spec.log_dir is None:
+                self._own_log_dir = Path(tempfile.mkdtemp(prefix="baton-up-"))
+            else:
+                self.spec.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BatonError(
+                Reason.BAD_CONFIG,
+                f"Cannot make the log folder {self.spec.log_dir or tempfile.gettempdir()}: {error.strerror}. "
+                "Name another one with --log-dir.",
+                field="log_dir",
+            ) from error
+        self._log_dir = self._own_log_dir or self.spec.log_dir
+
+    def _ended(self, child: Child, when: str) -> ClusterError:
+        self._keep_logs = True
+        text = f"{child.name} {describe_exit(child.exited.result())} {when}."
+        tail = child.log_tail()
+        text += f" The end of its log ({child.log_path}):\n{tail}" if tail else f" Its log {child.log_path} is empty."
+        return ClusterError(text, process=child.name)
+
+    def _too_slow(self) -> ClusterError:
+        waiting = [name for name in self.names if name not in self.endpoints]
+        return ClusterError(
+            f"{', '.join(waiting)} did not become ready within {self.spec.start_ms_max} ms (start_ms_max).",
+            process=waiting[0] if waiting else "",
+        )
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,34 @@
+"""Configuration of a decode node. Section `[decode]`, environment `BATON_DECODE_*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.errors import check_positive
+from baton.membership import MembershipConfig
+from baton.rpc import RpcLimits
+from engine.build import EngineConfig
+from kvtransfer.receiver import ReceiverConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    name: str = field(metadata={"help": "name of this node, unique in the cluster"})
+    listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port of gRPC; port 0 takes any"})
+    advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
+    directory: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
+    engine: EngineConfig
+    receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
+    membership: MembershipConfig = field(default_factory=MembershipConfig)
+    rpc: RpcLimits = field(default_factory=RpcLimits)
+    requests_max: int = field(default=64, metadata={"help": "requests granted and running at a time"})
+    finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
+    finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})
+    orphan_ms: int = field(default=10_000, metadata={"help": "a request whose router is away this long is cancelled"})
+    busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full node"})
+    stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms", "busy_retry_ms", "stop_grace_ms"
+        )

@@ -1,0 +1,351 @@
+"""Life of a request in this node: `DecodeNode.live`. Everything else here starts it, feeds it or ends it.
+
+Reserve starts the task; the receiver's instructions (`committed`, `let_go`, `cancelled`) and the engine's events move
+it on; it always runs to its end, in which both references to its blocks are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batonpb import common_pb2, transfer_pb2
+
+from baton.ids import BlockId, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.log import get_log
+from baton.wire import NodeLoad
+from decode_node.config import DecodeConfig
+from decode_node.streams import RequestOutput, TokenStreams
+from engine.block_manager import BlockManager, growth_blocks
+from engine.core import Engine, TokenEvent
+from engine.loop import EngineLoop
+from engine.sequence import Sequence, SequenceMode
+from engine.types import Batch, FinishReason, KvSink, NullSink, Runner, SamplingParams
+from engine.wire import FINISH_TO_PROTO, key_from_proto, params_from_proto
+from kvtransfer.grant_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver import Receiver
+from kvtransfer.report import block_load
+
+log = get_log("decode")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """One granted request."""
+
+    key: RequestKey
+    grant: GrantId
+    prompt: list[int]
+    params: SamplingParams
+    cache_salt: bytes
+    prefix: tuple[BlockId, ...]
+    blocks: tuple[BlockId, ...]
+    deadline_s: float
+    output: RequestOutput
+    committed: asyncio.Future[bool]
+    """True at the commit, False when the grant is over without one."""
+    first_token: int = -1
+
+
+class DecodeNode:
+    """State of one decode node; control thread only.
+
+    Implements kvtransfer.receiver.ReceiverHost and engine.loop.StepHost.
+    """
+
+    receiver: Receiver
+    engine_loop: EngineLoop
+
+    def __init__(
+        self,
+        *,
+        config: DecodeConfig,
+        runner: Runner,
+        engine: Engine,
+        ledger: Ledger,
+        blocks: BlockManager,
+        loop: asyncio.AbstractEventLoop,
+        randomness: Callable[[int], bytes],
+    ) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.streams = TokenStreams(loop)
+        self._runner = runner
+        self._engine = engine
+        self._blocks = blocks
+        self._loop = loop
+        self._randomness = randomness
+        self._jobs: dict[GrantId, Job] = {}
+        self._by_key: dict[RequestKey, Job] = {}
+        self._lives: set[asyncio.Task[None]] = set()
+
+    async def live(self, job: Job) -> None:
+        """The whole life of one request in this node, from its grant to the router's acknowledgement."""
+        output = job.output
+        try:
+            async with asyncio.timeout_at(job.deadline_s):
+                if not await job.committed:
+                    return  # revoked or cancelled first: the receiver has dropped what it held
+                self._resume(job)
+                self.streams.open(output)
+                await output.ended.wait()
+        except TimeoutError:
+            output.end(error="the request's deadline passed")
+            self.receiver.cancel(job.key)
+        finally:
+            if job.committed.done() and job.committed.result():
+                self._engine.abort(job.key)
+                self.engine_loop.wake()
+                self.receiver.ended(job.key)
+            del self._jobs[job.grant]
+            if not output.opened:
+                self._forget(job)
+        self.streams.notify(output.router)
+        try:
+            async with asyncio.timeout(self.config.finished_ms_max / 1000):
+                await output.forgotten.wait()
+        except TimeoutError:
+            log.warning("answer was never fetched", request=job.key.request, router=f"{output.router:x}")
+        finally:
+            self.streams.close(output)
+            self._forget(job)
+
+    # What the transfer service asks.
+
+    def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
+        """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once."""
+        key = key_from_proto(request.key)
+        prompt = list(request.prompt)
+        reject = self._never(prompt, request.sampling)
+        if reject is not None:
+            return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
+        if len(self._jobs) >= self.config.requests_max:
+            return self._busy("its request limit is reached")
+        prompt_blocks = self._blocks.blocks_for(len(prompt))
+        prefix = self._blocks.match(prompt, request.cache_salt, prompt_blocks)
+        promise = self._growth(prompt, request.sampling.max_tokens)
+        self._blocks.hold(prefix)  # so that making room does not evict what was just matched
+        try:
+            new = prompt_blocks - len(prefix)
+            if new + promise <= self.ledger.available:
+                self._blocks.make_room(new)
+            answer = self.receiver.reserve(
+                ReserveAsked(
+                    pair=pair,
+                    number=ReserveNumber(request.number),
+                    lowest_live=ReserveNumber(request.lowest_live),
+                    key=key,
+                    grant=GrantId(self._randomness(16)),
+                    blocks_new=new,
+                    prefix=tuple(prefix),
+                    promise=promise,
+                )
+            )
+        finally:
+            self._blocks.release(prefix)
+        if isinstance(answer, AnswerRefused):
+            if answer.refusal in (Refusal.BUSY, Refusal.FENCING, Refusal.SPAN):
+                return self._busy(answer.refusal.value)
+            return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
+        if answer.grant not in self._jobs:
+            self._begin(request, key, prompt, answer.grant, answer.prefix, answer.blocks)
+        return transfer_pb2.ReserveReply(
+            granted=transfer_pb2.Grant(
+                grant=answer.grant,
+                epoch=answer.epoch,
+                blocks=answer.blocks,
+                prefix_skip=len(answer.prefix),
+                lease_ms=self.receiver.config.lease_ms,
+            )
+        )
+
+    async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
+        """The prefill node's word. Returns when the seals are here too, or the grant is revoked."""
+        grant = GrantId(request.grant)
+        job = self._jobs.get(grant)
+        if job is not None and not job.committed.done():
+            job.first_token = request.first_token
+        return await self.receiver.commit(
+            CommitAsked(pair=pair, grant=grant, writes=request.writes, bytes_written=request.bytes_written)
+        )
+
+    # What routers ask.
+
+    def cancel(self, key: RequestKey, reason: str) -> bool:
+        """The request lets go, wherever it is in its life. Idempotent; an unknown key leaves a tombstone."""
+        job = self._by_key.get(key)
+        self.receiver.cancel(key)
+        if job is not None:
+            job.output.end(error=f"cancelled: {reason}")
+            job.output.forgotten.set()
+        return job is not None
+
+    def resolve(self, key: RequestKey) -> bool:
+        """Did this attempt commit? If not it never will."""
+        output = self.streams.find(key)
+        if output is not None and output.error is None:
+            return True
+        return self.receiver.resolve(key)
+
+    def done(self, router: Incarnation, key: RequestKey) -> None:
+        """The router has the whole answer, or wants no more of it."""
+        output = self.streams.done(router, key)
+        if output is not None and not output.ended.is_set():
+            self.cancel(key, "no longer wanted")
+
+    # What the receiver instructs (ReceiverHost).
+
+    def committed(self, key: RequestKey, grant: GrantId) -> None:
+        del key
+        self._jobs[grant].committed.set_result(True)
+
+    def cancelled(self, key: RequestKey, grant: GrantId) -> None:
+        del grant
+        self._engine.abort(key)
+        self.engine_loop.wake()
+
+    def let_go(self, grant: GrantId) -> None:
+        job = self._jobs.get(grant)
+        if job is None:
+            return
+        self._blocks.prefix_cache.released((*job.prefix, *job.blocks))
+        if not job.committed.done():
+            job.committed.set_result(False)
+            job.output.end(error="the handoff did not complete")
+            job.output.forgotten.set()
+
+    # What the engine loop tells (StepHost).
+
+    def step_begins(self, batch: Batch) -> KvSink:
+        del batch
+        return NullSink()
+
+    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+        del sink
+        routers = set()
+        for event in events:
+            job = self._by_key.get(event.seq.key)
+            if job is None:
+                continue
+            routers.add(job.output.router)
+            if event.token is not None:
+                job.output.tokens.append(event.token)
+            if event.finish is FinishReason.ABORTED:
+                job.output.end(error="the engine gave the request up")
+            elif event.finish is not None:
+                job.output.end(finish=FINISH_TO_PROTO[event.finish])
+        for router in routers:
+            self.streams.notify(router)
+
+    # Upkeep.
+
+    def reap(self) -> None:
+        """Called every second: requests of routers that are away, answers that nobody fetches."""
+        for output in self.streams.orphans(self.config.orphan_ms):
+            log.warning("orphan cancelled", request=output.key.request, router=f"{output.router:x}")
+            self.cancel(output.key, "its router is away")
+        for output in self.streams.finished[: -self.config.finished_max]:
+            output.forgotten.set()
+
+    @property
+    def requests(self) -> int:
+        return len(self._jobs)
+
+    def load(self) -> NodeLoad:
+        return NodeLoad(
+            waiting_requests=self._engine.waiting,
+            running_requests=len(self._jobs),
+            blocks=block_load(self.ledger),
+        )
+
+    async def close(self) -> None:
+        """Give every request up and wait until all have let go."""
+        for job in list(self._by_key.values()):
+            self.cancel(job.key, "this node is shutting down")
+        if self._lives:
+            await asyncio.wait(self._lives)
+
+    # Small helpers.
+
+    def _forget(self, job: Job) -> None:
+        if self._by_key.get(job.key) is job:  # a later grant of the same attempt may have taken its place
+            del self._by_key[job.key]
+
+    def _begin(
+        self,
+        request: transfer_pb2.ReserveRequest,
+        key: RequestKey,
+        prompt: list[int],
+        grant: GrantId,
+        prefix: tuple[BlockId, ...],
+        blocks: tuple[BlockId, ...],
+    ) -> None:
+        job = Job(
+            key=key,
+            grant=grant,
+            prompt=prompt,
+            params=params_from_proto(request.sampling),
+            cache_salt=request.cache_salt,
+            prefix=prefix,
+            blocks=blocks,
+            deadline_s=self._loop.time() + request.deadline_left_ms / 1000,
+            output=RequestOutput(key=key, router=Incarnation(request.router), tokens=[]),
+            committed=self._loop.create_future(),
+        )
+        self._jobs[grant] = job
+        self._by_key[key] = job
+        task = self._loop.create_task(self.live(job))
+        self._lives.add(task)
+        task.add_done_callback(self._life_over)
+
+    def _life_over(self, task: asyncio.Task[None]) -> None:
+        self._lives.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a request's life broke off", exc_info=task.exception())
+
+    def _resume(self, job: Job) -> None:
+        """Give the committed sequence to the engine, with references of its own to every block."""
+        table = [*job.prefix, *job.blocks]
+        self._blocks.hold(table)
+        job.output.tokens.append(job.first_token)
+        self._engine.resume(
+            Sequence(
+                key=job.key,
+                params=job.params,
+                tokens=[*job.prompt, job.first_token],
+                prompt_len=len(job.prompt),
+                computed=len(job.prompt),
+                block_table=table,
+                promise_key=job.grant,
+                mode=SequenceMode.COMPLETE,
+                cache_salt=job.cache_salt,
+                cached_tokens=len(job.prefix) * self._blocks.block_size,
+            )
+        )
+        self.engine_loop.wake()
+
+    def _never(self, prompt: list[int], sampling: common_pb2.SamplingSpec) -> str | None:
+        """Why this request can never run here, whatever is free."""
+        if len(prompt) >= self._runner.context_len_max:
+            return f"the prompt's {len(prompt)} tokens leave no room in a context of {self._runner.context_len_max}"
+        need = self._blocks.blocks_for(len(prompt)) + self._growth(prompt, sampling.max_tokens)
+        if need > self.ledger.num_blocks:
+            return f"prompt and answer need {need} blocks, the region has {self.ledger.num_blocks}"
+        return None
+
+    def _growth(self, prompt: list[int], max_tokens: int) -> int:
+        return growth_blocks(
+            prompt_len=len(prompt),
+            known_len=len(prompt) + 1,
+            max_tokens=max_tokens,
+            context_len_max=self._runner.context_len_max,
+            block_size=self._blocks.block_size,
+            blocks_held=self._blocks.blocks_for(len(prompt)),
+        )
+
+    def _busy(self, reason: str) -> transfer_pb2.ReserveReply:
+        return transfer_pb2.ReserveReply(
+            busy=transfer_pb2.Busy(retry_after_ms=self.config.busy_retry_ms, reason=reason)
+        )

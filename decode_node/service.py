@@ -1,0 +1,100 @@
+"""The decode node's gRPC services: messages in, messages out, everything else in `DecodeNode` and `Receiver`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+
+from baton.errors import BatonError, Reason, bad_field
+from baton.ids import GrantId, Incarnation, Pair, ReserveNumber
+from baton.wire import ModelInfo, check_header, model_from_proto
+from decode_node.node import DecodeNode
+from engine.wire import key_from_proto
+from kvtransfer.compatibility import check_compatible
+from kvtransfer.receiver import Receiver
+
+
+class ReceiverService(transfer_pb2_grpc.TransferServicer):
+    """The receiver's half of baton.v1.Transfer."""
+
+    def __init__(self, node: DecodeNode, receiver: Receiver, own: Incarnation, model: ModelInfo) -> None:
+        self._node = node
+        self._receiver = receiver
+        self._own = own
+        self._model = model
+
+    async def Connect(self, request: transfer_pb2.ConnectRequest, context: Any) -> transfer_pb2.ConnectReply:
+        pair = self._pair(request.header)
+        check_compatible(own=self._model, peer=model_from_proto(request.model), peer_name=request.writer_name)
+        if self._receiver.port.transport.value not in request.transports:
+            raise BatonError(
+                Reason.INCOMPATIBLE_NODE,
+                f"{request.writer_name} offers {list(request.transports)}, this node only "
+                f"{self._receiver.port.transport.value}.",
+            )
+        endpoint = self._receiver.connect(pair, request.writer_endpoint)
+        return transfer_pb2.ConnectReply(
+            receiver=self._own,
+            transport=endpoint.transport.value,
+            address=endpoint.address,
+            secret=endpoint.secret,
+            epoch=endpoint.epoch,
+            num_blocks=self._node.ledger.num_blocks,
+        )
+
+    async def Reserve(self, request: transfer_pb2.ReserveRequest, context: Any) -> transfer_pb2.ReserveReply:
+        pair = self._pair(request.header)
+        if not request.prompt:
+            raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
+        return self._node.reserve(request, pair)
+
+    async def Renew(self, request: transfer_pb2.RenewRequest, context: Any) -> transfer_pb2.RenewReply:
+        renewed = self._receiver.renew(self._pair(request.header), GrantId(request.grant))
+        return transfer_pb2.RenewReply(renewed=renewed, lease_ms=self._receiver.config.lease_ms)
+
+    async def Commit(self, request: transfer_pb2.CommitRequest, context: Any) -> transfer_pb2.CommitReply:
+        committed = await self._node.commit(request, self._pair(request.header))
+        return transfer_pb2.CommitReply(committed=committed, reason="" if committed else "the grant is revoked")
+
+    async def LetGo(self, request: transfer_pb2.LetGoRequest, context: Any) -> transfer_pb2.LetGoReply:
+        pair = self._pair(request.header)
+        self._receiver.let_go(pair, ReserveNumber(request.number), ReserveNumber(request.lowest_live))
+        return transfer_pb2.LetGoReply()
+
+    def _pair(self, header: common_pb2.Header) -> Pair:
+        return Pair(receiver=self._own, writer=check_header(header, own=self._own))
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """baton.v1.Decode, for routers."""
+
+    def __init__(self, node: DecodeNode, own: Incarnation) -> None:
+        self._node = node
+        self._own = own
+
+    async def Subscribe(
+        self, requests: AsyncIterator[decode_pb2.SubscribeRequest], context: Any
+    ) -> AsyncIterator[decode_pb2.TokenBatch]:
+        messages = aiter(requests)
+        first = await anext(messages, None)
+        if first is None or first.WhichOneof("message") != "open":
+            raise bad_field("open", "The first message of Subscribe must be `open`.")
+        router = check_header(first.open.header, own=self._own)
+        cursors = {key_from_proto(c.key): c.next_index for c in first.open.cursors}
+        async for batch in self._node.streams.subscribe(router, cursors, self._dones(router, messages)):
+            yield batch
+
+    async def _dones(self, router: Incarnation, requests: AsyncIterator[decode_pb2.SubscribeRequest]) -> None:
+        async for request in requests:
+            for key in request.done.keys:
+                self._node.done(router, key_from_proto(key))
+
+    async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelReply:
+        check_header(request.header, own=self._own)
+        return decode_pb2.CancelReply(known=self._node.cancel(key_from_proto(request.key), request.reason))
+
+    async def Resolve(self, request: decode_pb2.ResolveRequest, context: Any) -> decode_pb2.ResolveReply:
+        check_header(request.header, own=self._own)
+        return decode_pb2.ResolveReply(committed=self._node.resolve(key_from_proto(request.key)))

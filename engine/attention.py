@@ -1,0 +1,114 @@
+"""Attention of a batch over the paged pool. Shape suffixes as in engine/types.py.
+
+G query heads that share one KV head (H = K * G)   C tokens of one sequence's context   n blocks of one sequence
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from engine.kv_pool import KvPool, SlotMapping
+from engine.types import Batch, SequenceSlice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMetadata:
+    """What one step needs in every layer, computed once. Backends keep their own part in `plan`."""
+
+    slots: SlotMapping
+    positions_T: torch.Tensor
+    plan: Any
+
+
+class AttentionBackend(Protocol):
+    """How queries meet the pool. The runner stores a layer's new K and V before it calls `attend`."""
+
+    def prepare(self, batch: Batch) -> AttentionMetadata:
+        """Once per step."""
+        ...
+
+    def attend(self, layer: int, q_THD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """Each token over its sequence up to and including itself -> [T, H, D]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SequencePlan:
+    first_row: int
+    num_rows: int
+    context_len: int
+    runs_2Kn: torch.Tensor
+    """Rows of `KvPool.runs` that make up the context, K before V, flat."""
+    is_causal: bool
+    """The whole context is new: row i sees columns 0..i, which needs no mask in memory."""
+    mask_TC: torch.Tensor | None
+    """Added to the scores: 0 where row i (position start + i) may look, -inf elsewhere. None: no mask is needed."""
+
+
+class TorchAttention:
+    """The reference: each sequence's blocks are copied together, then torch's own attention runs over them.
+
+    Works on every device that torch has. Slots past the end of the context are never read into a result, so unused
+    memory may hold anything, NaN too.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self.pool = pool
+
+    def prepare(self, batch: Batch) -> AttentionMetadata:
+        positions_T = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices])
+        plans, first_row = [], 0
+        for s in batch.slices:
+            plans.append(self._plan(s, first_row))
+            first_row += s.stop - s.start
+        return AttentionMetadata(
+            slots=self.pool.map_slots(batch),
+            positions_T=torch.from_numpy(positions_T).to(self.pool.device),
+            plan=tuple(plans),
+        )
+
+    def attend(self, layer: int, q_THD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        runs = self.pool.runs(layer)
+        return torch.cat([self._attend_one(runs, q_THD, plan) for plan in metadata.plan])
+
+    def _plan(self, s: SequenceSlice, first_row: int) -> _SequencePlan:
+        spec, device, num_rows = self.pool.spec, self.pool.device, s.stop - s.start
+        num_blocks = -(-s.stop // spec.block_size)
+        blocks_n = np.asarray(s.block_table[:num_blocks], dtype=np.int64)
+        k_or_v = np.arange(2)[:, None, None]
+        heads = np.arange(spec.num_kv_heads)[None, :, None]
+        runs_2Kn = (blocks_n * 2 + k_or_v) * spec.num_kv_heads + heads
+        mask_TC = None
+        if s.start > 0 and num_rows > 1:
+            mask_TC = torch.full((num_rows, s.stop), float("-inf"), device=device).triu_(diagonal=s.start + 1)
+        return _SequencePlan(
+            first_row=first_row,
+            num_rows=num_rows,
+            context_len=s.stop,
+            runs_2Kn=torch.from_numpy(runs_2Kn.reshape(-1)).to(device),
+            is_causal=s.start == 0 and num_rows > 1,
+            mask_TC=mask_TC,
+        )
+
+    def _attend_one(self, runs: torch.Tensor, q_THD: torch.Tensor, plan: _SequencePlan) -> torch.Tensor:
+        spec = self.pool.spec
+        kv_2KCD = runs.index_select(0, plan.runs_2Kn).view(2, spec.num_kv_heads, -1, spec.head_dim)
+        k_KCD, v_KCD = kv_2KCD[:, :, : plan.context_len]
+        q_THD = q_THD[plan.first_row : plan.first_row + plan.num_rows]
+        num_rows, num_heads, head_dim = q_THD.shape
+        # KV heads take the batch dimension, so that the query heads of a group share K and V without a copy.
+        q_KGTD = q_THD.view(num_rows, spec.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        group = q_KGTD.shape[1]
+        out_KGTD = F.scaled_dot_product_attention(
+            q_KGTD,
+            k_KCD[:, None].expand(-1, group, -1, -1),
+            v_KCD[:, None].expand(-1, group, -1, -1),
+            attn_mask=plan.mask_TC,
+            is_causal=plan.is_causal,
+        )
+        return out_KGTD.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)

@@ -1,0 +1,111 @@
+"""From configuration to a runner. torch is imported only when a real model is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from baton.errors import BatonError, InvalidField, Reason
+from engine.mock import MockConfig, MockRunner
+from engine.model_config import (
+    ModelError,
+    ModelFolderError,
+    QuantisedCheckpointError,
+    UnsupportedModelError,
+)
+from engine.scheduler import SchedulerConfig
+from engine.types import Runner
+
+BLOCKS_MAX = 1 << 24
+
+
+class EngineKind(Enum):
+    MODEL = "model"
+    MOCK = "mock"  # no weights; tokens are hashes of the KV bytes (engine/mock.py)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine of a node."""
+
+    kind: EngineKind = field(default=EngineKind.MODEL, metadata={"help": "model, or mock (tests of the protocol)"})
+    model: str = field(default="", metadata={"help": "folder of a Hugging Face model, or its name on the hub"})
+    block_size: int = field(default=16, metadata={"help": "token positions in a block"})
+    num_blocks: int = field(default=1024, metadata={"help": "blocks in the region"})
+    compute_threads: int = field(default=1, metadata={"help": "threads of this process that compute"})
+    tokens_per_step_max: int = field(default=512, metadata={"help": "token budget of a step"})
+    sequences_max: int = field(default=64, metadata={"help": "sequences in the engine at a time"})
+    mock_layer_delay_ms: float = field(default=0.0, metadata={"help": "mock engine: how long each layer takes"})
+    mock_seed: int = field(default=0, metadata={"help": "mock engine: stands for the weights"})
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "compute_threads", "tokens_per_step_max", "sequences_max"):
+            if getattr(self, name) < 1:
+                raise InvalidField(name, f"is {getattr(self, name)}; must be at least 1")
+        if self.num_blocks > BLOCKS_MAX:
+            raise InvalidField("num_blocks", f"is {self.num_blocks}; must be at most {BLOCKS_MAX}")
+        if self.kind is EngineKind.MODEL and not self.model:
+            raise InvalidField("model", "is not set; name a folder or a model on the hub")
+        if self.sequences_max > self.tokens_per_step_max:
+            raise InvalidField("sequences_max", "must not exceed tokens_per_step_max (a token for each in a step)")
+        if self.mock_layer_delay_ms < 0:
+            raise InvalidField("mock_layer_delay_ms", "must not be negative")
+
+    def scheduler(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            tokens_per_step_max=self.tokens_per_step_max,
+            sequences_max=self.sequences_max,
+            waiting_max=self.sequences_max,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltEngine:
+    """A runner that is not bound to a region yet, and what it is."""
+
+    runner: Runner
+    model_name: str
+    fingerprint: str
+    """Digest of configuration and weights: nodes that differ in it never hand over."""
+
+
+def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> BuiltEngine:
+    """Load the model (blocking; `progress` gets bytes loaded and bytes in all).
+
+    Raises BatonError MODEL_MISSING, MODEL_BROKEN or MODEL_UNSUPPORTED.
+    """
+    if config.kind is EngineKind.MOCK:
+        return _build_mock(config)
+    try:
+        return _build_model(config, progress)
+    except ModelFolderError as error:
+        raise BatonError(Reason.MODEL_MISSING, str(error), field="engine.model") from error
+    except (UnsupportedModelError, QuantisedCheckpointError) as error:
+        raise BatonError(Reason.MODEL_UNSUPPORTED, str(error), field="engine.model") from error
+    except ModelError as error:
+        raise BatonError(Reason.MODEL_BROKEN, str(error), field="engine.model") from error
+
+
+def _build_mock(config: EngineConfig) -> BuiltEngine:
+    mock = MockConfig(
+        block_size=config.block_size,
+        model_seed=config.mock_seed,
+        layer_delay_s=config.mock_layer_delay_ms / 1000,
+    )
+    identity = f"mock {mock.model_seed} {mock.num_layers} {mock.head_dim} {mock.vocab_size} {mock.draws_eos}"
+    fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    return BuiltEngine(runner=MockRunner(mock), model_name="mock", fingerprint=fingerprint)
+
+
+def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | None) -> BuiltEngine:
+    from engine.checkpoint import checkpoint_fingerprint, resolve_model
+    from engine.torch_runner import TorchRunner, configure_threads
+
+    configure_threads(config.compute_threads)
+    folder: Path = resolve_model(config.model)
+    runner = TorchRunner.load(folder, block_size=config.block_size, progress=progress)
+    name = Path(config.model).name if Path(config.model).is_dir() else config.model
+    return BuiltEngine(runner=runner, model_name=name, fingerprint=checkpoint_fingerprint(folder))

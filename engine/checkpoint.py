@@ -1,0 +1,231 @@
+"""Finds a model's folder, reads its weights, and tells two checkpoints apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its HTTP library's, which it also raises
+from safetensors import SafetensorError, safe_open
+
+from engine.model_config import (
+    ConfigFileError,
+    ModelError,
+    ModelFolderError,
+    QuantisedCheckpointError,
+    load_model_config,
+)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+HUB_FILES = ["*.json", "*.safetensors"]
+HEADER_BYTES_MAX = 100_000_000
+"""The safetensors format's own limit on the header of a file."""
+SAMPLES_PER_FILE = 64
+SAMPLE_BYTES = 4096
+
+Progress = Callable[[int, int], None]
+"""(loaded_bytes, total_bytes): called after each tensor, on the loading thread. Counts bytes as stored on disk."""
+
+
+class WeightsError(ModelError):
+    """A weight file is missing, damaged, or does not hold what the config promises."""
+
+
+def resolve_model(name_or_folder: str, *, download: Callable[[str], str] | None = None) -> Path:
+    """The folder of a model given by folder, or by its hub name when there is no such folder.
+
+    A hub model is downloaded into the hub's own cache, or found there. Blocks meanwhile. `download` replaces the hub.
+
+    Raises:
+        ModelFolderError: neither a folder nor a model that the hub gives out; says what was tried.
+    """
+    folder = Path(name_or_folder).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelFolderError(f"{folder} is a file; name the folder that holds config.json")
+    owner, _, rest = name_or_folder.partition("/")
+    if not owner or owner[0] in ".~" or not rest or "/" in rest:
+        raise ModelFolderError(
+            f"there is no folder {folder}, and {name_or_folder!r} has not the form of a hub name (owner/model); "
+            "give an existing folder or a hub name"
+        )
+    try:
+        return Path((download or _download)(name_or_folder))
+    except (OSError, ValueError, HTTPError) as error:
+        raise ModelFolderError(
+            f"there is no folder {folder}, and the hub gave no model {name_or_folder!r}: {error}; check the name, "
+            "the network and your access to the model, or download it and name its folder"
+        ) from error
+
+
+def _download(name: str) -> str:
+    return snapshot_download(name, allow_patterns=HUB_FILES)
+
+
+def load_tensors(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """Read the named tensors into host memory of this process, converted to `dtype`. Other tensors are left out.
+
+    All names and shapes are checked before the first tensor is read.
+
+    Raises:
+        WeightsError: names the tensor and the file.
+        QuantisedCheckpointError: a tensor holds codes, not numbers.
+    """
+    names_of_file: dict[Path, list[str]] = {}
+    for name, path in _locate(folder, shapes).items():
+        names_of_file.setdefault(path, []).append(name)
+    sizes = {path: _check_file(path, names, shapes) for path, names in names_of_file.items()}
+    total_bytes = sum(sum(sizes_of_file.values()) for sizes_of_file in sizes.values())
+    loaded_bytes = 0
+    tensors = {}
+    for path, names in names_of_file.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                stored = file.get_tensor(name)
+                # A copy even where the type fits: the stored tensor is a mapping of the file, which may be replaced.
+                tensors[name] = torch.empty(shapes[name], dtype=dtype).copy_(stored)
+                loaded_bytes += sizes[path][name]
+                if progress is not None:
+                    progress(loaded_bytes, total_bytes)
+    return tensors
+
+
+def checkpoint_fingerprint(folder: Path) -> str:
+    """A name for what a checkpoint computes, 32 hex digits: equal for copies, different for other weights or settings.
+
+    Covers the parsed config and, of each weight file, name, size, header (names, types, shapes, offsets) and evenly
+    spaced samples of the data, both ends among them. Samples and not all of it: reading a large checkpoint takes
+    minutes, which every start would pay, and two trainings of one model differ nearly everywhere. It guards against
+    mistakes, not against someone who alters single weights between the samples.
+
+    Raises:
+        ModelError: the folder, its config or its weight files cannot be read.
+    """
+    config = asdict(load_model_config(folder))
+    config["family"] = config["family"].value
+    config["eos_token_ids"] = sorted(config["eos_token_ids"])
+    digest = hashlib.blake2b(digest_size=16, person=b"baton-weights-1")
+    _update(digest, json.dumps(config, sort_keys=True).encode())
+    for path in weight_files(folder):
+        _update(digest, path.name.encode())
+        try:
+            _update_from_file(digest, path)
+        except OSError as error:
+            raise WeightsError(f"{path} cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+def _update(digest: hashlib.blake2b, part: bytes) -> None:
+    """Adds a part with its length, so that the borders between parts count."""
+    digest.update(struct.pack("<Q", len(part)) + part)
+
+
+def _update_from_file(digest: hashlib.blake2b, path: Path) -> None:
+    size = path.stat().st_size
+    _update(digest, struct.pack("<Q", size))
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        header_bytes = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or header_bytes > min(HEADER_BYTES_MAX, size - 8):
+            raise WeightsError(f"{path} is damaged or cut short: its header is incomplete; download it again")
+        _update(digest, file.read(header_bytes))
+        first, last = 8 + header_bytes, max(8 + header_bytes, size - SAMPLE_BYTES)
+        for i in range(SAMPLES_PER_FILE):
+            file.seek(first + (last - first) * i // (SAMPLES_PER_FILE - 1))
+            _update(digest, file.read(SAMPLE_BYTES))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, by name: those of the index if there is one, else the single file.
+
+    Raises:
+        WeightsError: there are none, or one that the index names is missing.
+        ConfigFileError: the index is damaged.
+    """
+    index = _read_index(folder)
+    if index is not None:
+        paths = [folder / name for name in sorted(set(index.values()))]
+        for path in paths:
+            if not path.is_file():
+                raise WeightsError(f"{path} is missing, but {folder / INDEX_FILE} names it; download it again")
+        return paths
+    single = folder / SINGLE_FILE
+    if single.is_file():
+        return [single]
+    hint = "; it holds pytorch_model*.bin, which is not read: convert it" if any(folder.glob("*.bin")) else ""
+    raise WeightsError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        return None
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        # A name with a slash could lead out of the folder.
+        valid = all(isinstance(name, str) and name and "/" not in name for name in weight_map.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigFileError(f"{path} is no safetensors index: {error!r}; download it again") from error
+    if not valid or not weight_map:
+        raise ConfigFileError(f"{path}: weight_map must map tensor names to files of the same folder")
+    return dict(weight_map)
+
+
+def _locate(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Path]:
+    """The file of each tensor."""
+    paths = weight_files(folder)
+    index = _read_index(folder)
+    if index is None:
+        return dict.fromkeys(shapes, paths[0])
+    for name in shapes:
+        if name not in index:
+            raise WeightsError(f"tensor {name} is missing in {folder / INDEX_FILE}: does config.json fit the weights?")
+    return {name: folder / index[name] for name in shapes}
+
+
+def _check_file(path: Path, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Check that the file holds these tensors in these shapes -> bytes of each as stored."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            present = set(file.keys())
+            sizes = {}
+            for name in names:
+                if name not in present:
+                    raise WeightsError(f"tensor {name} is missing in {path}: does config.json fit the weights?")
+                stored = file.get_slice(name)
+                shape = tuple(stored.get_shape())
+                if shape != shapes[name]:
+                    raise WeightsError(
+                        f"tensor {name} in {path} has shape {shape}, config.json asks for {shapes[name]}"
+                    )
+                sizes[name] = _stored_bytes(path, name, shape, stored.get_dtype())
+            return sizes
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is damaged or cut short: {error}; download it again") from error
+
+
+def _stored_bytes(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> int:
+    bytes_of_type = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+    if dtype not in bytes_of_type:
+        raise QuantisedCheckpointError(
+            f"tensor {name} in {path} has type {dtype}; supported are {', '.join(bytes_of_type)}: "
+            "use the unquantised checkpoint of this model"
+        )
+    count = 1
+    for length in shape:
+        count *= length
+    return count * bytes_of_type[dtype]

@@ -1,0 +1,194 @@
+"""Writes a small model with random weights and a tokenizer of its own, in the Hugging Face layout: for demos and tests.
+
+It says English words in no order, but its scores depend on the whole context and are well apart, so that any error in
+positions, cache or handoff changes its answer. transformers loads it too. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from engine.demo_text import demo_lines
+from engine.model_config import ModelError, ModelFamily, parse_model_config
+from engine.models.weights import EMBEDDING, LM_HEAD, weight_shapes
+
+BOS_TOKEN, EOS_TOKEN = "<|begin|>", "<|end|>"
+BOS_ID, EOS_ID = 0, 1
+_RESERVED = "<|reserved_"
+BYTE_TOKENS = 256
+MARKER_FILE = "baton_demo_model.json"
+"""Holds the parameters that a demo model was written with; a folder with it is ours to replace."""
+LOGIT_STD = 3.0
+"""Spread of the scores: the best two of 2,048 are about 0.8 apart, rounding in float32 is about 1e-5."""
+
+
+class DemoModelError(ModelError):
+    """The demo model cannot be written there, or not with these sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoModelParams:
+    """Sizes of a demo model; the defaults take 13 MB."""
+
+    family: ModelFamily = ModelFamily.LLAMA
+    num_layers: int = 4
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 2048
+    context_len_max: int = 4096
+    tie_word_embeddings: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < BYTE_TOKENS + 2:
+            raise DemoModelError(f"vocab_size {self.vocab_size} is too small: bytes and marks take {BYTE_TOKENS + 2}")
+
+
+def write_demo_model(folder: Path, params: DemoModelParams | None = None) -> bool:
+    """Write a demo model into `folder`, atomically: others see either nothing, the old one, or all of the new one.
+
+    Returns False, and writes nothing, where the same model already is. A demo model of other parameters is replaced.
+    The same parameters give the same bytes.
+
+    Raises:
+        DemoModelError: the folder holds something else, or cannot be written.
+        ConfigFileError: the sizes do not fit each other.
+    """
+    params = params or DemoModelParams()
+    try:
+        return _replace(folder, params)
+    except OSError as error:
+        raise DemoModelError(f"cannot write a demo model to {folder}: {error}") from error
+
+
+def _replace(folder: Path, params: DemoModelParams) -> bool:
+    wanted = _marker(params)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        marker = folder / MARKER_FILE
+        if not marker.is_file():
+            raise DemoModelError(f"{folder} exists and is no demo model: it is left as it is; name another folder")
+        if marker.read_text(encoding="utf-8") == wanted:
+            return False
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    workspace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        new = workspace / "new"
+        new.mkdir()
+        _write_files(new, params)
+        (new / MARKER_FILE).write_text(wanted, encoding="utf-8")
+        if folder.exists():
+            os.rename(folder, workspace / "old")
+        os.rename(new, folder)
+    finally:
+        shutil.rmtree(workspace)
+    return True
+
+
+def _marker(params: DemoModelParams) -> str:
+    return _json(asdict(params) | {"family": params.family.value, "format": 1})
+
+
+def _write_files(folder: Path, params: DemoModelParams) -> None:
+    config = _config(params)
+    generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
+    (folder / "config.json").write_text(_json(config), encoding="utf-8")
+    (folder / "generation_config.json").write_text(_json(generation), encoding="utf-8")
+    tokenizer = _tokenizer(params.vocab_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tensors = _tensors(config, params.seed, _unprintable_ids(tokenizer))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS_TOKEN,
+        "eos_token": EOS_TOKEN,
+        "model_max_length": params.context_len_max,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(_json(tokenizer_config), encoding="utf-8")
+
+
+def _config(params: DemoModelParams) -> dict[str, Any]:
+    return {
+        "architectures": [params.family.value],
+        "model_type": {ModelFamily.LLAMA: "llama", ModelFamily.QWEN3: "qwen3"}[params.family],
+        "vocab_size": params.vocab_size,
+        "hidden_size": params.hidden_size,
+        "intermediate_size": params.intermediate_size,
+        "num_hidden_layers": params.num_layers,
+        "num_attention_heads": params.num_heads,
+        "num_key_value_heads": params.num_kv_heads,
+        "head_dim": params.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "attention_bias": False,
+        "tie_word_embeddings": params.tie_word_embeddings,
+        "max_position_embeddings": params.context_len_max,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "dtype": "float32",
+    }
+
+
+def _unprintable_ids(tokenizer: Tokenizer) -> list[int]:
+    """Tokens that a terminal should not see: control bytes, parts of characters, reserved tokens."""
+    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in range(tokenizer.get_vocab_size())}
+    shown = {EOS_ID} | {token for token, text in texts.items() if text.isascii() and text.isprintable()}
+    return [token for token, text in texts.items() if token not in shown or text.startswith((BOS_TOKEN, _RESERVED))]
+
+
+def _tensors(config: dict[str, Any], seed: int, quiet_ids: list[int]) -> dict[str, np.ndarray]:
+    """Random weights of which every part matters.
+
+    Matrices keep the scale of what passes through them, so that each layer adds about as much as there is, and the
+    output is scaled to LOGIT_STD. The embedding is as small as the output: tied to it, it would else favour repeating
+    the last token. Tokens of `quiet_ids` get scores near 0, so they are drawn rarely and are never the best.
+    """
+    shapes = weight_shapes(parse_model_config(config, source="the demo model", generation={}))
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = random.standard_normal(shape, dtype=np.float32)
+        if len(shape) == 1:
+            tensors[name] = 1.0 + np.float32(0.1) * noise
+        else:
+            gain = LOGIT_STD if name in (EMBEDDING, LM_HEAD) else 1.5
+            tensors[name] = noise * np.float32(gain / math.sqrt(shape[1]))
+    output = EMBEDDING if config["tie_word_embeddings"] else LM_HEAD
+    tensors[output][quiet_ids] *= np.float32(0.05)
+    return tensors
+
+
+def _tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE trained on the built-in text; ids that training leaves over are named reserved tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS_TOKEN, EOS_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(demo_lines(), trainer)
+    left_over = vocab_size - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"{_RESERVED}{i}|>" for i in range(left_over)])
+    return tokenizer
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,186 @@
+"""A model without weights: the protocol's test tool (DESIGN section 4, end).
+
+The KV bytes of a slot are a digest of the token and of the bytes of the slot before it, read back from the region; the
+next token is a digest of the bytes of the whole context in all layers, read back too. So one wrong byte anywhere in a
+sequence's records changes the next token, and with it all that follow.
+
+Shape suffixes as in `engine.types`; 2 is K and V.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from engine.types import Batch, KvSink, KvSpec, SamplingParams, SequenceSlice, StepResult
+
+_BLAKE2B_BYTES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockConfig:
+    """The mock model. Two runners give the same tokens if and only if they agree in all but the last two fields.
+
+    Raises:
+        ValueError: a size is out of range, or no token is left to draw.
+    """
+
+    num_layers: int = 4
+    head_dim: int = 8
+    vocab_size: int = 1000
+    model_seed: int = 0
+    """Stands for the weights."""
+    eos_token_ids: frozenset[int] = frozenset({0})
+    draws_eos: bool = False
+    """Whether end-of-sequence tokens are ever drawn."""
+    context_len_max: int = 4096
+    block_size: int = 16
+    layer_delay_s: float = 0.0
+    """How long each layer takes, by the runner's `pause`."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "head_dim", "vocab_size", "context_len_max", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if 2 * self.head_dim > _BLAKE2B_BYTES_MAX:
+            raise ValueError(f"head_dim is {self.head_dim}; K and V of a slot are one digest, so at most 32")
+        if self.layer_delay_s < 0:
+            raise ValueError(f"layer_delay_s is {self.layer_delay_s}; it must not be negative")
+        if len(self.banned) == self.vocab_size:
+            raise ValueError(f"all {self.vocab_size} tokens are end-of-sequence tokens; none is left to draw")
+
+    @property
+    def banned(self) -> list[int]:
+        """The tokens that are never drawn, ascending."""
+        return [] if self.draws_eos else sorted(t for t in self.eos_token_ids if 0 <= t < self.vocab_size)
+
+
+def _root(config: MockConfig, layer: int) -> bytes:
+    return blake2b(
+        struct.pack("<qq", config.model_seed, layer), digest_size=2 * config.head_dim, person=b"root"
+    ).digest()
+
+
+def _next_slot(before: bytes, token: int, layer: int) -> bytes:
+    return blake2b(before + struct.pack("<qq", token, layer), digest_size=len(before), person=b"slot").digest()
+
+
+def _draw(last_slots: bytes, context_digests: bytes, params: SamplingParams, index: int, config: MockConfig) -> int:
+    draw = blake2b(last_slots + context_digests, digest_size=8, person=b"draw")
+    if params.temperature > 0:
+        draw.update(struct.pack("<ddq", params.temperature, params.top_p, params.top_k))
+        draw.update(f"{params.seed},{params.choice},{index}".encode())
+    banned = config.banned
+    token = int.from_bytes(draw.digest(), "little") % (config.vocab_size - len(banned))
+    for skipped in banned:  # ascending, so this counts the drawable tokens off
+        token += token >= skipped
+    return token
+
+
+class MockRunner:
+    """An `engine.types.Runner` on NumPy. The result of a sequence never depends on what else is in the batch."""
+
+    def __init__(self, config: MockConfig, *, pause: Callable[[float], None] = time.sleep) -> None:
+        self.config = config
+        self.kv_spec = KvSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=1,
+            head_dim=config.head_dim,
+            block_size=config.block_size,
+            dtype="uint8",
+        )
+        self.vocab_size = config.vocab_size
+        self.context_len_max = config.context_len_max
+        self.eos_token_ids = config.eos_token_ids
+        self._pause = pause
+        self._kv_LN2SD: np.ndarray | None = None
+
+    def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
+        """Take the region as the paged pool; bytes past its last record are left alone."""
+        shape = (self.config.num_layers, num_blocks, 2, self.config.block_size, self.config.head_dim)
+        size = int(np.prod(shape))
+        assert region_U8.dtype == np.uint8, region_U8.dtype
+        assert region_U8.ndim == 1, region_U8.shape
+        assert region_U8.flags.carray, region_U8.flags
+        assert region_U8.size >= size, (region_U8.size, size)
+        self._kv_LN2SD = region_U8[:size].reshape(shape)
+
+    def run(self, batch: Batch, sink: KvSink) -> StepResult:
+        """Compute the batch layer by layer, then draw. Raises nothing of its own but AssertionError."""
+        for piece in batch.slices:
+            self._check(piece)
+        for layer in range(self.config.num_layers):
+            if self.config.layer_delay_s > 0:
+                self._pause(self.config.layer_delay_s)
+            for piece in batch.slices:
+                self._write(piece, layer)
+            sink.layer_done(layer)
+        return StepResult(sampled={piece.key: self._sample(piece) for piece in batch.slices if piece.sample})
+
+    def _check(self, piece: SequenceSlice) -> None:
+        assert 0 <= piece.start < piece.stop <= len(piece.tokens), (piece.key, piece.start, piece.stop)
+        assert piece.stop <= self.context_len_max, (piece.key, piece.stop)
+        assert len(piece.block_table) * self.config.block_size >= piece.stop, (piece.key, len(piece.block_table))
+        new = piece.tokens[piece.start : piece.stop]
+        assert all(0 <= token < self.vocab_size for token in new), (piece.key, "token id out of range")
+
+    def _write(self, piece: SequenceSlice, layer: int) -> None:
+        kv_N2SD = self._layer(layer)
+        size = self.config.block_size
+        if piece.start == 0:
+            slot = _root(self.config, layer)
+        else:
+            before = piece.start - 1
+            slot = kv_N2SD[piece.block_table[before // size], :, before % size].tobytes()
+        new = bytearray()
+        for token in piece.tokens[piece.start : piece.stop]:
+            slot = _next_slot(slot, token, layer)
+            new += slot
+        positions_T = np.arange(piece.start, piece.stop)
+        blocks_T = np.asarray(piece.block_table, dtype=np.int64)[positions_T // size]
+        # An index array on each side of a slice: NumPy puts T first, so this is T, 2, D.
+        kv_N2SD[blocks_T, :, positions_T % size] = np.frombuffer(new, np.uint8).reshape(-1, 2, self.config.head_dim)
+
+    def _sample(self, piece: SequenceSlice) -> int:
+        size = self.config.block_size
+        blocks_N = np.asarray(piece.block_table[: -(-piece.stop // size)], dtype=np.int64)
+        last_slots = b""
+        context_digests = b""
+        for layer in range(self.config.num_layers):
+            context_NS2D = self._layer(layer)[blocks_N].transpose(0, 2, 1, 3)
+            context = context_NS2D.reshape(-1, 2 * self.config.head_dim)[: piece.stop]
+            last_slots += context[-1].tobytes()
+            context_digests += blake2b(np.ascontiguousarray(context).data).digest()
+        return _draw(last_slots, context_digests, piece.params, piece.output_index, self.config)
+
+    def _layer(self, layer: int) -> np.ndarray:
+        assert self._kv_LN2SD is not None, "run before bind"
+        view_N2SD: np.ndarray = self._kv_LN2SD[layer]
+        return view_N2SD
+
+
+def mock_reference(
+    prompt: Sequence[int], params: SamplingParams, n: int, *, config: MockConfig, output: Sequence[int] = ()
+) -> list[int]:
+    """The `n` output tokens that follow `prompt` and `output`, by the definition alone: no region, blocks or batches.
+
+    Stop rules are not applied.
+    """
+    slots = [_root(config, layer) for layer in range(config.num_layers)]
+    contexts = [blake2b() for _ in range(config.num_layers)]
+    tokens: list[int] = []
+    for position, known in enumerate([*prompt, *output, *[None] * n]):
+        if known is None:
+            index = position - len(prompt)
+            digests = b"".join(context.digest() for context in contexts)
+            tokens.append(_draw(b"".join(slots), digests, params, index, config))
+        token = tokens[-1] if known is None else known
+        for layer, context in enumerate(contexts):
+            slots[layer] = _next_slot(slots[layer], token, layer)
+            context.update(slots[layer])
+    return tokens

@@ -1,0 +1,162 @@
+"""Which tokens the next step computes: continuous batching with chunked prompts (Orca, Sarathi-Serve).
+
+Pure; owned by the node's control thread. Running sequences go first with one token each, then the prompt already begun,
+then waiting prompts in order of arrival, all under one budget of tokens. Nothing that runs is ever preempted: growth
+comes from a promise made at admission (DESIGN I5).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from baton.ids import RequestKey
+from engine.block_manager import BlockManager
+from engine.sequence import Sequence, SequenceMode
+from engine.types import Batch, SequenceSlice
+
+
+class EngineFullError(RuntimeError):
+    """No place in the engine's queue: try again later or elsewhere. The caller keeps its blocks."""
+
+    def __init__(self, waiting_max: int) -> None:
+        super().__init__(f"{waiting_max} sequences are waiting already (waiting_max); retry later or on another node")
+        self.waiting_max = waiting_max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one engine.
+
+    Raises:
+        ValueError: a limit is not positive, or there could be more running sequences than tokens in a step.
+    """
+
+    tokens_per_step_max: int
+    sequences_max: int
+    """Sequences that run at once: decoding, or with a prompt begun."""
+    waiting_max: int
+    """Sequences that wait for a place among the running ones; one more is refused."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_step_max", "sequences_max", "waiting_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.tokens_per_step_max < self.sequences_max:
+            raise ValueError(
+                f"tokens_per_step_max ({self.tokens_per_step_max}) is less than sequences_max ({self.sequences_max}): "
+                "each running sequence needs one token of every step"
+            )
+
+
+class Scheduler:
+    """The queues. Between `schedule` and the next one the owner moves the batch's sequences on, or removes them."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self._blocks = blocks
+        self._running: OrderedDict[RequestKey, Sequence] = OrderedDict()
+        self._begun: Sequence | None = None
+        self._resumed: OrderedDict[RequestKey, Sequence] = OrderedDict()
+        self._prompts: OrderedDict[RequestKey, Sequence] = OrderedDict()
+
+    @property
+    def running(self) -> int:
+        """Sequences that decode, or whose prompt is begun."""
+        return len(self._running) + (self._begun is not None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._resumed) + len(self._prompts)
+
+    def find(self, key: RequestKey) -> Sequence | None:
+        if self._begun is not None and self._begun.key == key:
+            return self._begun
+        return self._running.get(key) or self._resumed.get(key) or self._prompts.get(key)
+
+    def submit(self, seq: Sequence) -> None:
+        """Queue a sequence whose tokens from `computed` on are to be computed.
+
+        It holds the blocks of all its tokens already, and in COMPLETE mode a promise for all it may draw.
+
+        Raises:
+            EngineFullError: `waiting_max` sequences wait already.
+        """
+        assert len(seq.block_table) >= self._blocks.blocks_for(len(seq.tokens)), (seq.key, len(seq.block_table))
+        self._enter(seq, self._prompts)
+
+    def resume(self, seq: Sequence) -> None:
+        """Queue a sequence to decode: all but its last token are computed. Goes before prompts not begun.
+
+        Raises:
+            EngineFullError: `waiting_max` sequences wait already. A node asks before it grants, not when it resumes.
+        """
+        assert seq.mode is SequenceMode.COMPLETE, seq.key
+        assert seq.output_count > 0, seq.key
+        assert seq.computed == len(seq.tokens) - 1, (seq.key, seq.computed, len(seq.tokens))
+        assert len(seq.block_table) >= self._blocks.blocks_for(seq.computed), (seq.key, len(seq.block_table))
+        self._enter(seq, self._resumed)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forget a sequence, wherever it is. Its blocks are untouched."""
+        if self._begun is seq:
+            self._begun = None
+            return
+        for queue in (self._running, self._resumed, self._prompts):
+            if queue.pop(seq.key, None) is not None:
+                return
+        raise AssertionError(f"{seq.key} is not in the scheduler")
+
+    def schedule(self) -> Batch | None:
+        """The next step, or None when there is nothing to compute. Draws growth blocks from promises."""
+        while self._resumed and self.running < self.config.sequences_max:
+            key, seq = self._resumed.popitem(last=False)
+            self._running[key] = seq
+        slices = [self._decode_slice(seq) for seq in self._running.values()]
+        budget = self.config.tokens_per_step_max - len(slices)
+        while budget > 0 and (prompt := self._next_prompt()) is not None:
+            piece = _slice(prompt, min(len(prompt.tokens), prompt.computed + budget))
+            slices.append(piece)
+            budget -= piece.stop - piece.start
+            if piece.sample:
+                self._running[prompt.key] = prompt
+            else:
+                self._begun = prompt
+        return Batch(slices=tuple(slices)) if slices else None
+
+    def _enter(self, seq: Sequence, queue: OrderedDict[RequestKey, Sequence]) -> None:
+        assert self.find(seq.key) is None, (seq.key, "is in the engine already")
+        ledger = self._blocks.ledger
+        assert all(map(ledger.is_held, seq.block_table)), (seq.key, "blocks not held")
+        if seq.mode is SequenceMode.COMPLETE:
+            assert ledger.promise_left(seq.promise_key) is not None, (seq.key, "no promise for growth")
+        if self.waiting >= self.config.waiting_max:
+            raise EngineFullError(self.config.waiting_max)
+        queue[seq.key] = seq
+
+    def _next_prompt(self) -> Sequence | None:
+        if self._begun is not None:
+            prompt, self._begun = self._begun, None
+            return prompt
+        if self._prompts and len(self._running) < self.config.sequences_max:
+            return self._prompts.popitem(last=False)[1]
+        return None
+
+    def _decode_slice(self, seq: Sequence) -> SequenceSlice:
+        assert seq.computed == len(seq.tokens) - 1, (seq.key, seq.computed, len(seq.tokens))
+        if len(seq.block_table) < self._blocks.blocks_for(len(seq.tokens)):
+            seq.block_table += self._blocks.allocate(1, promise=seq.promise_key)
+        return _slice(seq, len(seq.tokens))
+
+
+def _slice(seq: Sequence, stop: int) -> SequenceSlice:
+    return SequenceSlice(
+        key=seq.key,
+        tokens=tuple(seq.tokens),
+        start=seq.computed,
+        stop=stop,
+        block_table=tuple(seq.block_table),
+        sample=stop == len(seq.tokens),
+        output_index=seq.output_count,
+        params=seq.params,
+    )

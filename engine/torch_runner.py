@@ -1,0 +1,129 @@
+"""Runs a Hugging Face model over the paged region, in float32. Shape suffixes as in engine/types.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionBackend, TorchAttention
+from engine.checkpoint import Progress, load_tensors
+from engine.kv_pool import KvPool
+from engine.model_config import ModelConfig, load_model_config
+from engine.models.decoder import Decoder
+from engine.models.weights import weight_shapes
+from engine.sampler import sample
+from engine.types import Batch, KvSink, KvSpec, StepResult
+
+
+def configure_threads(compute_threads: int) -> None:
+    """Set how many threads each torch operation of this process uses. Once, at process start, before any engine thread.
+
+    Count the compute threads over all processes of the machine: more than there are cores stalls every one of them.
+    """
+    assert compute_threads >= 1, compute_threads
+    torch.set_num_threads(compute_threads)
+
+
+class TorchRunner:
+    """A `Runner` for one model on one device. `run` is called from one thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        block_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Takes the float32 tensors of `weight_shapes(config)`; those on `device` already are not copied."""
+        self.config = config
+        self.device = torch.device(device)
+        self.kv_spec = KvSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype="float32",
+        )
+        self.vocab_size = config.vocab_size
+        self.context_len_max = config.context_len_max
+        self.eos_token_ids = config.eos_token_ids
+        self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        self._pool: KvPool | None = None
+        self._attention: AttentionBackend | None = None
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        block_size: int,
+        device: torch.device | str = "cpu",
+        progress: Progress | None = None,
+    ) -> TorchRunner:
+        """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
+
+        Raises:
+            ModelError: the folder, its config or its weights cannot be used.
+        """
+        config = load_model_config(folder)
+        tensors = load_tensors(folder, weight_shapes(config), progress=progress)
+        return cls(config=config, tensors=tensors, block_size=block_size, device=device)
+
+    def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
+        """See `Runner.bind`. A region in host memory serves a runner on the CPU only."""
+        assert self.device.type == "cpu", f"a region in host memory cannot serve {self.device}: use bind_tensor"
+        assert region_U8.flags.writeable, "the region must be writable"
+        self.bind_tensor(torch.from_numpy(region_U8), num_blocks)
+
+    def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
+        """As `bind`, for a region that is a tensor on this runner's device."""
+        assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
+        self._pool = KvPool(region_U8, num_blocks, self.kv_spec)
+        self._attention = TorchAttention(self._pool)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, sink: KvSink) -> StepResult:
+        """See `Runner.run`. `sink.layer_done` comes as soon as the layer's K and V are in the region.
+
+        That is before the attention of the same layer, so the bytes travel while the rest of the layer is computed.
+        """
+        assert batch.slices, "an empty batch has nothing to run"
+        x_TE = self._forward(batch, sink)
+        ends = accumulate(s.stop - s.start for s in batch.slices)
+        drawn = [(s, end - 1) for s, end in zip(batch.slices, ends, strict=True) if s.sample]
+        if not drawn:
+            return StepResult()
+        rows_B = torch.tensor([row for _, row in drawn], device=self.device)
+        logits_BV = self._decoder.logits(x_TE[rows_B])
+        tokens_B = sample(logits_BV, [s.params for s, _ in drawn], [s.output_index for s, _ in drawn])
+        return StepResult(sampled={s.key: token for (s, _), token in zip(drawn, tokens_B.tolist(), strict=True)})
+
+    @torch.inference_mode()
+    def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        """As `run`, but returns the scores of every token of the batch instead of drawing -> [T, V]. For evaluation."""
+        return self._decoder.logits(self._forward(batch, sink))
+
+    def _forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        pool, attention, decoder = self._pool, self._attention, self._decoder
+        assert pool is not None and attention is not None, "bind comes before run"
+        tokens = np.concatenate([np.asarray(s.tokens[s.start : s.stop], dtype=np.int64) for s in batch.slices])
+        assert tokens.min() >= 0 and tokens.max() < self.vocab_size, "token id outside the vocabulary"
+        metadata = attention.prepare(batch)
+        angles = decoder.angles(metadata.positions_T)
+        x_TE = decoder.embed(torch.from_numpy(tokens).to(self.device))
+        for layer in range(self.kv_spec.num_layers):
+
+            def attend(
+                q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int = layer
+            ) -> torch.Tensor:
+                pool.store(layer, k_TKD, v_TKD, metadata.slots)
+                sink.layer_done(layer)
+                return attention.attend(layer, q_THD, metadata)
+
+            x_TE = decoder.run_layer(layer, x_TE, angles, attend)
+        return x_TE

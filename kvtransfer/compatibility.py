@@ -1,0 +1,38 @@
+"""Which nodes may hand KV to each other (DESIGN I9). Pure."""
+
+from __future__ import annotations
+
+from baton.errors import BatonError, Reason
+from baton.wire import ModelInfo
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+"""Versions of the Transfer protocol that this build speaks."""
+
+
+def differences(own: ModelInfo, peer: ModelInfo) -> list[str]:
+    """What keeps the two apart, in words; empty when they may hand over."""
+    found = []
+    if own.fingerprint != peer.fingerprint:
+        found.append(f"weights or model configuration ({own.name} {own.fingerprint}, {peer.name} {peer.fingerprint})")
+    if own.block_size != peer.block_size:
+        found.append(f"block_size ({own.block_size}, {peer.block_size})")
+    elif own.layout_hash != peer.layout_hash:
+        found.append(f"record layout ({own.layout_hash}, {peer.layout_hash})")
+    if own.protocol_max < peer.protocol_min or peer.protocol_max < own.protocol_min:
+        found.append(
+            f"protocol versions ({own.protocol_min}-{own.protocol_max}, {peer.protocol_min}-{peer.protocol_max})"
+        )
+    return found
+
+
+def check_compatible(*, own: ModelInfo, peer: ModelInfo, peer_name: str) -> None:
+    """Raises BatonError INCOMPATIBLE_NODE that names every difference."""
+    found = differences(own, peer)
+    if found:
+        raise BatonError(
+            Reason.INCOMPATIBLE_NODE,
+            f"This node and {peer_name} differ in {'; '.join(found)}. Nodes of one cluster must run the same model "
+            "with the same block size: start one of them anew with the other's settings.",
+            metadata={"differs": "; ".join(found)},
+        )

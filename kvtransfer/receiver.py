@@ -1,0 +1,299 @@
+"""The receiver's shell: carries out what `ReceiverGrants` instructs. Timers, revocation calls, waiting commits.
+
+Everything runs on the node's control thread. The node calls the methods; the transport's port calls `seal_landed` and
+`writer_gone`; the loop fires the timers. Each becomes one event, and each instruction one small action here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
+
+from baton.errors import BatonError, Reason
+from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.log import get_log
+from baton.rpc_client import Channels, rpc_errors
+from kvtransfer.grant_messages import (
+    AnswerCommit,
+    AnswerGranted,
+    AnswerLetGo,
+    AnswerRefused,
+    AnswerRenew,
+    AnswerResolve,
+    CommitAsked,
+    CountRefused,
+    FencePair,
+    ForgetGrant,
+    GrantTimerFired,
+    PairFenced,
+    ReceiverEvent,
+    ReceiverInstruction,
+    RenewAsked,
+    RequestCancelled,
+    RequestEnded,
+    ReserveAsked,
+    ResolveAsked,
+    ScheduleRequest,
+    SealLanded,
+    SendRevoke,
+    StartGrantTimer,
+    StopGrantTimers,
+    StopRequest,
+    TimerKind,
+    WriterLetGo,
+    WriterSuspected,
+)
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants
+from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal
+
+log = get_log("receiver")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverConfig:
+    """Times of the receiver's side of a handoff."""
+
+    lease_ms: int = 10_000
+    """A grant that is not renewed for this long is taken back (which ends with evidence, not with the time)."""
+    revoke_ms: int = 1_000
+    """How long one try to take a grant back may go unanswered before the next, stronger one."""
+    pairs_max: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+class ReceiverHost(Protocol):
+    """The decode node, as the receiver sees it. Called on the control thread."""
+
+    def committed(self, key: RequestKey, grant: GrantId) -> None:
+        """The prompt's KV is in the region: run the request."""
+        ...
+
+    def cancelled(self, key: RequestKey, grant: GrantId) -> None:
+        """Take the running request of this grant out of the engine."""
+        ...
+
+    def let_go(self, grant: GrantId) -> None:
+        """The request owns nothing through this grant any more (the writer still may)."""
+        ...
+
+
+class Receiver:
+    """Grants of this process, their timers and waiters. `port` is set once, before the first call."""
+
+    port: ReceiverPort
+
+    def __init__(
+        self,
+        *,
+        incarnation: Incarnation,
+        grants: ReceiverGrants,
+        host: ReceiverHost,
+        channels: Channels,
+        loop: asyncio.AbstractEventLoop,
+        config: ReceiverConfig,
+    ) -> None:
+        self.incarnation = incarnation
+        self.grants = grants
+        self.config = config
+        self.refused: dict[str, int] = {}
+        self._host = host
+        self._channels = channels
+        self._loop = loop
+        self._writers: dict[Pair, str] = {}
+        self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
+        self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
+        self._revokes: set[asyncio.Task[None]] = set()
+        self._revoking: set[tuple[Pair, ReserveNumber]] = set()
+        self._actions: dict[type, Callable[..., None]] = {
+            AnswerCommit: self._answer_commit,
+            SendRevoke: self._send_revoke,
+            FencePair: lambda i: self.port.fence(i.pair, i.epoch),
+            ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
+            StopRequest: self._stop_request,
+            StartGrantTimer: self._start_timer,
+            StopGrantTimers: self._stop_timers,
+            CountRefused: self._count_refused,
+            ForgetGrant: self._forget,
+        }
+
+    # What the node asks. Answers that the machine gives at once are returned.
+
+    def connect(self, pair: Pair, writer_endpoint: str) -> DataEndpoint:
+        """A writer introduces itself. Raises BatonError TOO_MANY_PEERS."""
+        if pair not in self._writers and len(self._writers) >= self.config.pairs_max:
+            raise BatonError(
+                Reason.TOO_MANY_PEERS,
+                f"{len(self._writers)} writers are connected here already, the limit.",
+                retry_after_ms=self.config.lease_ms,
+            )
+        self._writers[pair] = writer_endpoint
+        return self.port.expect(pair, self.grants.epoch(pair))
+
+    def reserve(self, event: ReserveAsked) -> AnswerGranted | AnswerRefused:
+        answer = self._handle(event)
+        assert isinstance(answer, AnswerGranted | AnswerRefused), answer
+        return answer
+
+    def renew(self, pair: Pair, grant: GrantId) -> bool:
+        answer = self._handle(RenewAsked(pair=pair, grant=grant))
+        assert isinstance(answer, AnswerRenew), answer
+        return answer.renewed
+
+    async def commit(self, event: CommitAsked) -> bool:
+        """True once seals and commit are here and agree; False when the grant has been revoked."""
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        self._commits.setdefault(event.grant, []).append(waiter)
+        try:
+            self._handle(event)
+            return await waiter
+        finally:
+            waiters = self._commits.get(event.grant)
+            if waiters is not None and waiter in waiters:
+                waiters.remove(waiter)
+
+    def let_go(self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber) -> None:
+        answer = self._handle(WriterLetGo(pair=pair, number=number, lowest_live=lowest_live))
+        assert isinstance(answer, AnswerLetGo), answer
+
+    def cancel(self, key: RequestKey) -> None:
+        self._handle(RequestCancelled(key=key))
+
+    def ended(self, key: RequestKey) -> None:
+        grant = self.grants.grant_of(key)
+        self._handle(RequestEnded(key=key))
+        if grant is not None:
+            self._host.let_go(grant)
+
+    def resolve(self, key: RequestKey) -> bool:
+        answer = self._handle(ResolveAsked(key=key))
+        assert isinstance(answer, AnswerResolve), answer
+        return answer.committed
+
+    def writers_seen(self, alive: dict[str, Incarnation]) -> None:
+        """What the directory says: a writer's endpoint that another incarnation has taken over is a dead writer's."""
+        for pair, endpoint in list(self._writers.items()):
+            if alive.get(endpoint, pair.writer) == pair.writer:
+                continue
+            self._carry_out(self.grants.forget_pair(pair))
+            if self.grants.knows_pair(pair):
+                self._handle(WriterSuspected(pair=pair))
+            else:
+                del self._writers[pair]
+
+    async def close(self) -> None:
+        """Stop timers and calls, answer waiting commits with an error. The machine is not used afterwards."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        for waiters in self._commits.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
+        revokes = list(self._revokes)
+        for task in revokes:
+            task.cancel()
+        await asyncio.gather(*revokes, return_exceptions=True)
+
+    # What the port tells (kvtransfer.transport.ReceiverEvents).
+
+    def seal_landed(self, pair: Pair, seal: Seal) -> None:
+        self._handle(
+            SealLanded(
+                pair=pair, grant=seal.grant, epoch=seal.epoch, writes=seal.writes, bytes_written=seal.bytes_written
+            )
+        )
+
+    def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
+        log.info("writer fenced", writer=f"{pair.writer:x}", epoch=epoch, evidence=evidence)
+        self._handle(PairFenced(pair=pair, epoch=epoch))
+
+    # Carrying out.
+
+    def _handle(self, event: ReceiverEvent) -> ReceiverInstruction | None:
+        return self._carry_out(self.grants.handle(event))
+
+    def _carry_out(self, instructions: list[ReceiverInstruction]) -> ReceiverInstruction | None:
+        """Act on each instruction in order; the one that answers the caller at once is returned."""
+        answer = None
+        for instruction in instructions:
+            if isinstance(instruction, AnswerGranted | AnswerRefused | AnswerRenew | AnswerLetGo | AnswerResolve):
+                answer = instruction
+            else:
+                self._actions[type(instruction)](instruction)
+        return answer
+
+    def _answer_commit(self, instruction: AnswerCommit) -> None:
+        for waiter in self._commits.pop(instruction.grant, []):
+            if not waiter.done():
+                waiter.set_result(instruction.committed)
+
+    def _stop_request(self, instruction: StopRequest) -> None:
+        self._host.cancelled(instruction.key, instruction.grant)
+        self._host.let_go(instruction.grant)
+
+    def _start_timer(self, instruction: StartGrantTimer) -> None:
+        key = (instruction.grant, instruction.kind)
+        self._cancel_timer(key)
+        delay_ms = self.config.lease_ms if instruction.kind is TimerKind.LEASE else self.config.revoke_ms
+        self._timers[key] = self._loop.call_later(delay_ms / 1000, self._fire, key)
+
+    def _fire(self, key: tuple[GrantId, TimerKind]) -> None:
+        del self._timers[key]
+        log.warning("grant timer", kind=key[1].value, grant=key[0].hex())
+        self._handle(GrantTimerFired(grant=key[0], kind=key[1]))
+
+    def _stop_timers(self, instruction: StopGrantTimers) -> None:
+        for kind in TimerKind:
+            self._cancel_timer((instruction.grant, kind))
+        if self.grants.state_of(instruction.grant) is not GrantState.COMMITTED:
+            self._host.let_go(instruction.grant)
+
+    def _forget(self, instruction: ForgetGrant) -> None:
+        assert not self._commits.pop(instruction.grant, []), instruction
+
+    def _cancel_timer(self, key: tuple[GrantId, TimerKind]) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _count_refused(self, instruction: CountRefused) -> None:
+        self.refused[instruction.what] = self.refused.get(instruction.what, 0) + 1
+        log.warning("refused", what=instruction.what, writer=f"{instruction.pair.writer:x}")
+
+    def _send_revoke(self, instruction: SendRevoke) -> None:
+        which = (instruction.pair, instruction.number)
+        if which in self._revoking:
+            return  # the one under way ends within revoke_ms, and the timer comes again
+        self._revoking.add(which)
+        task = self._loop.create_task(self._revoke(instruction.pair, instruction.number))
+        self._revokes.add(task)
+        task.add_done_callback(self._revokes.discard)
+
+    async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
+        """One call to the writer. Its answer is evidence; no answer is nothing, and the timer goes on."""
+        endpoint = self._writers[pair]
+        try:
+            stub = transfer_pb2_grpc.TransferStub(self._channels.get(endpoint))
+            request = transfer_pb2.RevokeRequest(header=self._header(pair), number=number)
+            with rpc_errors(endpoint):
+                await stub.Revoke(request, timeout=self.config.revoke_ms / 1000)
+        except BatonError as error:
+            log.warning("revoke unanswered", writer=endpoint, number=number, error=error.message)
+            return
+        except grpc.aio.UsageError:
+            return  # the channel was closed under us: this node is stopping
+        finally:
+            self._revoking.discard((pair, number))
+        self._handle(WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0)))
+
+    def _header(self, pair: Pair) -> common_pb2.Header:
+        return common_pb2.Header(sender=pair.receiver, receiver=pair.writer)

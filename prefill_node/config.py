@@ -1,0 +1,30 @@
+"""Configuration of a prefill node. Section `[prefill]`, environment `BATON_PREFILL_*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.errors import check_positive
+from baton.membership import MembershipConfig
+from baton.rpc import RpcLimits
+from engine.build import EngineConfig
+from kvtransfer.writer import WriterConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    name: str = field(metadata={"help": "name of this node, unique in the cluster"})
+    listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port of gRPC; port 0 takes any"})
+    advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
+    directory: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
+    engine: EngineConfig
+    writer: WriterConfig = field(default_factory=WriterConfig)
+    membership: MembershipConfig = field(default_factory=MembershipConfig)
+    rpc: RpcLimits = field(default_factory=RpcLimits)
+    queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
+    decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})
+    busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full queue"})
+    stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
+
+    def __post_init__(self) -> None:
+        check_positive(self, "queue_max", "decode_tries_max", "busy_retry_ms", "stop_grace_ms")

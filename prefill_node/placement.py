@@ -1,0 +1,59 @@
+"""Which decode nodes to ask, in which order. Pure: records and randomness in, records out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from baton.errors import BatonError, Reason
+from baton.lifecycle import Lifecycle
+from baton.wire import ModelInfo, NodeRecord
+from kvtransfer.compatibility import differences
+
+
+def room(record: NodeRecord) -> int:
+    """Blocks that the node could give to a new request, by its last report."""
+    blocks = record.load.blocks
+    return blocks.free + blocks.cached - blocks.promised
+
+
+def order_decode_nodes(
+    records: Sequence[NodeRecord],
+    *,
+    own: ModelInfo,
+    may_place: Callable[[NodeRecord], bool],
+    rng: random.Random,
+    tries_max: int,
+) -> list[NodeRecord]:
+    """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
+
+    The reports are hints, so the best of all would be chosen by everybody at once; the node's own answer is the truth.
+    `may_place` says whether this process may place anything new there (limits of unacknowledged writes).
+
+    Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
+    """
+    ready = [r for r in records if r.lifecycle is Lifecycle.READY and r.model is not None]
+    if not ready:
+        raise BatonError(
+            Reason.NO_DECODE_NODE,
+            f"No decode node is ready ({len(records)} known). Start one, or wait for one to come up.",
+            retry_after_ms=1_000,
+        )
+    unfit = {r.name: differences(own, r.model) for r in ready if r.model is not None}
+    fit = [r for r in ready if not unfit[r.name]]
+    if not fit:
+        told = "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(unfit.items()))
+        raise BatonError(Reason.INCOMPATIBLE_NODE, f"No decode node fits this prefill node. {told}.")
+    left = [r for r in fit if may_place(r)]
+    if not left:
+        raise BatonError(
+            Reason.DECODE_FULL,
+            f"All {len(fit)} decode nodes are behind with accepting writes.",
+            retry_after_ms=200,
+        )
+    order: list[NodeRecord] = []
+    while left and len(order) < tries_max:
+        best = max(rng.sample(left, min(2, len(left))), key=room)
+        left.remove(best)
+        order.append(best)
+    return order

@@ -1,0 +1,52 @@
+"""The prefill node's gRPC services: messages in, messages out, everything else in `PrefillNode` and `WriterPeer`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from batonpb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+
+from baton.errors import BatonError, Reason
+from baton.ids import Incarnation, ReserveNumber
+from baton.wire import check_header
+from kvtransfer.writer import WriterPeer
+from prefill_node.node import PrefillNode
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """baton.v1.Prefill, for routers."""
+
+    def __init__(self, node: PrefillNode, own: Incarnation, takes_requests: Callable[[], bool]) -> None:
+        self._node = node
+        self._own = own
+        self._takes_requests = takes_requests
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        check_header(request.header, own=self._own)
+        if not self._takes_requests():
+            raise BatonError(Reason.NODE_DRAINING, "This node takes no new requests.", retry_after_ms=1_000)
+        deadline_s = asyncio.get_running_loop().time() + context.time_remaining()
+        async with aclosing(self._node.prefill(request, deadline_s)) as events:
+            async for event in events:
+                yield event
+
+
+class WriterService(transfer_pb2_grpc.TransferServicer):
+    """The writer's half of baton.v1.Transfer."""
+
+    def __init__(self, own: Incarnation, peer_of: Callable[[Incarnation], WriterPeer | None]) -> None:
+        self._own = own
+        self._peer_of = peer_of
+
+    async def Revoke(self, request: transfer_pb2.RevokeRequest, context: Any) -> transfer_pb2.RevokeReply:
+        receiver = check_header(request.header, own=self._own)
+        peer = self._peer_of(receiver)
+        # A receiver that this process has no books for is one that it holds no right to write to.
+        if peer is not None:
+            await peer.revoked(ReserveNumber(request.number))
+        return transfer_pb2.RevokeReply()

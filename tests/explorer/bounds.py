@@ -1,0 +1,88 @@
+"""What one exploration covers, and the words that all parts of the explorer share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.ids import Attempt, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
+from kvtransfer.receiver_grants import ReceiverGrants, ReceiverLimits
+from kvtransfer.writer_grants import WriterGrants, WriterLimits
+
+RECEIVER = Incarnation(1)
+BYTES_PER_WRITE = 8
+
+
+class Profile(Enum):
+    """How bytes get from one side to the other, and what its fence can know."""
+
+    CHANNEL = "channel"
+    """tcp, rdma: writes and seals in order on one connection per epoch; bytes may be under way long after it broke."""
+    SHM = "shm"
+    """Stores by the writer's own threads: nothing is under way, nothing can be refused, a fence needs its word or death."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """One exploration. Everything that is not bounded here happens at any time and any number of times."""
+
+    profile: Profile
+    keys: tuple[RequestKey, ...]
+    """The handoffs that are asked for, in this order, over all incarnations of the writer."""
+    crashes_max: int
+    suspicions_max: int = 0
+    """How often the directory says that a living writer is gone."""
+    writes_per_grant: int = 1
+    lets_go_of_requests: bool = True
+    """Cancel and Resolve at the receiver."""
+    links_break: bool = True
+    """Connections break without a fence too."""
+    forgets_pairs: bool = False
+    """The books of a dead writer's pair are dropped as soon as they may be."""
+    receiver: type[ReceiverGrants] = ReceiverGrants
+    writer: type[WriterGrants] = WriterGrants
+    receiver_limits: ReceiverLimits = field(
+        default_factory=lambda: ReceiverLimits(
+            live_span_max=3,
+            tombstones_max=64,
+            revoke_rounds_before_fence=1,
+            revoke_rounds_before_quarantine=2,
+            story_steps_max=0,
+        )
+    )
+    writer_limits: WriterLimits = field(default_factory=lambda: WriterLimits(live_span_max=3, story_steps_max=0))
+
+
+class Violation(AssertionError):
+    """A state, or a step into it, that breaks an invariant."""
+
+
+def key(request: str, attempt: int) -> RequestKey:
+    return RequestKey(request=RequestId(request), attempt=Attempt(attempt))
+
+
+SAME_REQUEST = (key("a", 1), key("a", 2))
+TWO_REQUESTS = (key("a", 1), key("b", 1))
+SAME_ATTEMPT = (key("a", 1), key("a", 1))
+
+
+def pair_of(writer: int) -> Pair:
+    """The pair of the writer's `writer`-th process with the receiver process at hand."""
+    return Pair(receiver=RECEIVER, writer=Incarnation(writer + 1))
+
+
+def writer_index(pair: Pair) -> int:
+    return pair.writer - 1
+
+
+def grant_of(writer: int, number: int) -> GrantId:
+    """Grant ids name what they were drawn for: at most one grant is ever given to a number, which is checked."""
+    return GrantId(bytes((writer, number)))
+
+
+def writer_of_grant(grant: GrantId) -> int:
+    return grant[0]
+
+
+def number_of(grant: GrantId) -> ReserveNumber:
+    return ReserveNumber(grant[1])

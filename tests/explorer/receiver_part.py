@@ -1,0 +1,331 @@
+"""The receiver side of the product: machine, ledger, armed timers, fences under way, and what the checks remember."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from baton.ids import BlockId, Epoch, GrantId
+from kvtransfer.grant_messages import (
+    AnswerCommit,
+    AnswerGranted,
+    AnswerLetGo,
+    AnswerRefused,
+    AnswerRenew,
+    AnswerResolve,
+    CommitAnswered,
+    CommitAsked,
+    FencePair,
+    ForgetGrant,
+    GrantTimerFired,
+    LetGoAnswered,
+    PairFenced,
+    ReceiverInstruction,
+    Refusal,
+    RenewAsked,
+    RenewRefused,
+    RequestCancelled,
+    RequestEnded,
+    ReserveAsked,
+    ReserveGranted,
+    ReserveRefused,
+    ResolveAsked,
+    RevokeAsked,
+    ScheduleRequest,
+    SendRevoke,
+    StartGrantTimer,
+    StopGrantTimers,
+    TimerKind,
+    WriterEvent,
+    WriterLetGo,
+    WriterSuspected,
+)
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
+from tests.explorer.bounds import Bounds, Violation, number_of, pair_of, writer_index, writer_of_grant
+from tests.explorer.codec import ReceiverTuple, load_receiver, save_receiver
+from tests.explorer.messages import Message, Messages
+
+BLOCK = BlockId(0)
+_OPEN = (GrantState.RESERVED, GrantState.WRITING)
+_UNCOMMITTED = (*_OPEN, GrantState.REVOKING, GrantState.QUARANTINED)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverState:
+    """`granted`, `let_go`: (writer, number) that ever had a grant, whose let-go was answered. `buried`: by request."""
+
+    machine: ReceiverTuple
+    timers: frozenset[tuple[GrantId, TimerKind]] = frozenset()
+    fences: frozenset[tuple[int, Epoch]] = frozenset()
+    granted: frozenset[tuple[int, int]] = frozenset()
+    let_go: frozenset[tuple[int, int]] = frozenset()
+    buried: frozenset[tuple[str, int]] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class ReceiverEffect:
+    to: ReceiverInfo
+    sent: int
+    scheduled: GrantId | None
+    instructions: list[ReceiverInstruction]
+
+
+@dataclass(slots=True, eq=False)
+class ReceiverInfo:
+    """One state of the receiver side, with what the product asks of it again and again."""
+
+    id: int
+    state: ReceiverState
+    owner: GrantId | None
+    """The grant whose writer owns the block."""
+    all_over: bool
+    """The block is free and no grant lives."""
+    fencing: tuple[tuple[int, Epoch, int], ...]
+    """Fences under way: writer, epoch, and the event of their completion."""
+    timers: tuple[int, ...]
+    ended: tuple[int, ...]
+    lets_go: tuple[tuple[int, ...], ...]
+    """Cancel and Resolve of each key."""
+    suspects: tuple[int, ...]
+    writers: tuple[int, ...]
+    fencing_flags: tuple[bool, ...]
+    effects: dict[int, ReceiverEffect]
+    admits: dict[tuple[int, Epoch, GrantId], bool]
+    minds: int = 0
+    minds_known: int = 0
+
+
+class ReceiverPart:
+    """Steps of the receiver side, each carried out by the real machine once and remembered."""
+
+    def __init__(self, bounds: Bounds, messages: Messages) -> None:
+        self._bounds = bounds
+        self._messages = messages
+        self._infos: dict[ReceiverState, ReceiverInfo] = {}
+        self.by_id: list[ReceiverInfo] = []
+        self.steps_seen: set[tuple[GrantState, Step, GrantState]] = set()
+        self._make = _recorded(bounds.receiver, self.steps_seen)
+        self.start = self._info(ReceiverState(save_receiver(self._make(Ledger(1), bounds.receiver_limits))))
+
+    def machine(self, info: ReceiverInfo) -> ReceiverGrants:
+        """A fresh copy of the machine in this state."""
+        return load_receiver(self._make, self._bounds.receiver_limits, info.state.machine)
+
+    def effect(self, info: ReceiverInfo, event: int) -> ReceiverEffect:
+        known = info.effects.get(event)
+        if known is None:
+            known = info.effects[event] = self._carry_out(info, self._messages.event(event))
+        return known
+
+    def admits(self, info: ReceiverInfo, writer: int, epoch: Epoch, grant: GrantId) -> bool:
+        """Would a write of this grant, on a connection of this epoch, land now?"""
+        asked = (writer, epoch, grant)
+        known = info.admits.get(asked)
+        if known is None:
+            known = info.admits[asked] = self.machine(info).admits_write(pair_of(writer), epoch)
+        return known
+
+    def forget_pair(self, info: ReceiverInfo, writer: int) -> ReceiverInfo:
+        """`forget_pair` of a dead writer's pair, with the checks' memory of it: nobody waits for its answers."""
+        machine = self.machine(info)
+        machine.forget_pair(pair_of(writer))
+        old = info.state
+        return self._info(
+            ReceiverState(
+                machine=save_receiver(machine),
+                timers=old.timers,
+                fences=old.fences,
+                granted=frozenset(g for g in old.granted if g[0] != writer),
+                let_go=frozenset(g for g in old.let_go if g[0] != writer),
+                buried=old.buried,
+            )
+        )
+
+    def minds(self, info: ReceiverInfo) -> int:
+        """Messages that may change this receiver, now or later, as a mask."""
+        items = self._messages.items
+        for i in range(info.minds_known, len(items)):
+            if self._minds(info.state, items[i]):
+                info.minds |= 1 << i
+        info.minds_known = len(items)
+        return info.minds
+
+    def _minds(self, state: ReceiverState, message: Message) -> bool:
+        """False only where no delivery changes the receiver from here on: grants do not come back, tombstones and
+        `lowest_live` stay. Whether somebody waits for the answer is the writer's to say."""
+        event = message.event
+        grants = {g[0]: g for g in state.machine[0]}
+        pair = pair_of(message.writer)
+        lowest_live, refused, by_number = next(
+            ((p[2], dict(p[3]), dict(p[4])) for p in state.machine[1] if p[0] == pair), (0, {}, {})
+        )
+        match event:
+            case ReserveAsked(number=number):
+                if number < lowest_live:
+                    return self._bounds.forgets_pairs
+                return self._bounds.forgets_pairs or event.lowest_live > lowest_live or not (
+                    number in by_number or number in refused
+                )
+            case RenewAsked(grant=grant):
+                return grant in grants and grants[grant][5] in _OPEN
+            case CommitAsked(grant=grant):
+                return grant in grants and grants[grant][5] in _UNCOMMITTED
+            case WriterLetGo(number=number) | RevokeAsked(number=number):
+                # A Revoke is the writer's business, but for its acknowledgement, which is like a let-go.
+                claimed = event.lowest_live if isinstance(event, WriterLetGo) else 0
+                if claimed > lowest_live:
+                    return True
+                if number in by_number:
+                    return grants[by_number[number]][5] in (*_UNCOMMITTED, GrantState.FENCED)
+                return number >= lowest_live and refused.get(number) is not Refusal.STALE
+            case _:
+                return False
+
+    def _carry_out(self, info: ReceiverInfo, event: Any) -> ReceiverEffect:
+        machine = self.machine(info)
+        try:
+            instructions = machine.handle(event)
+            machine.ledger.check()
+        except AssertionError as error:
+            raise Violation(f"the receiver raised {type(error).__name__}: {error}") from error
+        shell = _Shell(self._messages, info.state, machine)
+        shell.happened(event)
+        for instruction in instructions:
+            shell.carry_out(instruction)
+        return ReceiverEffect(self._info(shell.state()), shell.sent, shell.scheduled, instructions)
+
+    def _info(self, state: ReceiverState) -> ReceiverInfo:
+        info = self._infos.get(state)
+        if info is not None:
+            return info
+        grants, pairs, _, _ = state.machine
+        machine = load_receiver(self._make, self._bounds.receiver_limits, state.machine)
+        intern = self._messages.intern
+        lets_go = tuple((intern(RequestCancelled(key=k)), intern(ResolveAsked(key=k))) for k in self._bounds.keys)
+        info = ReceiverInfo(
+            id=len(self.by_id),
+            state=state,
+            owner=machine.ledger.writer_of(BLOCK),
+            all_over=machine.ledger.free == 1 and machine.unreleased == 0 and not state.timers,
+            fencing=tuple(
+                (w, epoch, intern(PairFenced(pair=pair_of(w), epoch=epoch))) for w, epoch in sorted(state.fences)
+            ),
+            timers=tuple(intern(GrantTimerFired(grant=g, kind=k)) for g, k in sorted(state.timers, key=repr)),
+            ended=tuple(intern(RequestEnded(key=g[2])) for g in grants if g[5] is GrantState.COMMITTED),
+            lets_go=lets_go if self._bounds.lets_go_of_requests else (),
+            suspects=tuple(intern(WriterSuspected(pair=p[0])) for p in pairs),
+            writers=tuple(writer_index(p[0]) for p in pairs),
+            fencing_flags=tuple(p[5] for p in pairs),
+            effects={},
+            admits={},
+        )
+        self._infos[state] = info
+        self.by_id.append(info)
+        return info
+
+
+class _Shell:
+    """Carries instructions out within the model: timers armed, fences begun, messages sent, promises remembered."""
+
+    def __init__(self, messages: Messages, old: ReceiverState, machine: ReceiverGrants) -> None:
+        self._messages = messages
+        self._machine = machine
+        self._old_grants = {g[0] for g in old.machine[0]}
+        self.timers = set(old.timers)
+        self.fences = set(old.fences)
+        self.granted = set(old.granted)
+        self.let_go = set(old.let_go)
+        self.buried = dict(old.buried)
+        self.sent = 0
+        self.scheduled: GrantId | None = None
+
+    def state(self) -> ReceiverState:
+        return ReceiverState(
+            machine=save_receiver(self._machine),
+            timers=frozenset(self.timers),
+            fences=frozenset(self.fences),
+            granted=frozenset(self.granted),
+            let_go=frozenset(self.let_go),
+            buried=frozenset(self.buried.items()),
+        )
+
+    def happened(self, event: Any) -> None:
+        match event:
+            case PairFenced():
+                self.fences.discard((writer_index(event.pair), event.epoch))
+            case GrantTimerFired():
+                self.timers.discard((event.grant, event.kind))
+            case RequestCancelled():
+                self._bury(event.key.request, event.key.attempt)
+
+    def carry_out(self, instruction: ReceiverInstruction) -> None:
+        match instruction:
+            case AnswerGranted(number=number, grant=grant, epoch=epoch):
+                self._granted(writer_index(instruction.pair), number, grant)
+                self._send(instruction, ReserveGranted(number=number, grant=grant, epoch=epoch))
+            case AnswerRefused(number=number, refusal=refusal):
+                # The writer's machine does not look at the reason: one message for all of them.
+                self._send(instruction, ReserveRefused(number=number, refusal=Refusal.BUSY))
+                del refusal
+            case AnswerRenew(grant=grant, renewed=renewed):
+                if not renewed:
+                    self._send(instruction, RenewRefused(number=number_of(grant)))
+            case AnswerCommit(grant=grant, committed=committed):
+                self._answered_commit(grant, committed)
+                self._send(instruction, CommitAnswered(number=number_of(grant), committed=committed))
+            case AnswerLetGo(number=number):
+                self.let_go.add((writer_index(instruction.pair), number))
+                self._send(instruction, LetGoAnswered(number=number))
+            case AnswerResolve(key=key, committed=committed):
+                if not committed:
+                    self._bury(key.request, key.attempt)
+            case SendRevoke(number=number):
+                self._send(instruction, RevokeAsked(number=number))
+            case FencePair(epoch=epoch):
+                self.fences.add((writer_index(instruction.pair), epoch))
+            case ScheduleRequest(key=key, grant=grant):
+                assert self.scheduled is None
+                self.scheduled = grant
+                if key.attempt <= self.buried.get(key.request, -1):
+                    raise Violation(f"{key} commits after it was cancelled, or resolved as not committed")
+            case StartGrantTimer(grant=grant, kind=kind):
+                self.timers.add((grant, kind))
+            case StopGrantTimers(grant=grant):
+                self.timers -= {(grant, kind) for kind in TimerKind}
+            case ForgetGrant(grant=grant):
+                if any(timer[0] == grant for timer in self.timers):
+                    raise Violation(f"grant {grant.hex()} is forgotten with a timer armed")
+
+    def _granted(self, writer: int, number: int, grant: GrantId) -> None:
+        if (writer, number) in self.let_go:
+            raise Violation(f"number {number} of writer {writer} is granted after its let-go was answered")
+        if grant not in self._old_grants and (writer, number) in self.granted:
+            raise Violation(f"number {number} of writer {writer} is granted twice")
+        self.granted.add((writer, number))
+
+    def _answered_commit(self, grant: GrantId, committed: bool) -> None:
+        state = self._machine.state_of(grant)
+        if committed and state not in (GrantState.COMMITTED, GrantState.RELEASED):
+            raise Violation(f"the commit of grant {grant.hex()} is answered True in {state}")
+        if not committed and state in _OPEN:
+            raise Violation(f"the commit of grant {grant.hex()} is answered False, and may be accepted later")
+
+    def _bury(self, request: str, attempt: int) -> None:
+        self.buried[request] = max(attempt, self.buried.get(request, attempt))
+
+    def _send(self, instruction: Any, event: WriterEvent) -> None:
+        message = Message(to_receiver=False, writer=writer_index(instruction.pair), event=event)
+        self.sent |= self._messages.bit(message)
+
+
+def _recorded(base: type[ReceiverGrants], steps_seen: set[tuple[GrantState, Step, GrantState]]) -> type[ReceiverGrants]:
+    class Recorded(base):  # type: ignore[misc,valid-type]
+        def _step(self, grant: Any, step: Step, to: GrantState) -> None:
+            steps_seen.add((grant.state, step, to))
+            super()._step(grant, step, to)
+
+    return Recorded
+
+
+__all__ = ["BLOCK", "ReceiverEffect", "ReceiverInfo", "ReceiverPart", "writer_of_grant"]

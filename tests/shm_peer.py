@@ -1,0 +1,160 @@
+"""A process of its own for the shm tests: a writer, or a receiver, told what to do by lines of JSON on stdin.
+
+Every command is answered by one line {"reply": ...}; what happens by itself is a line {"event": ...}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from baton.ids import Epoch, GrantId, Incarnation, Pair
+from kvtransfer.region import Region
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps
+from kvtransfer.transports import shm_wire as wire
+from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
+
+
+def say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+class Events:
+    """Both sides' events, said aloud."""
+
+    def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
+        say({"event": "completed", "grant": grant.hex(), "writes": writes, "bytes": bytes_written, "copied": copied})
+
+    def link_lost(self, pair: Pair, reason: str) -> None:
+        say({"event": "lost", "writer": pair.writer, "reason": reason})
+
+    def seal_landed(self, pair: Pair, seal: Seal) -> None:
+        say({"event": "seal", "grant": seal.grant.hex()})
+
+    def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
+        say({"event": "gone", "epoch": epoch, "evidence": evidence})
+
+
+def source_bytes(seed: int, nbytes: int) -> np.ndarray:
+    """What a writer with this seed has in its region; the test computes the same."""
+    return np.random.default_rng(seed).integers(1, 256, nbytes, dtype=np.uint8)
+
+
+def mappings_named(text: str) -> int:
+    return Path("/proc/self/maps").read_text().count(text)
+
+
+class RawWriter:
+    """Speaks the protocol by hand, so that it can misbehave: close its socket, and write on."""
+
+    def __init__(self, address: str, hello: wire.Hello) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.connect(wire.socket_address(address))
+        self.sock.send(wire.encode(hello))
+        challenge = wire.decode(self.sock.recv(wire.MESSAGE_BYTES_MAX))
+        assert isinstance(challenge, wire.Challenge)
+        self.sock.send(wire.encode(wire.Answer(nonce=challenge.nonce)))
+        packet, fds, _, _ = socket.recv_fds(self.sock, wire.MESSAGE_BYTES_MAX, 1)
+        welcome = wire.decode(packet)
+        assert isinstance(welcome, wire.Welcome)
+        self.mapping = mmap.mmap(fds[0], welcome.region_nbytes)
+        os.close(fds[0])
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.links: dict[str, ShmWriterLink] = {}
+        self.raw: RawWriter | None = None
+        self.port: ShmReceiverPort | None = None
+
+    async def do(self, command: dict[str, Any]) -> Any:
+        return await getattr(self, "do_" + command.pop("do"))(**command)
+
+    async def do_link(
+        self, name: str, endpoint: dict[str, Any], pair: list[int], seed: int, nbytes: int, config: dict[str, int]
+    ) -> str:
+        try:
+            self.links[name] = await ShmWriterLink.connect(
+                DataEndpoint(
+                    transport=TransportName.SHM,
+                    address=endpoint["address"],
+                    secret=bytes.fromhex(endpoint["secret"]),
+                    epoch=Epoch(endpoint["epoch"]),
+                ),
+                Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1])),
+                source_bytes(seed, nbytes),
+                Events(),
+                self.loop,
+                ShmWriterConfig(**config),
+            )
+        except ShmConnectError as error:
+            return "none" if error.reason is None else error.reason.name
+        return "linked"
+
+    async def do_post(
+        self, name: str, grant: str, src: list[int], dst: list[int], nbytes: list[int], times: int
+    ) -> None:
+        ops = WriteOps(src=np.array(src, np.int64), dst=np.array(dst, np.int64), nbytes=np.array(nbytes, np.int64))
+        for _ in range(times):
+            self.links[name].post(GrantId(bytes.fromhex(grant)), ops)
+
+    async def do_seal(self, name: str, grant: str, epoch: int, writes: int, bytes_written: int) -> None:
+        self.links[name].seal(
+            Seal(grant=GrantId(bytes.fromhex(grant)), epoch=Epoch(epoch), writes=writes, bytes_written=bytes_written)
+        )
+
+    async def do_close(self, name: str) -> Any:
+        await self.links[name].close()
+        return self.links[name].describe()["bye_sent"]
+
+    async def do_maps(self, text: str) -> int:
+        """How many mappings of this process name `text`."""
+        return mappings_named(text)
+
+    async def do_raw(self, endpoint: dict[str, Any], pair: list[int]) -> None:
+        hello = wire.Hello(
+            pair=Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1])),
+            epoch=Epoch(endpoint["epoch"]),
+            secret=bytes.fromhex(endpoint["secret"]),
+        )
+        self.raw = RawWriter(endpoint["address"], hello)
+
+    async def do_raw_close_socket(self) -> None:
+        assert self.raw is not None
+        self.raw.sock.close()
+
+    async def do_raw_send(self, packet: str) -> None:
+        assert self.raw is not None
+        self.raw.sock.send(bytes.fromhex(packet))
+
+    async def do_raw_write(self, offset: int, value: int) -> None:
+        assert self.raw is not None
+        self.raw.mapping[offset] = value
+
+    async def do_receive(self, nbytes: int, pair: list[int], epoch: int) -> dict[str, Any]:
+        self.port = ShmReceiverPort(
+            region=Region.create(nbytes, "peer-region"), events=Events(), loop=self.loop, randomness=os.urandom
+        )
+        endpoint = self.port.expect(Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1])), Epoch(epoch))
+        return {"address": endpoint.address, "secret": endpoint.secret.hex(), "epoch": endpoint.epoch}
+
+
+async def main() -> None:
+    peer = Peer()
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await peer.loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        say({"reply": await peer.do(json.loads(line))})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

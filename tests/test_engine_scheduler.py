@@ -1,0 +1,338 @@
+"""The exact batches of each scheduling situation. The runner is played by hand: token 7 is drawn every time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.ids import Attempt, RequestId, RequestKey
+from engine.block_manager import BlockManager, growth_blocks
+from engine.scheduler import EngineFullError, Scheduler, SchedulerConfig
+from engine.sequence import Sequence, SequenceMode
+from engine.types import SamplingParams
+from kvtransfer.ledger import Ledger
+
+SIZE = 4
+CONTEXT = 64
+
+
+class Bench:
+    """A scheduler over 64 blocks of four."""
+
+    def __init__(self, tokens: int = 8, sequences: int = 4, waiting: int = 8, num_blocks: int = 64) -> None:
+        self.ledger = Ledger(num_blocks)
+        self.blocks = BlockManager(self.ledger, SIZE, b"model")
+        config = SchedulerConfig(tokens_per_step_max=tokens, sequences_max=sequences, waiting_max=waiting)
+        self.scheduler = Scheduler(config, self.blocks)
+        self.seqs: dict[str, Sequence] = {}
+
+    def sequence(
+        self,
+        name: str,
+        prompt_len: int,
+        *,
+        output: int = 0,
+        computed: int = 0,
+        resumed: bool = False,
+        max_tokens: int = 16,
+        mode: SequenceMode = SequenceMode.COMPLETE,
+    ) -> Sequence:
+        key = RequestKey(request=RequestId(name), attempt=Attempt(0))
+        known = prompt_len + output
+        held = self.blocks.blocks_for(computed if resumed else known)
+        growth = growth_blocks(
+            prompt_len=prompt_len,
+            known_len=known,
+            max_tokens=max_tokens,
+            context_len_max=CONTEXT,
+            block_size=SIZE,
+            blocks_held=held,
+        )
+        complete = mode is SequenceMode.COMPLETE
+        table = self.blocks.admit([], held, promise_key=key if complete else None, promise=growth if complete else 0)
+        self.seqs[name] = Sequence(
+            key=key,
+            params=SamplingParams(temperature=0, top_k=0, top_p=1, seed=1, max_tokens=max_tokens),
+            tokens=[7] * known,
+            prompt_len=prompt_len,
+            computed=computed,
+            block_table=table,
+            promise_key=key,
+            mode=mode,
+        )
+        return self.seqs[name]
+
+    def submit(self, name: str, prompt_len: int, *, computed: int = 0, output: int = 0) -> None:
+        self.scheduler.submit(self.sequence(name, prompt_len, computed=computed, output=output))
+
+    def resume(self, name: str, prompt_len: int) -> None:
+        self.scheduler.resume(self.sequence(name, prompt_len, output=1, computed=prompt_len, resumed=True))
+
+    def step(self) -> list[tuple[str, int, int, bool]] | None:
+        """One step, played: (request, start, stop, sample) of each slice."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        for piece in batch.slices:
+            seq = self.seqs[piece.key.request]
+            assert len(piece.block_table) * SIZE >= piece.stop
+            assert piece.output_index == len(piece.tokens) - seq.prompt_len
+            seq.computed = piece.stop
+            if piece.sample:
+                seq.tokens.append(7)
+        return [(str(p.key.request), p.start, p.stop, p.sample) for p in batch.slices]
+
+
+def test_nothing_to_do() -> None:
+    """An empty scheduler has no batch."""
+    bench = Bench()
+    assert bench.step() is None
+    assert (bench.scheduler.running, bench.scheduler.waiting) == (0, 0)
+
+
+def test_a_prompt_is_cut_at_the_budget_and_then_decodes() -> None:
+    """Twenty tokens under a budget of eight: 8, 8, 4, then one at a time."""
+    bench = Bench()
+    bench.submit("a", 20)
+    assert bench.step() == [("a", 0, 8, False)]
+    assert bench.step() == [("a", 8, 16, False)]
+    assert bench.step() == [("a", 16, 20, True)]
+    assert bench.step() == [("a", 20, 21, True)]
+    assert bench.step() == [("a", 21, 22, True)]
+
+
+def test_running_sequences_come_first_and_prompts_fill_the_rest() -> None:
+    """One decodes while two prompts arrive: its token, the first prompt, and as much of the second as fits."""
+    bench = Bench()
+    bench.submit("a", 3)
+    assert bench.step() == [("a", 0, 3, True)]
+    bench.submit("b", 4)
+    bench.submit("c", 10)
+    assert bench.step() == [("a", 3, 4, True), ("b", 0, 4, True), ("c", 0, 3, False)]
+    assert bench.step() == [("a", 4, 5, True), ("b", 4, 5, True), ("c", 3, 9, False)]
+    assert bench.step() == [("a", 5, 6, True), ("b", 5, 6, True), ("c", 9, 10, True)]
+
+
+def test_a_prompt_begun_is_first_in_line() -> None:
+    """A short prompt arrives while a long one is half way: the long one goes on."""
+    bench = Bench()
+    bench.submit("long", 12)
+    assert bench.step() == [("long", 0, 8, False)]
+    bench.submit("short", 2)
+    bench.submit("next", 9)
+    assert bench.step() == [("long", 8, 12, True), ("short", 0, 2, True), ("next", 0, 2, False)]
+
+
+def test_a_prefix_hit_starts_behind_it() -> None:
+    """Eight of ten tokens are in the cache."""
+    bench = Bench()
+    bench.submit("a", 10, computed=8)
+    assert bench.step() == [("a", 8, 10, True)]
+
+
+def test_a_retry_prefills_prompt_and_output_and_draws_the_next_index() -> None:
+    """Three prompt tokens, four output tokens received by the client: seven are computed, index four is drawn."""
+    bench = Bench()
+    bench.submit("a", 3, output=4)
+    batch = bench.scheduler.schedule()
+    assert batch is not None
+    (piece,) = batch.slices
+    assert (piece.start, piece.stop, piece.sample, piece.output_index) == (0, 7, True, 4)
+
+
+def test_no_more_than_sequences_max_run() -> None:
+    """Two may run: the third prompt waits until one leaves, although the budget would take it."""
+    bench = Bench(sequences=2)
+    for name in "abc":
+        bench.submit(name, 2)
+    assert bench.step() == [("a", 0, 2, True), ("b", 0, 2, True)]
+    assert bench.step() == [("a", 2, 3, True), ("b", 2, 3, True)]
+    assert (bench.scheduler.running, bench.scheduler.waiting) == (2, 1)
+    bench.scheduler.remove(bench.seqs["a"])
+    assert bench.step() == [("b", 3, 4, True), ("c", 0, 2, True)]
+
+
+def test_resumed_sequences_go_before_prompts_and_a_prompt_begun_keeps_its_place() -> None:
+    """Two may run and one is a prompt half done: one resumed sequence joins, the other and a new prompt wait."""
+    bench = Bench(sequences=2)
+    bench.submit("long", 20)
+    assert bench.step() == [("long", 0, 8, False)]
+    bench.submit("new", 1)
+    bench.resume("r", 5)
+    bench.resume("s", 5)
+    assert bench.step() == [("r", 5, 6, True), ("long", 8, 15, False)]
+    assert bench.step() == [("r", 6, 7, True), ("long", 15, 20, True)]
+    bench.scheduler.remove(bench.seqs["long"])
+    assert bench.step() == [("r", 7, 8, True), ("s", 5, 6, True)]
+    bench.scheduler.remove(bench.seqs["r"])
+    assert bench.step() == [("s", 6, 7, True), ("new", 0, 1, True)]
+
+
+def test_a_budget_used_up_by_running_sequences_delays_prompts_only() -> None:
+    """Budget three, three decode after each other: the prompt of the third is begun with the one token left."""
+    bench = Bench(tokens=3, sequences=3)
+    bench.submit("a", 1)
+    bench.submit("b", 1)
+    assert bench.step() == [("a", 0, 1, True), ("b", 0, 1, True)]
+    bench.submit("c", 3)
+    bench.submit("d", 1)
+    assert bench.step() == [("a", 1, 2, True), ("b", 1, 2, True), ("c", 0, 1, False)]
+    assert bench.step() == [("a", 2, 3, True), ("b", 2, 3, True), ("c", 1, 2, False)]
+    assert bench.step() == [("a", 3, 4, True), ("b", 3, 4, True), ("c", 2, 3, True)]
+    assert bench.step() == [("a", 4, 5, True), ("b", 4, 5, True), ("c", 3, 4, True)]
+
+
+def test_growth_is_drawn_from_the_promise_at_the_block_boundary() -> None:
+    """A prompt of four fills its block; the next token's KV needs a second one, four tokens later a third."""
+    bench = Bench()
+    bench.submit("a", 4)
+    seq = bench.seqs["a"]
+    drawn = []
+    for _ in range(6):
+        bench.step()
+        drawn.append((len(seq.block_table), bench.ledger.promise_left(seq.key)))
+    assert drawn == [(1, 4), (2, 3), (2, 3), (2, 3), (2, 3), (3, 2)]
+    bench.ledger.check()
+
+
+def test_resume_at_a_block_boundary_draws_before_it_writes() -> None:
+    """Four tokens in the region fill the only block; the fifth, known, is written to a new one."""
+    bench = Bench()
+    bench.resume("a", 4)
+    assert len(bench.seqs["a"].block_table) == 1
+    assert bench.step() == [("a", 4, 5, True)]
+    assert len(bench.seqs["a"].block_table) == 2
+
+
+def test_one_too_many_is_refused_and_nothing_changes() -> None:
+    """Two may wait."""
+    bench = Bench(waiting=2)
+    bench.submit("a", 1)
+    bench.resume("b", 1)
+    with pytest.raises(EngineFullError, match=r"2 sequences are waiting already \(waiting_max\)"):
+        bench.submit("c", 1)
+    with pytest.raises(EngineFullError):
+        bench.resume("d", 1)
+    assert bench.scheduler.find(bench.seqs["c"].key) is None
+    assert bench.step() == [("b", 1, 2, True), ("a", 0, 1, True)]
+
+
+def test_remove_wherever_it_is() -> None:
+    """Waiting, begun, resumed and running sequences are removed; what is left is scheduled as if they had not been."""
+    bench = Bench(sequences=2)
+    bench.submit("run", 1)
+    bench.step()
+    bench.submit("begun", 20)
+    bench.step()
+    bench.submit("waits", 1)
+    bench.resume("resumed", 1)
+    bench.submit("stays", 2)
+    for name in ("run", "begun", "waits", "resumed"):
+        seq = bench.seqs[name]
+        assert bench.scheduler.find(seq.key) is seq
+        bench.scheduler.remove(seq)
+        assert bench.scheduler.find(seq.key) is None
+    assert (bench.scheduler.running, bench.scheduler.waiting) == (0, 1)
+    assert bench.step() == [("stays", 0, 2, True)]
+    with pytest.raises(AssertionError):
+        bench.scheduler.remove(bench.seqs["run"])
+
+
+def test_a_batch_is_a_copy() -> None:
+    """What the control thread does to a sequence does not reach a batch under way."""
+    bench = Bench()
+    bench.submit("a", 3)
+    batch = bench.scheduler.schedule()
+    assert batch is not None
+    seq = bench.seqs["a"]
+    table = tuple(seq.block_table)
+    seq.tokens.append(9)
+    seq.block_table.clear()
+    assert (batch.slices[0].tokens, batch.slices[0].block_table) == ((7, 7, 7), table)
+
+
+def test_misuse_is_our_bug() -> None:
+    """Twice the same key, too few blocks, blocks not held, no promise."""
+    bench = Bench()
+    bench.submit("a", 3)
+    with pytest.raises(AssertionError, match="in the engine already"):
+        bench.scheduler.submit(bench.seqs["a"])
+    few = bench.sequence("few", 5)
+    few.block_table = few.block_table[:1]
+    with pytest.raises(AssertionError):
+        bench.scheduler.submit(few)
+    loose = bench.sequence("loose", 5)
+    bench.ledger.drop(loose.block_table[1:])
+    with pytest.raises(AssertionError, match="not held"):
+        bench.scheduler.submit(loose)
+    bare = bench.sequence("bare", 5)
+    bench.ledger.unpromise(bare.key)
+    with pytest.raises(AssertionError, match="no promise"):
+        bench.scheduler.submit(bare)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "waiting", "message"),
+    [
+        (0, 1, 1, "tokens_per_step_max is 0"),
+        (1, 0, 1, "sequences_max is 0"),
+        (1, 1, 0, "waiting_max is 0"),
+        (3, 4, 1, r"tokens_per_step_max \(3\) is less than sequences_max \(4\)"),
+    ],
+)
+def test_limits_are_validated(tokens: int, sequences: int, waiting: int, message: str) -> None:
+    """The message names the limit and its value."""
+    with pytest.raises(ValueError, match=message):
+        SchedulerConfig(tokens_per_step_max=tokens, sequences_max=sequences, waiting_max=waiting)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_course_of_events(data: st.DataObject) -> None:
+    """Random arrivals and departures: each step obeys the budget and the limit of running sequences, every running
+    sequence gets its token, a prompt's pieces follow each other without gap, and no block is lost."""
+    sequences = data.draw(st.integers(1, 4))
+    tokens = data.draw(st.integers(sequences, 12))
+    bench = Bench(tokens=tokens, sequences=sequences, waiting=6, num_blocks=48)
+    live: dict[str, Sequence] = {}
+    names = iter(range(1_000))
+    for _ in range(data.draw(st.integers(1, 25))):
+        kind = data.draw(st.sampled_from(["submit", "resume", "remove", "step", "step", "step"]))
+        if kind in ("submit", "resume") and bench.scheduler.waiting < 6 and bench.ledger.available >= 14:
+            name = str(next(names))
+            length = data.draw(st.integers(1, 20))
+            if kind == "submit":
+                bench.submit(name, length)
+            else:
+                bench.resume(name, length)
+            live[name] = bench.seqs[name]
+        elif kind == "remove" and live:
+            seq = live.pop(data.draw(st.sampled_from(sorted(live))))
+            bench.scheduler.remove(seq)
+            bench.blocks.release(seq.block_table)
+            bench.ledger.unpromise(seq.key)
+        elif kind == "step":
+            before = {name: (seq.computed, len(seq.tokens)) for name, seq in live.items()}
+            decoding = [n for n, seq in live.items() if seq.output_count and seq.computed > seq.prompt_len]
+            batch = bench.step() or []
+            assert bool(batch) == bool(live)
+            assert sum(stop - start for _, start, stop, _ in batch) <= tokens
+            assert bench.scheduler.running <= sequences
+            assert len(batch) <= sequences
+            for name, start, stop, sample in batch:
+                assert start == before[name][0]
+                assert sample == (stop == before[name][1])
+            assert set(decoding) <= {name for name, *_ in batch}
+            for name in [n for n, seq in live.items() if seq.output_count >= 16]:
+                seq = live.pop(name)
+                bench.scheduler.remove(seq)
+                bench.blocks.release(seq.block_table)
+                bench.ledger.unpromise(seq.key)
+        bench.ledger.check()
+    for seq in live.values():
+        bench.scheduler.remove(seq)
+        bench.blocks.release(seq.block_table)
+        bench.ledger.unpromise(seq.key)
+    counts = bench.ledger.check()
+    assert (counts.free + counts.cached, counts.promised) == (48, 0)
