@@ -62,11 +62,21 @@ class RpcLimits:
     public_deadline_ms_max: int = 3_600_000
     ping_interval_ms_min: int = 5_000
     """Clients that ping more often than this without data are disconnected."""
+    handler_end_ms_max: int = 5_000
+    """How long a stopping server waits for the handlers of the calls that it has cancelled."""
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)
         if self.public_deadline_ms_default > self.public_deadline_ms_max:
             raise InvalidField("public_deadline_ms_default", "must not exceed public_deadline_ms_max")
+
+
+async def check_can_bind(listen: str) -> None:
+    """Bind `listen` and let go of it: to fail before a long start rather than after it.
+
+    Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT.
+    """
+    await _check_can_bind(*split_endpoint(listen))
 
 
 def time_left_s(context: _Context, limits: RpcLimits) -> float:
@@ -83,8 +93,8 @@ class RpcServer:
 
     def __init__(self, *, limits: RpcLimits, rng: random.Random) -> None:
         self._limits = limits
-        self._rng = rng
         self._services: list[tuple[str, Callable[[Any, grpc.aio.Server], None], object]] = []
+        self._edge = _Edge(limits=limits, rng=rng)
         self._server: grpc.aio.Server | None = None
         self._health: HealthService | None = None
 
@@ -116,14 +126,22 @@ class RpcServer:
         self._health.set_ready(ready)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones `grace_s` to end, cancel the rest. Idempotent."""
-        if self._server is not None:
-            await self._server.stop(grace_s if grace_s > 0 else None)
+        """Refuse new calls, give running ones `grace_s` to end, cancel the rest and see their handlers end. Idempotent.
+
+        A handler that does not end within `handler_end_ms_max` of being cancelled is logged and left.
+        """
+        if self._server is None:
+            return
+        await self._server.stop(grace_s if grace_s > 0 else None)
+        # gRPC has closed the calls by now, but does not wait for what their handlers still do.
+        left = await self._edge.ended(self._limits.handler_end_ms_max / 1e3)
+        if left:
+            log.error("handlers still running after stop", methods=",".join(sorted(left)))
 
     def _build(self) -> grpc.aio.Server:
         limits = self._limits
         server = grpc.aio.server(
-            interceptors=[_Edge(limits=limits, rng=self._rng)],
+            interceptors=[self._edge],
             maximum_concurrent_rpcs=limits.rpcs_max + limits.rpcs_untimed_max,
             options=[
                 ("grpc.so_reuseport", 0),
@@ -149,6 +167,13 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._rng = rng
         self._running = 0
+        self._tasks: dict[asyncio.Task[Any], str] = {}
+
+    async def ended(self, timeout_s: float) -> list[str]:
+        """Wait until no handler runs; the methods of those that still do after `timeout_s`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        return list(self._tasks.values())
 
     async def intercept_service(
         self,
@@ -189,6 +214,10 @@ class _Edge(grpc.aio.ServerInterceptor):
 
     async def _run(self, method: str, context: _Context, body: Callable[[], Awaitable[_T]]) -> _T:
         scope = asyncio.timeout(None)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[task] = method
+        task.add_done_callback(self._tasks.pop)
         try:
             with self._slot(method):
                 async with scope:
@@ -201,8 +230,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         except (grpc.aio.AbortError, grpc.aio.InternalError):  # gRPC's own: it has the status, or nobody to send it to
             raise
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if task.cancelling():
                 raise
             # Nobody cancelled this call: the handler let the end of another task through. gRPC would send no status.
             failure = self._internal()

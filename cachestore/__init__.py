@@ -1,0 +1,1 @@
+"""Where KV lives: the device pool of a node now; host memory and disk below it later."""

@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 SUPERVISOR_ENV: Final = "BATON_SUPERVISOR_PID"
 """Set for children: the process whose end is theirs too."""
@@ -101,7 +101,8 @@ class Child:
 
     async def wait_ready(self) -> bool:
         """True when it says it is ready, False when it ends before."""
-        await asyncio.wait({self.ready, self.exited}, return_when=asyncio.FIRST_COMPLETED)
+        either: tuple[asyncio.Future[Any], ...] = (self.ready, self.exited)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return self.ready.done() and self.running
 
     def send_signal(self, signum: int) -> None:

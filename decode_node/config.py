@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.errors import check_positive
+from baton.errors import InvalidField, check_positive
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
 from engine.build import EngineConfig
@@ -29,6 +29,8 @@ class DecodeConfig:
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
+        if self.requests_max > self.engine.sequences_max:
+            raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
         check_positive(
             self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms", "busy_retry_ms", "stop_grace_ms"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, transfer_pb2_grpc
@@ -19,7 +19,15 @@ from kvtransfer.receiver import Receiver
 class ReceiverService(transfer_pb2_grpc.TransferServicer):
     """The receiver's half of baton.v1.Transfer."""
 
-    def __init__(self, node: DecodeNode, receiver: Receiver, own: Incarnation, model: ModelInfo) -> None:
+    def __init__(
+        self,
+        node: DecodeNode,
+        receiver: Receiver,
+        own: Incarnation,
+        model: ModelInfo,
+        takes_requests: Callable[[], bool],
+    ) -> None:
+        self._takes_requests = takes_requests
         self._node = node
         self._receiver = receiver
         self._own = own
@@ -48,6 +56,8 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         pair = self._pair(request.header)
         if not request.prompt:
             raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
+        if not self._takes_requests():
+            raise BatonError(Reason.NODE_DRAINING, "This node takes no new requests.", retry_after_ms=1_000)
         return self._node.reserve(request, pair)
 
     async def Renew(self, request: transfer_pb2.RenewRequest, context: Any) -> transfer_pb2.RenewReply:

@@ -76,6 +76,12 @@ class TokenStreams:
             subscription.cursors.pop(output.key, None)
             subscription.told_end.discard(output.key)
 
+    def close_all(self) -> None:
+        """End every subscription: the node is stopping."""
+        for subscription in self._subscriptions.values():
+            subscription.closed = True
+            subscription.news.set()
+
     def find(self, key: RequestKey) -> RequestOutput | None:
         return next((of_router[key] for of_router in self._outputs.values() if key in of_router), None)
 

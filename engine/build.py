@@ -101,7 +101,8 @@ def _build_mock(config: EngineConfig) -> BuiltEngine:
 
 
 def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | None) -> BuiltEngine:
-    from engine.checkpoint import checkpoint_fingerprint, resolve_model
+    from engine.checkpoint import checkpoint_fingerprint
+    from engine.hub import resolve_model
     from engine.torch_runner import TorchRunner, configure_threads
 
     configure_threads(config.compute_threads)

@@ -1,4 +1,4 @@
-"""Finds a model's folder, reads its weights, and tells two checkpoints apart."""
+"""Reads a model's weights, and tells two checkpoints apart."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its HTTP library's, which it also raises
 from safetensors import SafetensorError, safe_open
 
 from engine.model_config import (
     ConfigFileError,
     ModelError,
-    ModelFolderError,
     QuantisedCheckpointError,
     load_model_config,
 )
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HUB_FILES = ["*.json", "*.safetensors"]
 HEADER_BYTES_MAX = 100_000_000
 """The safetensors format's own limit on the header of a file."""
 SAMPLES_PER_FILE = 64
@@ -36,38 +32,6 @@ Progress = Callable[[int, int], None]
 
 class WeightsError(ModelError):
     """A weight file is missing, damaged, or does not hold what the config promises."""
-
-
-def resolve_model(name_or_folder: str, *, download: Callable[[str], str] | None = None) -> Path:
-    """The folder of a model given by folder, or by its hub name when there is no such folder.
-
-    A hub model is downloaded into the hub's own cache, or found there. Blocks meanwhile. `download` replaces the hub.
-
-    Raises:
-        ModelFolderError: neither a folder nor a model that the hub gives out; says what was tried.
-    """
-    folder = Path(name_or_folder).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ModelFolderError(f"{folder} is a file; name the folder that holds config.json")
-    owner, _, rest = name_or_folder.partition("/")
-    if not owner or owner[0] in ".~" or not rest or "/" in rest:
-        raise ModelFolderError(
-            f"there is no folder {folder}, and {name_or_folder!r} has not the form of a hub name (owner/model); "
-            "give an existing folder or a hub name"
-        )
-    try:
-        return Path((download or _download)(name_or_folder))
-    except (OSError, ValueError, HTTPError) as error:
-        raise ModelFolderError(
-            f"there is no folder {folder}, and the hub gave no model {name_or_folder!r}: {error}; check the name, "
-            "the network and your access to the model, or download it and name its folder"
-        ) from error
-
-
-def _download(name: str) -> str:
-    return snapshot_download(name, allow_patterns=HUB_FILES)
 
 
 def load_tensors(

@@ -186,9 +186,14 @@ class ReceiverGrants:
         """The epoch that new connections of the pair carry."""
         return self._pair(pair).epoch
 
-    def admits_write(self, pair: Pair, epoch: Epoch) -> bool:
-        """May bytes of a connection of this epoch land? For transports whose receiver can still refuse."""
-        return epoch == self._pair(pair).epoch
+    def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
+        """May bytes of this grant, on a connection of this epoch, land? For transports whose receiver can still refuse.
+
+        The epoch alone does not do: after a connection broke, its writer lets go of what it had posted, while bytes
+        of it may still be on their way here, in an epoch that nobody had a reason to raise.
+        """
+        known = self._grant(grant, pair)
+        return known is not None and known.state in _UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
 
     def state_of(self, grant: GrantId) -> GrantState | None:
         known = self._grants.get(grant)

@@ -1,7 +1,7 @@
 """Life of a request in this node: `PrefillNode.prefill`. Everything else here is a step of it, or feeds it.
 
-The engine loop calls `step_begins` and `step_ended`; in between, on the engine thread, each layer's finished records are
-posted by the step's sink.
+The engine loop calls `step_begins` and `step_ended`; in between, on the engine thread, each layer's finished records
+are posted by the step's sink.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,7 @@ class PrefillNode:
 
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, deadline_s: float
-    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+    ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """One request: queue, grant, compute while the layers are sent, first token, commit.
 
         Closing the iterator at any point gives the request up and frees everything.
@@ -354,7 +354,7 @@ class PrefillNode:
         self._tokens_per_s = rate if self._tokens_per_s == 0 else 0.9 * self._tokens_per_s + 0.1 * rate
 
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
-        """Refuse at the door what cannot be served. The router has checked the client's input; this is the node's own."""
+        """Refuse at the door what cannot be served: the router has checked the client's input, this is our own."""
         count = len(request.prompt)
         if count == 0:
             raise bad_field("prompt", "The prompt is empty.", reason=Reason.EMPTY_PROMPT)

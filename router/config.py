@@ -15,7 +15,7 @@ class RouterConfig:
     listen: str = field(default="127.0.0.1:7000", metadata={"help": "host:port of gRPC; port 0 takes any"})
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
     directory: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
-    model: str | None = field(default=None, metadata={"help": "model folder or hub name, for its tokenizer; none: ids only"})
+    model: str | None = field(default=None, metadata={"help": "model whose tokenizer to use; none: ids only"})
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     max_tokens_default: int = field(default=256, metadata={"help": "output tokens of a request that names no limit"})

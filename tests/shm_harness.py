@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -154,12 +153,6 @@ class Child:
             nbytes=ops.nbytes.tolist(),
             times=times,
         )
-
-    def wait_for_output(self) -> None:
-        """Block this process's loop until the child has said something."""
-        assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
-        assert readable
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)

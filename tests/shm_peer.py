@@ -9,6 +9,7 @@ import asyncio
 import json
 import mmap
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -115,6 +116,9 @@ class Peer:
     async def do_close(self, name: str) -> Any:
         await self.links[name].close()
         return self.links[name].describe()["bye_sent"]
+
+    async def do_die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     async def do_maps(self, text: str) -> int:
         """How many mappings of this process name `text`."""

@@ -17,9 +17,9 @@ from engine.checkpoint import (
     WeightsError,
     checkpoint_fingerprint,
     load_tensors,
-    resolve_model,
 )
 from engine.demo_model import DemoModelParams, write_demo_model
+from engine.hub import resolve_model
 from engine.model_config import ConfigFileError, ModelFolderError, QuantisedCheckpointError, load_model_config
 from engine.models.weights import weight_shapes
 

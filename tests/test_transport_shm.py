@@ -11,7 +11,7 @@ import pytest
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps
-from kvtransfer.transports.shm import ShmConnectError, ShmWriterConfig, ShmWriterLink
+from kvtransfer.transports.shm import ShmConnectError, ShmReceiverConfig, ShmWriterConfig, ShmWriterLink
 from tests.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -150,17 +150,18 @@ def test_a_stopped_writer_gives_no_evidence_until_it_runs_again() -> None:
 
 
 def test_a_stopped_writer_that_is_killed_gives_evidence() -> None:
-    """The quarantine's last resort: SIGKILL ends a stopped process too."""
+    """The quarantine's last resort: SIGKILL ends a stopped process too. One fence, of a later epoch: one answer."""
+    later = Epoch(EPOCH + 2)
 
     async def test() -> None:
         async with receiver() as r, child() as writer:
             pair = pair_of(2)
             await writer.link("a", r.port.expect(pair, EPOCH), pair)
             writer.stop()
-            r.port.fence(pair, EPOCH)
+            r.port.fence(pair, later)
             writer.signal(signal.SIGKILL)
             await r.events.until(lambda e: bool(e.gone))
-            assert r.events.gone == [(pair, EPOCH, f"1 dead, by pidfd (pid {writer.process.pid})")]
+            assert r.events.gone == [(pair, later, f"1 dead, by pidfd (pid {writer.process.pid})")]
 
     run(test())
 
@@ -306,19 +307,20 @@ def test_seals_wait_for_a_stopped_receiver_within_their_limit() -> None:
     run(test())
 
 
-def test_a_killed_writer_leaves_its_last_seal() -> None:
-    """What a writer had sent before it died is delivered before the news of its death."""
+def test_a_killed_writer_leaves_its_last_seals() -> None:
+    """What a writer had sent before it died is delivered before the news of its death, however slowly it is read."""
+    grants = [grant_of(i) for i in range(8)]
 
     async def test() -> None:
-        async with receiver() as r, child() as writer:
+        async with receiver(ShmReceiverConfig(messages_per_wake_max=1)) as r, child() as writer:
             pair = pair_of(2)
             await writer.link("a", r.port.expect(pair, EPOCH), pair)
-            # This loop reads nothing until seal and death are both there.
-            writer.tell("seal", name="a", grant=GRANT.hex(), epoch=EPOCH, writes=0, bytes_written=0)
-            writer.wait_for_output()
-            writer.signal(signal.SIGKILL)
-            writer.process.wait()
+            # This loop reads nothing until seals and death are all there.
+            for grant in grants:
+                writer.tell("seal", name="a", grant=grant.hex(), epoch=EPOCH, writes=0, bytes_written=0)
+            writer.tell("die")
+            assert writer.process.wait(DEADLINE_S) == -signal.SIGKILL
             await r.events.until(lambda e: bool(e.gone))
-            assert [seal.grant for _, seal in r.events.seals] == [GRANT]
+            assert [seal.grant for _, seal in r.events.seals] == grants
 
     run(test())

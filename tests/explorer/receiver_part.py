@@ -123,8 +123,13 @@ class ReceiverPart:
         asked = (writer, epoch, grant)
         known = info.admits.get(asked)
         if known is None:
-            known = info.admits[asked] = self.machine(info).admits_write(pair_of(writer), epoch)
+            known = info.admits[asked] = self.machine(info).admits_write(pair_of(writer), epoch, grant)
         return known
+
+    def epoch(self, info: ReceiverInfo, writer: int) -> Epoch:
+        """The epoch that the port expects connections of this writer to carry."""
+        pair = pair_of(writer)
+        return next((p[1] for p in info.state.machine[1] if p[0] == pair), Epoch(0))
 
     def forget_pair(self, info: ReceiverInfo, writer: int) -> ReceiverInfo:
         """`forget_pair` of a dead writer's pair, with the checks' memory of it: nobody waits for its answers."""

@@ -1,0 +1,99 @@
+"""The device pool: one region, its layout and ledger, the prefix cache over it, the runner bound to it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.errors import BatonError, Reason
+from baton.runtime import Progress
+from baton.wire import ModelInfo
+from engine.block_manager import BlockManager
+from engine.build import BuiltEngine, EngineConfig, build_runner
+from engine.core import Engine
+from engine.types import KvSpec, Runner
+from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
+from kvtransfer.layout import Layout, kv_layout
+from kvtransfer.ledger import Ledger
+from kvtransfer.region import Region, RegionTooLarge
+
+# NumPy has no bfloat16; a transfer needs its size only.
+_DTYPE_BYTES = {"bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePool:
+    """What a node computes with. `close` frees the region; nothing may use it then."""
+
+    runner: Runner
+    engine: Engine
+    blocks: BlockManager
+    ledger: Ledger
+    region: Region
+    layout: Layout
+    model: ModelInfo
+
+    def close(self) -> None:
+        self.region.close()
+
+
+def layout_of(spec: KvSpec) -> Layout:
+    return kv_layout(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=spec.block_size,
+        dtype=spec.dtype,
+        dtype_bytes=_DTYPE_BYTES.get(spec.dtype) or np.dtype(spec.dtype).itemsize,
+    )
+
+
+async def open_device_pool(config: EngineConfig, *, name: str, progress: Progress) -> DevicePool:
+    """Load the model and prefault the region, both on a thread of their own, with progress.
+
+    Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (the region does not fit in memory).
+    """
+    built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
+    layout = layout_of(built.runner.kv_spec)
+    try:
+        region = await asyncio.to_thread(
+            Region.create,
+            layout.region_bytes(config.num_blocks),
+            f"baton-{name}",
+            lambda done, total: progress("prefaulting", done, total),
+        )
+    except RegionTooLarge as error:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"{error} {config.num_blocks} blocks of {layout.num_layers} x {layout.record_bytes} bytes were asked for: "
+            "set a smaller engine.num_blocks.",
+            field="engine.num_blocks",
+        ) from error
+    built.runner.bind(region.array_U8, config.num_blocks)
+    ledger = Ledger(config.num_blocks)
+    blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode())
+    return DevicePool(
+        runner=built.runner,
+        engine=Engine(built.runner, blocks, config.scheduler()),
+        blocks=blocks,
+        ledger=ledger,
+        region=region,
+        layout=layout,
+        model=_model_info(built, layout),
+    )
+
+
+def _model_info(built: BuiltEngine, layout: Layout) -> ModelInfo:
+    return ModelInfo(
+        name=built.model_name,
+        fingerprint=built.fingerprint,
+        vocab_size=built.runner.vocab_size,
+        context_len_max=built.runner.context_len_max,
+        eos_token_ids=tuple(sorted(built.runner.eos_token_ids)),
+        layout_hash=layout.compatibility_hash(),
+        block_size=layout.block_size,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+    )

@@ -1,0 +1,57 @@
+"""Command line options made from a configuration class: every key is a flag, with its type, default and help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from baton.config import describe, flag_name
+from baton.log import LogLevel
+
+CONFIG_FLAG: Final = "config_file"
+LOG_LEVEL_FLAG: Final = "log_level"
+_NESTING: Final = "__"
+
+
+def config_options(cls: type[Any]) -> list[click.Parameter]:
+    """One option for each key of `cls`, all text: `baton.config.load` converts, so errors read alike everywhere."""
+    options: list[click.Parameter] = []
+    for key in describe(cls):
+        default = "required" if key.default is None else f"default: {key.default or 'none'}"
+        options.append(
+            click.Option(
+                [flag_name(key.key), key.key.replace(".", _NESTING)],
+                metavar=key.type_text.upper() if key.type_text.isalpha() else key.type_text,
+                help=f"{key.help}  [{default}]".strip(),
+            )
+        )
+    return options
+
+
+def common_options() -> list[click.Parameter]:
+    """`--config` and `--log-level`."""
+    levels = click.Choice([level.value for level in LogLevel])
+    return [
+        click.Option(["--config", CONFIG_FLAG], metavar="FILE.toml", help="Configuration file (TOML)."),
+        click.Option(
+            ["--log-level", LOG_LEVEL_FLAG], type=levels, default=LogLevel.INFO.value, show_default=True,
+            help="How much goes to the log (stderr).",
+        ),
+    ]  # fmt: skip
+
+
+def config_flags(parameters: Mapping[str, object]) -> dict[str, object]:
+    """The parameters of `config_options` as dotted keys, those not given left out."""
+    return {
+        name.replace(_NESTING, "."): value
+        for name, value in parameters.items()
+        if value is not None and name not in (CONFIG_FLAG, LOG_LEVEL_FLAG)
+    }
+
+
+def config_path(parameters: Mapping[str, object]) -> Path | None:
+    path = parameters[CONFIG_FLAG]
+    return None if path is None else Path(str(path))

@@ -1,0 +1,132 @@
+"""`baton directory`, `baton router`, `baton prefill`, `baton decode`: one process of a cluster in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any, Final, TextIO
+
+import click
+
+from baton.lifecycle import install_signal_handlers
+from baton.log import LogLevel, get_log, set_up_logging
+from cli.invocation import Invocation
+from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
+from cli.services import Service, config_class, load_config, serve_function
+
+log = get_log("process")
+PERCENT_STEP: Final = 25
+"""Between two progress lines where stderr is no terminal."""
+
+_EXAMPLES: Final = {
+    Service.DIRECTORY: "baton directory --listen 127.0.0.1:7070",
+    Service.ROUTER: "baton router --listen 127.0.0.1:7000 --directory 127.0.0.1:7070 --model /tmp/demo-model",
+    Service.PREFILL: "baton prefill --name prefill-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
+    Service.DECODE: "baton decode --name decode-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
+}
+_HELP: Final = """{summary}
+
+Prints `ready NAME ENDPOINT` to stdout when it serves; its log goes to stderr. SIGINT or SIGTERM stops it, a second
+one ends it at once. Each option is also a key of the section [{section}] of the configuration file, and a variable
+{prefix}KEY of the environment (dots become two underscores); flags go first, then the environment, then the file.
+
+\b
+Example:
+  {example}
+"""
+
+
+def service_command(name: str, summary: str) -> click.Command:
+    """The click command of one service; imports its configuration class."""
+    service = Service(name)
+    return click.Command(
+        name,
+        params=[*config_options(config_class(service)), *common_options()],
+        callback=click.pass_context(lambda ctx, **parameters: _command(service, ctx, parameters)),
+        help=_HELP.format(
+            summary=summary, section=service.value, prefix=service.env_prefix, example=_EXAMPLES[service]
+        ),
+    )
+
+
+class ProgressPrinter:
+    """Shows `progress(what, done, total)`, which may come from any thread.
+
+    Under a supervisor: JSON lines on stdout, at most one a percent. On a terminal: one line of stderr, rewritten.
+    Elsewhere: a line of stderr for every 25 percent.
+    """
+
+    def __init__(self, *, name: str, supervised: bool, stdout: TextIO, stderr: TextIO) -> None:
+        self._name = name
+        self._supervised = supervised
+        self._stdout = stdout
+        self._stderr = stderr
+        self._terminal = stderr.isatty()
+        self._lock = threading.Lock()
+        self._shown: tuple[str, int] | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        percent = 100 * done // total if total > 0 else 100
+        fine = self._supervised or self._terminal
+        step = (what, percent if fine else percent // PERCENT_STEP * PERCENT_STEP)
+        with self._lock:
+            if step == self._shown:
+                return
+            self._shown = step
+            if self._supervised:
+                line = json.dumps({"what": what, "done": done, "total": total})
+                print(f"progress {line}", file=self._stdout, flush=True)
+            elif self._terminal:
+                end = "\n" if percent >= 100 else ""
+                print(f"\r\x1b[K{self._name}: {what} {percent}%", end=end, file=self._stderr, flush=True)
+            else:
+                print(f"{self._name}: {what} {step[1]}%", file=self._stderr, flush=True)
+
+
+def _command(service: Service, ctx: click.Context, parameters: dict[str, object]) -> None:
+    invocation = ctx.obj
+    assert isinstance(invocation, Invocation), invocation
+    config = load_config(service, toml_path=config_path(parameters), env=os.environ, flags=config_flags(parameters))
+    set_up_logging(node=config.name, level=LogLevel(str(parameters[LOG_LEVEL_FLAG])))
+    printer = ProgressPrinter(name=config.name, supervised=invocation.supervised, stdout=sys.stdout, stderr=sys.stderr)
+    stopped_early = asyncio.run(_serve(service, config, printer))
+    if stopped_early:
+        # A thread may be in the middle of reading a large model; the interpreter would wait for it.
+        sys.stderr.flush()
+        os._exit(0)
+
+
+async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> bool:
+    """Run the service until a signal. True when the signal came before it was ready."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    ready = False
+
+    def on_ready(endpoint: str) -> None:
+        nonlocal ready
+        ready = True
+        print(f"ready {config.name} {endpoint}", flush=True)
+
+    def on_stop(signum: signal.Signals) -> None:
+        log.info("asked to stop", signal=signum.name)
+        stop.set()
+        if not ready:
+            serving.cancel()
+
+    restore = install_signal_handlers(loop, on_stop)
+    serve = serve_function(service)
+    serving = asyncio.ensure_future(serve(config, stop=stop, on_ready=on_ready, progress=printer))
+    try:
+        await serving
+    except asyncio.CancelledError:
+        if not stop.is_set() or ready:
+            raise
+        return True
+    finally:
+        restore()
+    log.info("stopped")
+    return False

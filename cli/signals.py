@@ -1,0 +1,49 @@
+"""Ctrl-C and its like, for commands that have something to put away."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+from baton.lifecycle import install_signal_handlers
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP as the end of a wait. A second signal ends the process, and so its children, at once.
+
+    To be entered on the running loop, in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+
+    def __enter__(self) -> StopSignals:
+        self._loop = asyncio.get_running_loop()
+        self._restore = install_signal_handlers(self._loop, lambda _: self.stop.set())
+        # A terminal that is closed; ignored already where the user asked for that (nohup).
+        self._hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        if self._hangup:
+            self._loop.add_signal_handler(signal.SIGHUP, self.stop.set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._hangup:
+            self._loop.remove_signal_handler(signal.SIGHUP)
+        self._restore()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, object] | asyncio.Future[Any]) -> bool:
+        """Wait for `work`; False when a signal comes first: then it has been cancelled and has ended."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+                return True
+            return False
+        finally:
+            for task in (working, stopping):
+                task.cancel()
+            await asyncio.wait({working, stopping})

@@ -1,0 +1,195 @@
+"""`baton up`: a whole cluster on this machine, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TextIO
+
+import click
+
+from baton.config import ConfigError, ConfigProblem, load
+from baton.errors import BatonError, check_positive
+from baton.log import LogLevel
+from cli.child import ChildProgress
+from cli.invocation import EXIT_INTERRUPTED
+from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
+from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
+from cli.signals import StopSignals
+from cli.supervisor import Cluster, ClusterSpec
+from engine.build import EngineKind
+
+PERCENT_STEP: Final = 25
+EXIT_STOPPED: Final = 0
+_UP_FLAG_OF: Final[Mapping[str, str]] = {
+    "--engine-model": "--model",
+    "--engine-num-blocks": "--blocks",
+    "--engine-compute-threads": "--threads",
+}
+"""What a flag of the nodes is called here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """Section `[up]`, environment `BATON_UP_*`. None leaves a setting to the sections of the services."""
+
+    prefill: int = field(default=1, metadata={"help": "prefill nodes"})
+    decode: int = field(default=1, metadata={"help": "decode nodes"})
+    model: str | None = field(default=None, metadata={"help": "model folder, or its name on the hub"})
+    engine_kind: EngineKind | None = field(default=None, metadata={"help": "model, or mock (tests of the protocol)"})
+    listen: str = field(default="127.0.0.1:7000", metadata={"help": "host:port of the router"})
+    directory_listen: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
+    threads: int | None = field(
+        default=None, metadata={"help": "compute threads of each node; none: the cores of this machine shared out"}
+    )
+    blocks: int | None = field(default=None, metadata={"help": "KV blocks of each node"})
+    log_dir: Path | None = field(
+        default=None, metadata={"help": "keep the logs here; none: a temporary folder, kept only after a failure"}
+    )
+    start_ms_max: int = field(default=300_000, metadata={"help": "how long starting may take"})
+    stop_grace_ms: int = field(default=8_000, metadata={"help": "how long a stop may take before nodes are killed"})
+
+    def __post_init__(self) -> None:
+        check_positive(self, "prefill", "decode", "start_ms_max", "stop_grace_ms")
+        for name in ("threads", "blocks"):
+            if getattr(self, name) is not None:
+                check_positive(self, name)
+
+    def spec(self, *, config: Path | None, log_level: LogLevel) -> ClusterSpec:
+        return ClusterSpec(
+            prefill=self.prefill,
+            decode=self.decode,
+            model=self.model,
+            engine=self.engine_kind,
+            listen=self.listen,
+            directory_listen=self.directory_listen,
+            threads=self.threads,
+            blocks=self.blocks,
+            config=config,
+            log_level=log_level,
+            log_dir=self.log_dir,
+            start_ms_max=self.start_ms_max,
+            stop_grace_ms=self.stop_grace_ms,
+        )
+
+
+class StartBoard:
+    """One line for each process while a cluster starts: rewritten in place on a terminal, else a line per change."""
+
+    def __init__(self, names: tuple[str, ...], stream: TextIO) -> None:
+        self._states = dict.fromkeys(names, "starting")
+        self._width = max(map(len, names))
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._told: dict[str, tuple[str, int]] = {}
+        if self._terminal:
+            for name in names:
+                self._line(name)
+
+    def progress(self, name: str, progress: ChildProgress) -> None:
+        percent = 100 * progress.done // progress.total if progress.total > 0 else 100
+        self._set(name, f"{progress.what} {percent}%", (progress.what, percent // PERCENT_STEP))
+
+    def ready(self, name: str, endpoint: str) -> None:
+        self._set(name, f"ready at {endpoint}", ("ready", 0))
+
+    def _set(self, name: str, state: str, step: tuple[str, int]) -> None:
+        self._states[name] = state
+        if self._terminal:
+            up = len(self._states) - list(self._states).index(name)
+            self._stream.write(f"\x1b[{up}A\r\x1b[K{self._text(name)}\x1b[{up}B\r")
+            self._stream.flush()
+        elif self._told.get(name) != step:
+            self._told[name] = step
+            self._line(name)
+
+    def _line(self, name: str) -> None:
+        print(self._text(name), file=self._stream, flush=True)
+
+    def _text(self, name: str) -> str:
+        return f"  {name.ljust(self._width)}  {self._states[name]}"
+
+
+def _command(**parameters: object) -> int:
+    """Start a whole cluster on this machine: directory, router, prefill and decode nodes, each a process of its own.
+
+    Runs until Ctrl-C (a second one ends everything at once) or until a process ends by itself, which stops the others
+    and exits with status 1. Settings of the nodes come from the sections [directory], [router], [prefill] and [decode]
+    of the configuration file, those below from [up].
+
+    \b
+    Example:
+      baton up --model /tmp/demo-model --prefill 2 --decode 2
+      baton generate "the sea in the evening" --max-tokens 32 --stats
+    """
+    path = config_path(parameters)
+    config = load(
+        UpConfig,
+        toml_path=path,
+        section=UP_SECTION,
+        env_prefix=UP_ENV_PREFIX,
+        env=os.environ,
+        flags=config_flags(parameters),
+        known_sections=SECTIONS,
+    )
+    spec = config.spec(config=path, log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])))
+    try:
+        spec.check()
+    except ConfigError as error:
+        raise _in_own_words(error) from error
+    return asyncio.run(_up(spec))
+
+
+up = click.Command(
+    "up", params=[*config_options(UpConfig), *common_options()], callback=_command, help=_command.__doc__
+)
+
+
+async def _up(spec: ClusterSpec) -> int:
+    names = tuple(name for name, _ in spec.processes())
+    click.echo(f"Starting {len(names)} processes, {spec.compute_threads()} compute threads for each node:", err=True)
+    board = StartBoard(names, sys.stderr)
+    cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
+    with StopSignals() as signals:
+        try:
+            if not await signals.unless_stopped(cluster.start()):
+                return EXIT_INTERRUPTED
+            _print_summary(cluster)
+            watching = asyncio.ensure_future(cluster.watch())
+            if await signals.unless_stopped(watching):
+                raise watching.result()
+        finally:
+            click.echo("Stopping ...", err=True)
+            for name in await cluster.stop():
+                click.echo(f"{name} did not stop within {spec.stop_grace_ms} ms (stop_grace_ms); killed.", err=True)
+        click.echo("Stopped.", err=True)
+    return EXIT_STOPPED
+
+
+def _print_summary(cluster: Cluster) -> None:
+    click.echo(
+        f"The cluster is ready. Router {cluster.router}, directory {cluster.directory}, logs {cluster.log_dir}.\n"
+        "Try, in another terminal:\n"
+        f"  baton generate --router {cluster.router} {_example_prompt(cluster)} --max-tokens 32 --stats\n"
+        f"  baton nodes --directory {cluster.directory}\n"
+        "Ctrl-C stops it."
+    )
+
+
+def _example_prompt(cluster: Cluster) -> str:
+    return "--token-ids 5,6,7,8" if cluster.spec.engine is EngineKind.MOCK else '"the sea in the evening"'
+
+
+def _in_own_words(error: ConfigError) -> BatonError:
+    """The same problems, with the flags of this command in place of the nodes' flags."""
+    problems = []
+    for problem in error.problems:
+        source = problem.source
+        for theirs, ours in _UP_FLAG_OF.items():
+            source = source.replace(theirs, ours)
+        problems.append(ConfigProblem(source=source, problem=problem.problem))
+    return ConfigError(problems)

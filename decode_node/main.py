@@ -1,0 +1,126 @@
+"""Puts a decode node together, runs it until it is asked to stop, and takes it apart in the reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from random import Random
+
+from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
+
+from baton.clock import SystemClock
+from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.wire import Role
+from cachestore.device_pool import DevicePool, open_device_pool
+from decode_node.config import DecodeConfig
+from decode_node.node import DecodeNode
+from decode_node.service import DecodeService, ReceiverService
+from engine.loop import EngineLoop
+from kvtransfer.conservation import ConservationWatch
+from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_grants import ReceiverGrants
+from kvtransfer.transports.shm import ShmReceiverPort
+
+
+async def serve(
+    config: DecodeConfig, *, stop: asyncio.Event, on_ready: Callable[[str], None], progress: Progress
+) -> None:
+    """Run until `stop`. Raises BatonError when the node cannot start."""
+    loop = asyncio.get_running_loop()
+    rng = Random(secrets.randbits(64))
+
+    def follow_directory() -> None:
+        records = runtime.membership.nodes(Role.PREFILL)
+        node.receiver.writers_seen({record.endpoint: record.incarnation for record in records})
+
+    runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=follow_directory)
+    await runtime.check_listen()
+    pool = await open_device_pool(config.engine, name=config.name, progress=progress)
+    try:
+        node = DecodeNode(
+            config=config,
+            runner=pool.runner,
+            engine=pool.engine,
+            ledger=pool.ledger,
+            blocks=pool.blocks,
+            loop=loop,
+            randomness=secrets.token_bytes,
+        )
+        node.receiver = Receiver(
+            incarnation=runtime.incarnation,
+            grants=ReceiverGrants(pool.ledger),
+            host=node,
+            channels=runtime.channels,
+            loop=loop,
+            config=config.receiver,
+        )
+        port = ShmReceiverPort(region=pool.region, events=node.receiver, loop=loop, randomness=secrets.token_bytes)
+        node.receiver.port = port
+        node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
+        await _run(runtime, node, pool, port, stop, on_ready)
+    finally:
+        pool.close()
+
+
+async def _run(
+    runtime: NodeRuntime,
+    node: DecodeNode,
+    pool: DevicePool,
+    port: ShmReceiverPort,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+) -> None:
+    watch = ConservationWatch(pool.ledger)
+    receiver = node.receiver
+
+    def upkeep() -> None:
+        watch.check()
+        node.reap()
+
+    def status(message: node_pb2.NodeStatus) -> None:
+        watch.check()
+        message.requests = node.requests
+        message.grants_received = receiver.grants.unreleased
+        message.conservation_errors = watch.errors
+        for what, count in sorted(receiver.refused.items()):
+            message.counters.add(name=f"refused: {what}", value=count)
+
+    runtime.model, runtime.transports, runtime.load = pool.model, (port.transport.value,), node.load
+    runtime.status, runtime.upkeep = status, upkeep
+    runtime.server.add(
+        "baton.v1.Transfer",
+        transfer_pb2_grpc.add_TransferServicer_to_server,
+        ReceiverService(node, receiver, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests),
+    )
+    runtime.server.add(
+        "baton.v1.Decode",
+        decode_pb2_grpc.add_DecodeServicer_to_server,
+        DecodeService(node, runtime.incarnation),
+    )
+    stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
+    try:
+        on_ready(await runtime.open())
+        await stop.wait()
+    finally:
+        await runtime.leave()
+        await node.close()
+        node.streams.close_all()
+        await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
+        await node.engine_loop.stop(stepping)
+        await receiver.close()
+        await port.close()
+        await runtime.close()
+
+
+def _settings(config: DecodeConfig) -> NodeSettings:
+    return NodeSettings(
+        name=config.name,
+        role=Role.DECODE,
+        listen=config.listen,
+        advertise=config.advertise,
+        directory=config.directory,
+        membership=config.membership,
+        rpc=config.rpc,
+        stop_grace_ms=config.stop_grace_ms,
+    )

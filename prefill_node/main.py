@@ -1,0 +1,184 @@
+"""Puts a prefill node together, runs it until it is asked to stop, and takes it apart in the reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from random import Random
+
+from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+
+from baton.clock import SystemClock
+from baton.errors import BatonError, Reason
+from baton.ids import Incarnation, Pair
+from baton.log import get_log
+from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.wire import NodeRecord, Role, model_to_proto
+from cachestore.device_pool import DevicePool, open_device_pool
+from engine.loop import EngineLoop
+from kvtransfer.conservation import ConservationWatch
+from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
+from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
+from kvtransfer.writer import PeerAddress, WriterPeer
+from kvtransfer.writer_grants import WriterGrants
+from prefill_node.config import PrefillConfig
+from prefill_node.node import PrefillNode
+from prefill_node.service import PrefillService, WriterService
+
+log = get_log("prefill")
+
+
+class Peers:
+    """This process's writers, one for each decode process it has met."""
+
+    def __init__(self, *, runtime: NodeRuntime, config: PrefillConfig, pool: DevicePool) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._peers: dict[Incarnation, WriterPeer] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def for_record(self, record: NodeRecord) -> WriterPeer:
+        peer = self._peers.get(record.incarnation)
+        if peer is None or peer.gone:
+            pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
+            peer = WriterPeer(
+                address=PeerAddress(name=record.name, endpoint=record.endpoint, pair=pair),
+                connect_request=transfer_pb2.ConnectRequest(
+                    header={"sender": pair.writer, "receiver": pair.receiver},
+                    writer_name=self._runtime.name,
+                    writer_endpoint=self._runtime.endpoint,
+                    model=model_to_proto(self._pool.model),
+                    transports=[TransportName.SHM.value],
+                ),
+                layout=self._pool.layout,
+                src_num_blocks=self._pool.ledger.num_blocks,
+                machine=WriterGrants(),
+                channels=self._runtime.channels,
+                make_link=self._make_link,
+                loop=self._loop,
+                config=self._config.writer,
+            )
+            self._peers[record.incarnation] = peer
+        return peer
+
+    def find(self, receiver: Incarnation) -> WriterPeer | None:
+        return self._peers.get(receiver)
+
+    def all(self) -> list[WriterPeer]:
+        return list(self._peers.values())
+
+    def follow_directory(self) -> None:
+        """An endpoint that another incarnation has taken over: the process that was there has ended."""
+        records = self._runtime.membership.nodes(Role.DECODE)
+        owners = {record.endpoint: record.incarnation for record in records}
+        for incarnation, peer in list(self._peers.items()):
+            if owners.get(peer.address.endpoint, incarnation) != incarnation:
+                peer.peer_gone()
+            if peer.gone and peer.machine.live == 0:
+                del self._peers[incarnation]
+                task = self._loop.create_task(peer.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
+
+    async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
+        try:
+            return await ShmWriterLink.connect(endpoint, pair, self._pool.region.array_U8, events, self._loop)
+        except ShmConnectError as error:
+            raise BatonError(Reason.PEER_UNREACHABLE, f"No shared memory link: {error}.") from error
+
+
+async def serve(
+    config: PrefillConfig, *, stop: asyncio.Event, on_ready: Callable[[str], None], progress: Progress
+) -> None:
+    """Run until `stop`. Raises BatonError when the node cannot start."""
+    rng = Random(secrets.randbits(64))
+    runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=lambda: peers.follow_directory())
+    await runtime.check_listen()
+    pool = await open_device_pool(config.engine, name=config.name, progress=progress)
+    try:
+        peers = Peers(runtime=runtime, config=config, pool=pool)
+        node = PrefillNode(
+            config=config,
+            model=pool.model,
+            runner=pool.runner,
+            engine=pool.engine,
+            ledger=pool.ledger,
+            blocks=pool.blocks,
+            decode_nodes=lambda: runtime.membership.nodes(Role.DECODE),
+            peer_for=peers.for_record,
+            loop=asyncio.get_running_loop(),
+            rng=rng,
+        )
+        node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
+        await _run(runtime, node, peers, pool, stop, on_ready)
+    finally:
+        pool.close()
+
+
+async def _run(
+    runtime: NodeRuntime,
+    node: PrefillNode,
+    peers: Peers,
+    pool: DevicePool,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+) -> None:
+    watch = ConservationWatch(pool.ledger)
+
+    def upkeep() -> None:
+        watch.check()
+        for peer in peers.all():
+            peer.give_up_stalled()
+
+    def status(message: node_pb2.NodeStatus) -> None:
+        watch.check()
+        message.requests = node.requests
+        message.grants_written = sum(p.machine.live for p in peers.all())
+        message.unacknowledged_writes = sum(p.machine.outstanding for p in peers.all())
+        message.conservation_errors = watch.errors
+        for peer in peers.all():
+            message.pairs.add(
+                peer=peer.address.name,
+                peer_incarnation=peer.address.pair.receiver,
+                transport=peer.transport.value if peer.transport is not None else "",
+                bytes_moved=peer.bytes_moved,
+            )
+
+    runtime.model, runtime.transports, runtime.load = pool.model, (TransportName.SHM.value,), node.load
+    runtime.status, runtime.upkeep = status, upkeep
+    service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests)
+    runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)
+    runtime.server.add(
+        "baton.v1.Transfer",
+        transfer_pb2_grpc.add_TransferServicer_to_server,
+        WriterService(runtime.incarnation, peers.find),
+    )
+    stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
+    try:
+        on_ready(await runtime.open())
+        await stop.wait()
+    finally:
+        await runtime.leave()
+        await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
+        await node.engine_loop.stop(stepping)
+        await peers.close()
+        await runtime.close()
+
+
+def _settings(config: PrefillConfig) -> NodeSettings:
+    return NodeSettings(
+        name=config.name,
+        role=Role.PREFILL,
+        listen=config.listen,
+        advertise=config.advertise,
+        directory=config.directory,
+        membership=config.membership,
+        rpc=config.rpc,
+        stop_grace_ms=config.stop_grace_ms,
+    )

@@ -1,0 +1,315 @@
+"""Life of a request in this node: `RouterNode.generate`. `_attempt` is one try at it, on one prefill and one decode node.
+
+Tokens reach the client from the attempt's inbox, which the prefill call (first token) and the decode node's stream (all
+of them) fill; each index is taken once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
+
+from baton.errors import BatonError, Reason
+from baton.ids import Attempt, Incarnation, RequestId, RequestKey
+from baton.lifecycle import Lifecycle
+from baton.log import get_log
+from baton.rpc_client import Channels, rpc_errors
+from baton.tracing import Traceparent, call_metadata
+from baton.wire import ModelInfo, NodeRecord
+from router.config import RouterConfig
+from router.placement import Placement, chain_hashes
+from router.request import CheckedRequest, check_request
+from router.subscriptions import DecodeSubscription, Inbox
+from router.text import TextCodec
+
+log = get_log("router")
+
+PLACE_AGAIN = frozenset({Reason.DECODE_FULL, Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS, Reason.NODE_DRAINING})
+"""Nobody has taken the request yet and somebody may soon: looked for again until `placement_wait_ms_max` is over."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """One client request."""
+
+    id: RequestId
+    trace: Traceparent
+    checked: CheckedRequest
+    began_s: float
+    deadline_s: float
+    stats: inference_pb2.RequestStats
+    finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
+    token_times_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Try:
+    """One try: its inbox, and where its tokens come from once a decode node has granted."""
+
+    inbox: Inbox
+    subscription: DecodeSubscription | None = None
+
+
+class RouterNode:
+    """State of one router; control thread only. `subscribe` gives the stream of a decode process."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        incarnation: Incarnation,
+        prefill_nodes: Callable[[], Sequence[NodeRecord]],
+        channels: Channels,
+        codec: TextCodec | None,
+        loop: asyncio.AbstractEventLoop,
+        rng: random.Random,
+    ) -> None:
+        self.config = config
+        self.placement = Placement(blocks_max=config.prefix_blocks_max)
+        self.requests = 0
+        self._incarnation = incarnation
+        self._prefill_nodes = prefill_nodes
+        self._channels = channels
+        self._codec = codec
+        self._loop = loop
+        self._rng = rng
+        self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
+        self._cancels: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, *, request_id: RequestId, trace: Traceparent, deadline_s: float
+    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        """One request, from the client's call to its last token. Closing the iterator frees it on every node.
+
+        Raises BatonError: what is wrong with the request, or why it could not be run.
+        """
+        if self.requests >= self.config.requests_max:
+            raise BatonError(
+                Reason.TOO_MANY_CALLS,
+                f"This router has {self.requests} requests already, the limit.",
+                retry_after_ms=self.config.placement_retry_ms,
+            )
+        self.requests += 1
+        try:
+            job = self._check(request, request_id, trace, deadline_s)
+            yield _started(job)
+            text = self._codec.stream() if self._codec is not None else None
+            async with aclosing(self._tokens(job)) as batches:
+                async for first_index, ids in batches:
+                    yield inference_pb2.GenerateEvent(
+                        tokens=inference_pb2.Tokens(
+                            first_index=first_index, ids=ids, text=text.push(ids) if text is not None else ""
+                        )
+                    )
+            rest = text.flush() if text is not None else ""
+            if rest:
+                done = inference_pb2.Tokens(first_index=len(job.token_times_s), text=rest)
+                yield inference_pb2.GenerateEvent(tokens=done)
+            yield _finished(job)
+        finally:
+            self.requests -= 1
+
+    async def _tokens(self, job: Job) -> AsyncGenerator[tuple[int, list[int]], None]:
+        """Try until an attempt is taken; then its tokens in order. Nothing is tried again once a token is out."""
+        give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
+        for attempt in range(1 << 30):
+            key = RequestKey(request=job.id, attempt=Attempt(attempt))
+            try:
+                async with aclosing(self._attempt(job, key)) as batches:
+                    async for batch in batches:
+                        yield batch
+                return
+            except BatonError as error:
+                retry = error.reason in PLACE_AGAIN and not job.token_times_s
+                if not retry or self._loop.time() >= give_up_s:
+                    raise
+                log.info("placed again", request=job.id, attempt=attempt, reason=error.message)
+            await asyncio.sleep(self.config.placement_retry_ms / 1000 * self._rng.uniform(0.5, 1.5))
+
+    async def _attempt(self, job: Job, key: RequestKey) -> AsyncGenerator[tuple[int, list[int]], None]:
+        """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
+        attempt = Try(inbox=Inbox(key=key))
+        inbox = attempt.inbox
+        prefilling = self._loop.create_task(self._prefill(job, attempt), name=f"prefill-{job.id}")
+        given = 0
+        try:
+            while not (inbox.ended and given == len(inbox.tokens)):
+                if given == len(inbox.tokens):
+                    await inbox.news.wait()
+                    inbox.news.clear()
+                new = inbox.tokens[given:]
+                if new:
+                    job.token_times_s += [self._loop.time()] * len(new)
+                    yield given, new
+                    given += len(new)
+            if inbox.error is not None:
+                raise inbox.error
+            assert inbox.finish is not None
+            job.stats.output_tokens = given
+            job.finish = inbox.finish
+            await prefilling
+        finally:
+            prefilling.cancel()
+            self._let_go(attempt)
+
+    async def _prefill(self, job: Job, attempt: Try) -> None:
+        """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
+        inbox = attempt.inbox
+        try:
+            record, hashes = self._place(job)
+            placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt))
+            job.stats.prefill_node = record.name
+            try:
+                stub = prefill_pb2_grpc.PrefillStub(self._channels.get(record.endpoint))
+                with rpc_errors(record.name):
+                    events = stub.Prefill(
+                        self._prefill_request(job, inbox.key, record),
+                        timeout=job.deadline_s - self._loop.time(),
+                        metadata=call_metadata(request_id=job.id, traceparent=job.trace.child(self._rng)),
+                    )
+                    async for event in events:
+                        self._take(job, attempt, event)
+            finally:
+                placed()
+        except BatonError as error:
+            inbox.fail(error)
+
+    def _take(self, job: Job, attempt: Try, event: prefill_pb2.PrefillEvent) -> None:
+        stats, inbox = job.stats, attempt.inbox
+        kind = event.WhichOneof("event")
+        if kind == "granted":
+            attempt.subscription = self._subscription(event.granted)
+            attempt.subscription.add(inbox)
+            stats.decode_node = event.granted.decode_node
+        elif kind == "first_token":
+            stats.prompt_tokens_cached = event.first_token.prompt_tokens_cached
+            inbox.put(0, [event.first_token.token])
+            if event.first_token.HasField("finish"):
+                stats.decode_node = ""
+                inbox.end(event.first_token.finish)
+        elif kind == "handed_off":
+            done = event.handed_off
+            stats.transport = done.transport
+            stats.blocks_written, stats.blocks_skipped = done.blocks_written, done.blocks_skipped
+            stats.bytes_written = done.bytes_written
+            stats.handoff_exposed_ms = done.handoff_exposed_ms
+
+    def _let_go(self, attempt: Try) -> None:
+        """The attempt is over: the decode node forgets a finished answer, and is told to stop an unfinished one."""
+        inbox, subscription = attempt.inbox, attempt.subscription
+        if subscription is None:
+            return
+        subscription.remove(inbox)
+        if inbox.finish is None or not inbox.tokens:
+            task = self._loop.create_task(self._cancel(subscription, inbox.key))
+            self._cancels.add(task)
+            task.add_done_callback(self._cancels.discard)
+
+    async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
+        """Bounded tries; a node that answers none of them is left to its own timers."""
+        for _ in range(self.config.cancel_tries_max):
+            try:
+                await subscription.cancel(key, "the router let go", timeout_s=self.config.cancel_ms_max / 1000)
+                return
+            except BatonError as error:
+                if error.reason is Reason.INCARNATION_MISMATCH:
+                    return
+                log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
+
+    # Small helpers.
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions.values():
+            await subscription.close()
+        await asyncio.gather(*self._cancels, return_exceptions=True)
+
+    def follow_directory(self, records: Sequence[NodeRecord]) -> None:
+        """New load reports; streams to decode processes that are gone and serve nothing are dropped."""
+        self.placement.update(self._prefill_nodes())
+        alive = {record.incarnation for record in records}
+        for incarnation, subscription in list(self._subscriptions.items()):
+            if incarnation not in alive and subscription.idle:
+                del self._subscriptions[incarnation]
+                task = self._loop.create_task(subscription.close())
+                self._cancels.add(task)
+                task.add_done_callback(self._cancels.discard)
+
+    def model(self) -> ModelInfo:
+        """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
+        for record in self._ready():
+            assert record.model is not None
+            return record.model
+        raise BatonError(
+            Reason.NO_PREFILL_NODE,
+            f"No prefill node is ready ({len(self._prefill_nodes())} known). Start one, or wait for one to come up.",
+            retry_after_ms=1_000,
+        )
+
+    def _ready(self) -> list[NodeRecord]:
+        return [r for r in self._prefill_nodes() if r.lifecycle is Lifecycle.READY and r.model is not None]
+
+    def _check(
+        self, request: inference_pb2.GenerateRequest, request_id: RequestId, trace: Traceparent, deadline_s: float
+    ) -> Job:
+        checked = check_request(
+            request,
+            model=self.model(),
+            encode=self._codec.encode if self._codec is not None else None,
+            max_tokens_default=self.config.max_tokens_default,
+            rng=self._rng,
+        )
+        return Job(
+            id=request_id,
+            trace=trace,
+            checked=checked,
+            began_s=self._loop.time(),
+            deadline_s=deadline_s,
+            stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
+        )
+
+    def _place(self, job: Job) -> tuple[NodeRecord, list[bytes]]:
+        model = self.model()
+        hashes = chain_hashes(job.checked.prompt, model.block_size, b"")
+        fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
+        return self.placement.pick(fit, hashes, len(job.checked.prompt)), hashes
+
+    def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            header=common_pb2.Header(sender=self._incarnation, receiver=record.incarnation),
+            key=common_pb2.RequestKey(request=key.request, attempt=key.attempt),
+            prompt=job.checked.prompt,
+            sampling=job.checked.sampling,
+            router=self._incarnation,
+        )
+
+    def _subscription(self, granted: prefill_pb2.Granted) -> DecodeSubscription:
+        incarnation = Incarnation(granted.decode_incarnation)
+        subscription = self._subscriptions.get(incarnation)
+        if subscription is None:
+            subscription = self._subscriptions[incarnation] = DecodeSubscription(
+                name=granted.decode_node,
+                endpoint=granted.decode_endpoint,
+                incarnation=incarnation,
+                own=self._incarnation,
+                channels=self._channels,
+                lost_ms=self.config.decode_lost_ms,
+            )
+        return subscription
+
+
+def _started(job: Job) -> inference_pb2.GenerateEvent:
+    return inference_pb2.GenerateEvent(
+        started=inference_pb2.Started(request_id=job.id, prompt_tokens=len(job.checked.prompt))
+    )
+
+
+def _finished(job: Job) -> inference_pb2.GenerateEvent:
+    times = job.token_times_s
+    job.stats.ttft_ms = (times[0] - job.began_s) * 1000 if times else 0.0
+    job.stats.itl_mean_ms = (times[-1] - times[0]) / (len(times) - 1) * 1000 if len(times) > 1 else 0.0
+    return inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=job.finish, stats=job.stats))

@@ -1,0 +1,136 @@
+"""A client's request, checked once: what is wrong is named, what is left out gets its default. Pure."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batonpb import common_pb2, inference_pb2
+
+from baton.errors import BatonError, Reason, bad_field
+from baton.wire import ModelInfo
+
+TEMPERATURE_MAX = 100.0
+STOP_TOKEN_IDS_MAX = 64
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """What every attempt at the request shares."""
+
+    prompt: tuple[int, ...]
+    sampling: common_pb2.SamplingSpec
+
+
+def check_request(
+    request: inference_pb2.GenerateRequest,
+    *,
+    model: ModelInfo,
+    encode: Encode | None,
+    max_tokens_default: int,
+    rng: random.Random,
+) -> CheckedRequest:
+    """Validate against the model that is served.
+
+    `max_tokens` is cut to what the model's context leaves after the prompt. Raises BatonError naming the field.
+    """
+    if request.HasField("model") and request.model != model.name:
+        raise BatonError(
+            Reason.UNKNOWN_MODEL,
+            f"This cluster serves '{model.name}', not '{request.model}'.",
+            field="model",
+        )
+    prompt = _prompt(request, model, encode)
+    sampling = request.sampling
+    return CheckedRequest(
+        prompt=prompt,
+        sampling=common_pb2.SamplingSpec(
+            temperature=_temperature(sampling),
+            top_k=_top_k(sampling, model),
+            top_p=_top_p(sampling),
+            seed=sampling.seed if sampling.HasField("seed") else rng.getrandbits(64),
+            max_tokens=_max_tokens(sampling, max_tokens_default, model.context_len_max - len(prompt)),
+            stop_token_ids=_stop_token_ids(sampling, model),
+            ignore_eos=sampling.ignore_eos,
+        ),
+    )
+
+
+def _prompt(request: inference_pb2.GenerateRequest, model: ModelInfo, encode: Encode | None) -> tuple[int, ...]:
+    kind = request.WhichOneof("prompt")
+    field = "prompt" if kind is None else kind
+    if kind == "text":
+        if encode is None:
+            raise BatonError(
+                Reason.NO_TOKENIZER,
+                "This router was started without a tokenizer: send token_ids, or start it with --model.",
+                field="text",
+            )
+        ids = tuple(encode(request.text))
+    else:
+        ids = tuple(request.token_ids.ids)
+    if not ids:
+        raise bad_field(field, "The prompt is empty: it must have at least one token.", reason=Reason.EMPTY_PROMPT)
+    if len(ids) >= model.context_len_max:
+        raise bad_field(
+            field,
+            f"The prompt has {len(ids)} tokens; the model's context is {model.context_len_max}, and one output token "
+            "must fit in it too.",
+            reason=Reason.PROMPT_TOO_LONG,
+        )
+    if max(ids) >= model.vocab_size:
+        where = next(i for i, token in enumerate(ids) if token >= model.vocab_size)
+        raise bad_field(
+            field,
+            f"Token id {ids[where]} at position {where} is outside the vocabulary of {model.vocab_size}.",
+            reason=Reason.TOKEN_OUT_OF_RANGE,
+        )
+    return ids
+
+
+def _out_of_range(name: str, value: object, allowed: str) -> BatonError:
+    return bad_field(
+        f"sampling.{name}", f"{name} is {value}; it must be {allowed}.", reason=Reason.SAMPLING_OUT_OF_RANGE
+    )
+
+
+def _temperature(sampling: inference_pb2.Sampling) -> float:
+    value = sampling.temperature if sampling.HasField("temperature") else 1.0
+    if not math.isfinite(value) or not 0 <= value <= TEMPERATURE_MAX:
+        raise _out_of_range("temperature", value, f"from 0 (greedy) to {TEMPERATURE_MAX:g}")
+    return value
+
+
+def _top_p(sampling: inference_pb2.Sampling) -> float:
+    value = sampling.top_p if sampling.HasField("top_p") else 1.0
+    if not math.isfinite(value) or not 0 < value <= 1:
+        raise _out_of_range("top_p", value, "above 0 and at most 1 (1 is off)")
+    return value
+
+
+def _top_k(sampling: inference_pb2.Sampling, model: ModelInfo) -> int:
+    value = sampling.top_k
+    if value > model.vocab_size:
+        raise _out_of_range("top_k", value, f"at most the vocabulary of {model.vocab_size} (0 is off)")
+    return value
+
+
+def _max_tokens(sampling: inference_pb2.Sampling, default: int, room: int) -> int:
+    if not sampling.HasField("max_tokens"):
+        return min(default, room)
+    if sampling.max_tokens < 1:
+        raise _out_of_range("max_tokens", sampling.max_tokens, "at least 1")
+    return min(sampling.max_tokens, room)
+
+
+def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[int]:
+    ids = sorted(set(sampling.stop_token_ids))
+    if len(ids) > STOP_TOKEN_IDS_MAX:
+        raise _out_of_range("stop_token_ids", f"{len(ids)} ids long", f"at most {STOP_TOKEN_IDS_MAX} ids long")
+    if ids and ids[-1] >= model.vocab_size:
+        raise _out_of_range("stop_token_ids", ids[-1], f"ids below the vocabulary of {model.vocab_size}")
+    return ids

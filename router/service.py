@@ -1,0 +1,60 @@
+"""The router's gRPC service: messages in, messages out, everything else in `RouterNode`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from batonpb import inference_pb2, inference_pb2_grpc
+
+from baton.errors import BatonError, Reason
+from baton.rpc import RpcLimits, time_left_s
+from baton.tracing import Traceparent, new_request_id, read_metadata
+from router.node import RouterNode
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """baton.v1.Inference, for clients."""
+
+    def __init__(
+        self, node: RouterNode, *, limits: RpcLimits, rng: random.Random, takes_requests: Callable[[], bool]
+    ) -> None:
+        self._node = node
+        self._limits = limits
+        self._rng = rng
+        self._takes_requests = takes_requests
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        if not self._takes_requests():
+            raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
+        called = read_metadata(context.invocation_metadata())
+        parent = called.traceparent
+        trace = parent.child(self._rng) if parent is not None else Traceparent.new(self._rng, sampled=False)
+        request_id = called.request_id or new_request_id(self._rng)
+        deadline_s = asyncio.get_running_loop().time() + time_left_s(context, self._limits)
+        events = self._node.generate(request, request_id=request_id, trace=trace, deadline_s=deadline_s)
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    async def GenerateUnary(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> inference_pb2.GenerateResponse:
+        response = inference_pb2.GenerateResponse()
+        async with aclosing(self.Generate(request, context)) as events:
+            async for event in events:
+                kind = event.WhichOneof("event")
+                if kind == "started":
+                    response.request_id = event.started.request_id
+                elif kind == "tokens":
+                    response.ids.extend(event.tokens.ids)
+                    response.text += event.tokens.text
+                else:
+                    response.reason = event.finished.reason
+                    response.stats.CopyFrom(event.finished.stats)
+        return response

@@ -1,0 +1,173 @@
+"""Token streams from decode nodes: one for each decode process, shared by all requests that run there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
+
+from baton.errors import BatonError, Reason
+from baton.ids import Attempt, Incarnation, RequestId, RequestKey
+from baton.log import get_log
+from baton.rpc_client import Channels, rpc_errors
+
+log = get_log("subscriptions")
+
+RECONNECT_MS = 50
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Inbox:
+    """Tokens of one attempt, in order, each index once: those already here are dropped when they come again.
+
+    Filled by the prefill call (index 0) and by the decode node's stream (0 to the end). Bounded by max_tokens.
+    """
+
+    key: RequestKey
+    tokens: list[int] = field(default_factory=list)
+    finish: common_pb2.FinishReason | None = None
+    error: BatonError | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, first_index: int, ids: list[int]) -> None:
+        """Take tokens in. A gap is a bug of the sender: the request fails rather than skips a token."""
+        have = len(self.tokens)
+        if first_index > have:
+            self.fail(
+                BatonError(Reason.INTERNAL, f"Tokens {have} to {first_index - 1} of the answer were never received.")
+            )
+            return
+        self.tokens.extend(ids[have - first_index :])
+        self.news.set()
+
+    def end(self, finish: common_pb2.FinishReason) -> None:
+        self.finish = finish
+        self.news.set()
+
+    def fail(self, error: BatonError) -> None:
+        if self.error is None and self.finish is None:
+            self.error = error
+            self.news.set()
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+class DecodeSubscription:
+    """The stream of one decode process. Runs while a request is registered; reconnects from the inboxes' own indices."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        endpoint: str,
+        incarnation: Incarnation,
+        own: Incarnation,
+        channels: Channels,
+        lost_ms: int,
+    ) -> None:
+        self.name = name
+        self.endpoint = endpoint
+        self.incarnation = incarnation
+        self._own = own
+        self._stub = decode_pb2_grpc.DecodeStub(channels.get(endpoint))
+        self._lost_ms = lost_ms
+        self._inboxes: dict[RequestKey, Inbox] = {}
+        self._dones: list[RequestKey] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, inbox: Inbox) -> None:
+        self._inboxes[inbox.key] = inbox
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name=f"subscribe-{self.name}")
+
+    def remove(self, inbox: Inbox) -> None:
+        """Nothing more is wanted of this request; the node is told on the stream."""
+        if self._inboxes.pop(inbox.key, None) is not None:
+            self._dones.append(inbox.key)
+            self._wake.set()
+
+    @property
+    def idle(self) -> bool:
+        return not self._inboxes
+
+    async def cancel(self, key: RequestKey, reason: str, *, timeout_s: float) -> None:
+        """Tell the node that the request lets go. Raises BatonError when it does not answer."""
+        request = decode_pb2.CancelRequest(header=self._header(), reason=reason)
+        request.key.request, request.key.attempt = key.request, key.attempt
+        with rpc_errors(self.name):
+            await self._stub.Cancel(request, timeout=timeout_s)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def fail_all(self, error: BatonError) -> None:
+        for inbox in list(self._inboxes.values()):
+            inbox.fail(error)
+        self._inboxes.clear()
+
+    async def _run(self) -> None:
+        """Stream until closed. Out of reach for `lost_ms`, or another process by now: every request here fails."""
+        loop = asyncio.get_running_loop()
+        broken_s: float | None = None
+        while True:
+            try:
+                with rpc_errors(self.name):
+                    call = self._stub.Subscribe(self._requests())
+                    await call.wait_for_connection()
+                    broken_s = None
+                    async for batch in call:
+                        self._take(batch)
+            except BatonError as error:
+                if error.reason is Reason.INCARNATION_MISMATCH:
+                    self.fail_all(_lost(self.name, "it has restarted"))
+                    return
+                log.info("stream broken", node=self.name, error=error.message)
+            broken_s = loop.time() if broken_s is None else broken_s
+            if (loop.time() - broken_s) * 1000 > self._lost_ms:
+                self.fail_all(_lost(self.name, f"it has been out of reach for {self._lost_ms} ms"))
+                return
+            await asyncio.sleep(RECONNECT_MS / 1000)
+
+    def _take(self, batch: decode_pb2.TokenBatch) -> None:
+        for message in batch.requests:
+            key = RequestKey(request=RequestId(message.key.request), attempt=Attempt(message.key.attempt))
+            inbox = self._inboxes.get(key)
+            if inbox is None:
+                # A request that this router has dropped: the node is to let go of it.
+                self._dones.append(key)
+                self._wake.set()
+                continue
+            inbox.put(message.first_index, list(message.ids))
+            if message.HasField("finish"):
+                inbox.end(message.finish)
+            elif message.HasField("error"):
+                inbox.fail(BatonError(Reason.HANDOFF_FAILED, f"{self.name} gave the request up: {message.error}."))
+
+    async def _requests(self) -> AsyncIterator[decode_pb2.SubscribeRequest]:
+        opening = decode_pb2.SubscribeOpen(header=self._header())
+        for key, inbox in self._inboxes.items():
+            cursor = opening.cursors.add(next_index=len(inbox.tokens))
+            cursor.key.request, cursor.key.attempt = key.request, key.attempt
+        yield decode_pb2.SubscribeRequest(open=opening)
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            dones, self._dones = self._dones, []
+            message = decode_pb2.SubscribeDone()
+            for key in dones:
+                message.keys.add(request=key.request, attempt=key.attempt)
+            yield decode_pb2.SubscribeRequest(done=message)
+
+    def _header(self) -> common_pb2.Header:
+        return common_pb2.Header(sender=self._own, receiver=self.incarnation)
+
+
+def _lost(name: str, why: str) -> BatonError:
+    return BatonError(Reason.PEER_UNREACHABLE, f"The decode node {name} was lost: {why}. Send the request again.")
