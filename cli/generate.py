@@ -10,7 +10,7 @@ import click
 from batonpb import common_pb2, inference_pb2
 
 from baton.rpc_client import ChannelLimits, Channels
-from cli.client import Answer, SamplingChoice, generate_streamed, generate_unary
+from cli.client import Answer, InferenceClient, SamplingChoice
 from cli.invocation import EXIT_INTERRUPTED
 from cli.signals import StopSignals
 
@@ -19,7 +19,7 @@ HELD_TOKENS_MAX: Final = 4
 four bytes, so a tokenizer shows something by then."""
 
 
-class IntegerList(click.ParamType):
+class IntegerList(click.ParamType[tuple[int, ...]]):
     """Whole numbers from 0 up, with commas between them."""
 
     name = "1,2,3"
@@ -149,13 +149,11 @@ async def _run(
 ) -> Answer | None:
     """None when the user has cancelled. Raises BatonError."""
     channels = Channels(limits=ChannelLimits())
-    call = {"router": router, "channels": channels, "timeout_s": timeout_s}
     try:
+        client = InferenceClient(router, channels=channels, timeout_s=timeout_s)
         with StopSignals() as signals:
-            if no_stream:
-                working = asyncio.ensure_future(generate_unary(request, **call))
-            else:
-                working = asyncio.ensure_future(generate_streamed(request, **call, show=printer.show))
+            running = client.generate_unary(request) if no_stream else client.generate(request, printer.show)
+            working = asyncio.ensure_future(running)
             try:
                 if not await signals.unless_stopped(working):
                     return None

@@ -1,4 +1,4 @@
-"""Life of a request in this node: `RouterNode.generate`. `_attempt` is one try at it, on one prefill and one decode node.
+"""Life of a request in this node: `RouterNode.generate`. `_attempt` is one try at it on one prefill and decode node.
 
 Tokens reach the client from the attempt's inbox, which the prefill call (first token) and the decode node's stream (all
 of them) fill; each index is taken once.
@@ -19,7 +19,7 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
-from baton.tracing import Traceparent, call_metadata
+from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord
 from router.config import RouterConfig
 from router.placement import Placement, chain_hashes
@@ -38,6 +38,8 @@ class Job:
     """One client request."""
 
     id: RequestId
+    """Ours, random: what a client calls its request may be used twice, and grants and tombstones are keyed by this."""
+    client_id: RequestId
     trace: Traceparent
     checked: CheckedRequest
     began_s: float
@@ -170,7 +172,7 @@ class RouterNode:
                     events = stub.Prefill(
                         self._prefill_request(job, inbox.key, record),
                         timeout=job.deadline_s - self._loop.time(),
-                        metadata=call_metadata(request_id=job.id, traceparent=job.trace.child(self._rng)),
+                        metadata=call_metadata(request_id=job.client_id, traceparent=job.trace.child(self._rng)),
                     )
                     async for event in events:
                         self._take(job, attempt, event)
@@ -264,7 +266,8 @@ class RouterNode:
             rng=self._rng,
         )
         return Job(
-            id=request_id,
+            id=new_request_id(self._rng),
+            client_id=request_id,
             trace=trace,
             checked=checked,
             began_s=self._loop.time(),
@@ -304,7 +307,7 @@ class RouterNode:
 
 def _started(job: Job) -> inference_pb2.GenerateEvent:
     return inference_pb2.GenerateEvent(
-        started=inference_pb2.Started(request_id=job.id, prompt_tokens=len(job.checked.prompt))
+        started=inference_pb2.Started(request_id=job.client_id, prompt_tokens=len(job.checked.prompt))
     )
 
 

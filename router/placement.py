@@ -1,7 +1,8 @@
 """Which prefill node gets a request: the one with the smallest expected time to its first token. Pure.
 
 Expected TTFT = (tokens waiting there + tokens of this prompt that it has not cached) / its rate. What this router has
-sent and the node has not reported yet counts at once, or a burst would all go to the node that was idle a heartbeat ago.
+sent and the node has not reported yet counts at once, or a burst would all go to the node that was idle at its last
+report.
 """
 
 from __future__ import annotations
@@ -92,7 +93,11 @@ class Placement:
             node.blocks.move_to_end(digest)
         while len(node.blocks) > self._blocks_max:
             node.blocks.popitem(last=False)
-        return lambda: node.sent.pop(key, None) and None
+
+        def left() -> None:
+            node.sent.pop(key, None)
+
+        return left
 
     def _backlog(self, record: NodeRecord) -> int:
         node = self._nodes.get(record.incarnation)

@@ -93,9 +93,8 @@ def _prompt(request: inference_pb2.GenerateRequest, model: ModelInfo, encode: En
 
 
 def _out_of_range(name: str, value: object, allowed: str) -> BatonError:
-    return bad_field(
-        f"sampling.{name}", f"{name} is {value}; it must be {allowed}.", reason=Reason.SAMPLING_OUT_OF_RANGE
-    )
+    text = f"{name} is {value}; it must be {allowed}."
+    return bad_field(f"sampling.{name}", text, reason=Reason.SAMPLING_OUT_OF_RANGE)
 
 
 def _temperature(sampling: inference_pb2.Sampling) -> float:

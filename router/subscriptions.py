@@ -57,7 +57,7 @@ class Inbox:
 
 
 class DecodeSubscription:
-    """The stream of one decode process. Runs while a request is registered; reconnects from the inboxes' own indices."""
+    """The stream of one decode process, made with the first request there; reconnects from the inboxes' own indices."""
 
     def __init__(
         self,

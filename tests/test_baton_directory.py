@@ -199,7 +199,7 @@ STEP = st.tuples(
 def test_every_watcher_ends_up_with_what_is_there(
     steps: list[tuple[str, int, int, int, int]], removals_kept_max: int
 ) -> None:
-    """Three watchers read at odd times while records come, change, expire and go; after a last read each has the list."""
+    """Three watchers read at odd times while records come, change and go; after a last read each has the list."""
     state = DirectoryState(limits=DirectoryLimits(removals_kept_max=removals_kept_max, records_max=3))
     versions: list[int | None] = [None] * 3
     views: list[dict[str, bytes]] = [{} for _ in range(3)]
