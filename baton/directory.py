@@ -47,7 +47,11 @@ class Removal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What a watcher at some version lacks. The records are shared: read only. With `snapshot`, replaces everything."""
+    """What a watcher at some version lacks. The records are shared: read only.
+
+    With `snapshot`, what is not in it is gone; `removals` are then the last ones that the directory remembers, for a
+    watcher that knows nodes from elsewhere.
+    """
 
     version: int
     snapshot: bool
@@ -122,21 +126,26 @@ class DirectoryState:
         return PushOutcome.CHANGED
 
     def remove(self, *, name: str, incarnation: int, now_s: float) -> bool:
-        """The node leaves. False where the name is not held, or is held by another incarnation."""
+        """The node leaves. False where the name is not held, or is held by another incarnation.
+
+        Watchers are told of a name that is not held too: they may know the node from before a restart of the directory.
+        """
         self.expire(now_s=now_s)
         # Remembered in any case: the Remove may have overtaken the Push.
         self._forget(incarnation, now_s)
         holder = self._entries.get(name)
-        if holder is None or holder.record.incarnation != incarnation:
+        if holder is not None and holder.record.incarnation != incarnation:
             return False
-        self._drop(holder.record)
-        return True
+        self._entries.pop(name, None)
+        self._note_removal(name, incarnation)
+        return holder is not None
 
     def expire(self, *, now_s: float) -> tuple[NodeRecord, ...]:
         """Drop overdue records and return them. A process that was only stopped may push again."""
         overdue = tuple(entry.record for entry in self._entries.values() if entry.expires_s <= now_s)
         for record in overdue:
-            self._drop(record)
+            del self._entries[record.name]
+            self._note_removal(record.name, record.incarnation)
         while self._gone and next(iter(self._gone.values())) <= now_s:
             self._gone.popitem(last=False)
         return overdue
@@ -152,13 +161,13 @@ class DirectoryState:
         However slow the watcher: a record that changed often comes once, as it is now, and nothing queues up for it.
         """
         self.expire(now_s=now_s)
-        if version is None or version < self._complete_since:
-            return Changes(version=self._version, snapshot=True, upserts=self.list(now_s=now_s), removals=())
-        changed = sorted(name for name, entry in self._entries.items() if entry.version > version)
-        removals = [removal for at, removal in self._removals if at > version and removal.name not in self._entries]
+        snapshot = version is None or version < self._complete_since
+        after = -1 if version is None or snapshot else version
+        changed = sorted(name for name, entry in self._entries.items() if entry.version > after)
+        removals = [removal for at, removal in self._removals if at > after and removal.name not in self._entries]
         return Changes(
             version=self._version,
-            snapshot=False,
+            snapshot=snapshot,
             upserts=tuple(self._entries[name].record for name in changed),
             removals=tuple({removal.name: removal for removal in removals}.values()),
         )
@@ -173,10 +182,9 @@ class DirectoryState:
         self._version += 1
         self._entries[record.name] = _Entry(record=record, expires_s=expires_s, version=self._version)
 
-    def _drop(self, record: NodeRecord) -> None:
-        del self._entries[record.name]
+    def _note_removal(self, name: str, incarnation: int) -> None:
         self._version += 1
-        self._removals.append((self._version, Removal(name=record.name, incarnation=record.incarnation)))
+        self._removals.append((self._version, Removal(name=name, incarnation=incarnation)))
         if len(self._removals) > self._limits.removals_kept_max:
             self._complete_since, _ = self._removals.popleft()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,9 +20,14 @@ log = get_log("directory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All records at one moment, ordered by name."""
+    """All records at one moment, ordered by name.
+
+    `left` are names that are known to have left or run out since the watch's last snapshot, as far as the directory
+    remembers; a name that is in neither was not heard of by this directory.
+    """
 
     records: tuple[NodeRecord, ...]
+    left: frozenset[NodeName] = frozenset()
 
 
 class Directory(Protocol):
@@ -85,20 +91,22 @@ class EmbeddedDirectory:
         try:
             with rpc_errors(self._peer):
                 async for event in call:
-                    _apply(event, records)
-                    yield _snapshot(records)
+                    left = _apply(event, records)
+                    yield dataclasses.replace(_snapshot(records), left=left)
         finally:
             call.cancel()
         raise BatonError(Reason.PEER_UNREACHABLE, f"The {self._peer} has ended the watch: it is stopping.")
 
 
-def _apply(event: directory_pb2.WatchEvent, records: dict[NodeName, NodeRecord]) -> None:
+def _apply(event: directory_pb2.WatchEvent, records: dict[NodeName, NodeRecord]) -> frozenset[NodeName]:
     if event.snapshot:
         records.clear()
-    for removal in event.removals:
-        records.pop(NodeName(removal.name), None)
+    left = frozenset(NodeName(removal.name) for removal in event.removals)
+    for name in left:
+        records.pop(name, None)
     for record in _readable(event.upserts):
         records[record.name] = record
+    return left
 
 
 def _readable(messages: Iterable[directory_pb2.NodeRecord]) -> list[NodeRecord]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from baton.errors import BatonError, Reason
+from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
 from engine.block_manager import BlockManager
@@ -21,6 +23,7 @@ from kvtransfer.region import Region, RegionTooLarge
 
 # NumPy has no bfloat16; a transfer needs its size only.
 _DTYPE_BYTES = {"bfloat16": 2}
+POISON = 0xFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ async def open_device_pool(config: EngineConfig, *, name: str, progress: Progres
             field="engine.num_blocks",
         ) from error
     built.runner.bind(region.array_U8, config.num_blocks)
-    ledger = Ledger(config.num_blocks)
+    ledger = Ledger(config.num_blocks, on_free=_poisoner(region, layout, config) if config.poison_freed else None)
     blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode())
     return DevicePool(
         runner=built.runner,
@@ -83,6 +86,18 @@ async def open_device_pool(config: EngineConfig, *, name: str, progress: Progres
         layout=layout,
         model=_model_info(built, layout),
     )
+
+
+def _poisoner(region: Region, layout: Layout, config: EngineConfig) -> Callable[[BlockId], None]:
+    """Overwrites a freed block in every layer. 0xff bytes are NaN in every float type."""
+    records_LNR = region.array_U8[: layout.region_bytes(config.num_blocks)].reshape(
+        layout.num_layers, config.num_blocks, layout.record_bytes
+    )
+
+    def poison(block: BlockId) -> None:
+        records_LNR[:, block] = POISON
+
+    return poison
 
 
 def _model_info(built: BuiltEngine, layout: Layout) -> ModelInfo:

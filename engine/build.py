@@ -39,6 +39,9 @@ class EngineConfig:
     tokens_per_step_max: int = field(default=512, metadata={"help": "token budget of a step"})
     sequences_max: int = field(default=64, metadata={"help": "sequences in the engine at a time"})
     mock_layer_delay_ms: float = field(default=0.0, metadata={"help": "mock engine: how long each layer takes"})
+    poison_freed: bool = field(
+        default=False, metadata={"help": "fill freed blocks with NaN bytes: shows use after free, costs time"}
+    )
     mock_seed: int = field(default=0, metadata={"help": "mock engine: stands for the weights"})
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ request, a shared prefix). A remote *writer* owns it through one grant. A block 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.ids import BlockId, GrantId
@@ -38,9 +38,11 @@ class ConservationError(AssertionError):
 class Ledger:
     """Ownership of the blocks `0 .. num_blocks-1`. All methods assert on misuse: misuse is our own bug."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, on_free: Callable[[BlockId], None] | None = None) -> None:
+        """`on_free` is told of each block that becomes free (tests fill it with poison)."""
         assert num_blocks > 0, num_blocks
         self.num_blocks = num_blocks
+        self._on_free = on_free
         self._holds = [0] * num_blocks
         self._writer: list[GrantId | None] = [None] * num_blocks
         self._quarantined = [False] * num_blocks
@@ -145,7 +147,7 @@ class Ledger:
             self._cached_count -= 1
         self._cached[block] = False
         if self._holds[block] == 0:
-            self._free.append(block)
+            self._put_free(block)
 
     def promise(self, key: Hashable, count: int) -> None:
         """Set `count` blocks aside for the growth of `key`; drawn by `take(..., promise=key)`."""
@@ -209,4 +211,9 @@ class Ledger:
         if self._cached[block]:
             self._cached_count += 1
         else:
-            self._free.append(block)
+            self._put_free(block)
+
+    def _put_free(self, block: BlockId) -> None:
+        if self._on_free is not None:
+            self._on_free(block)
+        self._free.append(block)

@@ -81,6 +81,7 @@ class RouterNode:
         self._loop = loop
         self._rng = rng
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
+        self._inboxes: dict[RequestKey, Inbox] = {}
         self._cancels: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -137,6 +138,7 @@ class RouterNode:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
         attempt = Try(inbox=Inbox(key=key))
         inbox = attempt.inbox
+        self._inboxes[key] = inbox
         prefilling = self._loop.create_task(self._prefill(job, attempt), name=f"prefill-{job.id}")
         given = 0
         try:
@@ -157,6 +159,7 @@ class RouterNode:
             await prefilling
         finally:
             prefilling.cancel()
+            del self._inboxes[key]
             self._let_go(attempt)
 
     async def _prefill(self, job: Job, attempt: Try) -> None:
@@ -301,6 +304,7 @@ class RouterNode:
                 own=self._incarnation,
                 channels=self._channels,
                 lost_ms=self.config.decode_lost_ms,
+                live=self._inboxes,
             )
         return subscription
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
@@ -68,13 +68,16 @@ class DecodeSubscription:
         own: Incarnation,
         channels: Channels,
         lost_ms: int,
+        live: Mapping[RequestKey, Inbox],
     ) -> None:
+        """`live` has the inbox of each attempt of this router: tokens may come before the news of the grant does."""
         self.name = name
         self.endpoint = endpoint
         self.incarnation = incarnation
         self._own = own
         self._stub = decode_pb2_grpc.DecodeStub(channels.get(endpoint))
         self._lost_ms = lost_ms
+        self._live = live
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._dones: list[RequestKey] = []
         self._wake = asyncio.Event()
@@ -138,7 +141,7 @@ class DecodeSubscription:
     def _take(self, batch: decode_pb2.TokenBatch) -> None:
         for message in batch.requests:
             key = RequestKey(request=RequestId(message.key.request), attempt=Attempt(message.key.attempt))
-            inbox = self._inboxes.get(key)
+            inbox = self._live.get(key)
             if inbox is None:
                 # A request that this router has dropped: the node is to let go of it.
                 self._dones.append(key)

@@ -186,6 +186,19 @@ def test_a_watcher_that_missed_too_much_gets_a_snapshot() -> None:
     assert [removal.name for removal in near.removals] == ["n1", "n2"]
 
 
+def test_a_goodbye_is_passed_on_although_the_directory_does_not_know_the_node() -> None:
+    """The directory was restarted, and the node leaves before its next heartbeat: those who watch know it from before,
+    those who begin to watch now may too. The name of somebody else's node is no goodbye."""
+    state = DirectoryState(limits=DirectoryLimits())
+    push(state, record("b", incarnation=2), 0.0)
+    version = state.version
+    assert not state.remove(name="a", incarnation=1, now_s=0.0)
+    assert not state.remove(name="b", incarnation=3, now_s=0.0)
+    for since, snapshot in ((version, False), (None, True)):
+        changes = state.changes_since(since, now_s=0.0)
+        assert (changes.snapshot, [removal.name for removal in changes.removals]) == (snapshot, ["a"])
+
+
 STEP = st.tuples(
     st.sampled_from(["push", "remove", "wait", "read"]),
     st.integers(0, 3),  # name

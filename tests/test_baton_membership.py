@@ -75,8 +75,8 @@ class ScriptedDirectory:
         self.refuse: Callable[[NodeRecord], BatonError | None] = lambda record: None
         self._events: asyncio.Queue[Snapshot | BatonError] = asyncio.Queue()
 
-    def show(self, *records: NodeRecord) -> None:
-        self._events.put_nowait(Snapshot(records=records))
+    def show(self, *records: NodeRecord, left: frozenset[NodeName] = frozenset()) -> None:
+        self._events.put_nowait(Snapshot(records=records, left=left))
 
     def lose(self) -> None:
         self._events.put_nowait(lost())
@@ -234,6 +234,26 @@ def test_a_lost_directory_takes_nobody_away() -> None:
         await membership.wait_until(lambda: known(membership) == ["a", "c"])
         directory.show(record("c"))
         await membership.wait_until(lambda: known(membership) == ["c"])
+        await membership.stop()
+
+    run(scene())
+
+
+def test_a_node_that_left_a_directory_found_again_is_not_kept() -> None:
+    """Two nodes are known when the directory is lost and comes back empty; one of them then says goodbye."""
+
+    async def scene() -> None:
+        directory, clock = ScriptedDirectory(), ManualClock()
+        membership = make(directory, clock)
+        await membership.start()
+        directory.show(record("a"), record("b"))
+        directory.lose()
+        await membership.wait_until(lambda: membership.stale and known(membership) == ["a", "b"])
+        await clock.asleep(2)
+        clock.advance(0.05)
+        directory.show(left=frozenset({NodeName("b")}))
+        await membership.wait_until(lambda: not membership.stale)
+        assert known(membership) == ["a"]
         await membership.stop()
 
     run(scene())
