@@ -91,6 +91,19 @@ def read_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> CallMet
     return CallMetadata(request_id=request_id, traceparent=traceparent)
 
 
+def forward_metadata(
+    metadata: Iterable[tuple[str, str | bytes]] | None, rng: random.Random
+) -> tuple[tuple[str, str], ...]:
+    """Metadata for the calls that an incoming call leads to: the same request id, the same trace in a new span."""
+    called = read_metadata(metadata)
+    pairs = []
+    if called.request_id is not None:
+        pairs.append((REQUEST_ID_KEY, str(called.request_id)))
+    if called.traceparent is not None:
+        pairs.append((TRACEPARENT_KEY, str(called.traceparent.child(rng))))
+    return tuple(pairs)
+
+
 def new_request_id(rng: random.Random) -> RequestId:
     """A random 128-bit request id, 32 hexadecimal digits."""
     return RequestId(f"{rng.getrandbits(128):032x}")

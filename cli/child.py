@@ -169,8 +169,8 @@ def describe_exit(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
-async def stop_children(children: Sequence[Child], *, grace_ms: int) -> list[str]:
-    """Ask all of them to stop, kill those that take longer than `grace_ms`; names those that were killed.
+async def stop_children(children: Sequence[Child], *, grace_ms: int) -> list[Child]:
+    """Ask all of them to stop, kill those that take longer than `grace_ms`; returns those that were killed.
 
     All are reaped when this returns. If it is cancelled, or the kernel does not end one within KILL_MS_MAX, the rest
     are killed without waiting.
@@ -188,7 +188,7 @@ async def stop_children(children: Sequence[Child], *, grace_ms: int) -> list[str
             child.send_signal(signal.SIGKILL)
         raise
     assert not stuck, [(child.name, child.pid) for child in stuck]
-    return [child.name for child in late]
+    return late
 
 
 async def _still_running(children: Sequence[Child], wait_ms: int) -> list[Child]:

@@ -17,9 +17,7 @@ FAMILIES: Final = {"llama": ModelFamily.LLAMA, "qwen3": ModelFamily.QWEN3}
 @click.command("demo-model")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--family", type=click.Choice(list(FAMILIES)), default="llama", show_default=True, help="Architecture.")
-@click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same model."
-)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same model.")
 @click.option("--layers", type=int, default=4, show_default=True, help="Number of layers.")
 @click.option("--hidden-size", type=int, default=256, show_default=True, help="Width of the model.")
 @click.option("--vocab-size", type=int, default=2048, show_default=True, help="Tokens of the tokenizer.")

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -250,15 +250,17 @@ class Cluster:
         return self._ended(next(child for child in children if not child.running), "by itself")
 
     async def stop(self) -> list[str]:
-        """Stop everything in the order router, prefill, decode, directory; names those that had to be killed.
+        """Stop everything in the order router, prefill, decode, directory; says which processes did not stop well.
 
-        Idempotent. The temporary log folder is removed unless a process has ended by itself.
+        Idempotent. The temporary log folder is removed unless a process ended by itself or did not stop well.
         """
-        killed: list[str] = []
+        problems: list[str] = []
         try:
             for service in _STOP_ORDER:
                 group = [child for name, child in self._children.items() if self._services[name] is service]
-                killed += await stop_children(group, grace_ms=self.spec.stop_grace_ms)
+                running = [child for child in group if child.running]
+                killed = await stop_children(running, grace_ms=self.spec.stop_grace_ms)
+                problems += [text for child in running if (text := self._stop_problem(child, killed))]
         except BaseException:
             for child in self._children.values():
                 child.send_signal(signal.SIGKILL)
@@ -267,7 +269,19 @@ class Cluster:
             if self._own_log_dir is not None and not self._keep_logs:
                 shutil.rmtree(self._own_log_dir, ignore_errors=True)
                 self._own_log_dir = None
-        return killed
+        return problems
+
+    def _stop_problem(self, child: Child, killed: Collection[Child]) -> str:
+        """Empty where there is none: it has ended with status 0, or by SIGTERM before it could handle that."""
+        status = child.exited.result()
+        if child in killed:
+            text = f"{child.name} did not stop within {self.spec.stop_grace_ms} ms (stop_grace_ms) and was killed."
+        elif status == 0 or (status == -signal.SIGTERM and not child.ready.done()):
+            return ""
+        else:
+            text = f"{child.name} {describe_exit(status)} when it was stopped."
+        self._keep_logs = True
+        return f"{text} The end of its log ({child.log_path}):\n{child.log_tail()}"
 
     async def __aenter__(self) -> Self:
         await self.start()

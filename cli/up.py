@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TextIO
@@ -16,15 +17,15 @@ from baton.config import ConfigError, ConfigProblem, load
 from baton.errors import BatonError, check_positive
 from baton.log import LogLevel
 from cli.child import ChildProgress
-from cli.invocation import EXIT_INTERRUPTED
+from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
 from cli.supervisor import Cluster, ClusterSpec
 from engine.build import EngineKind
 
-PERCENT_STEP: Final = 25
-EXIT_STOPPED: Final = 0
+PROGRESS_LINE_MS_MIN: Final = 2_000
+"""Between two progress lines of one process where stderr is no terminal."""
 _UP_FLAG_OF: Final[Mapping[str, str]] = {
     "--engine-model": "--model",
     "--engine-num-blocks": "--blocks",
@@ -78,33 +79,36 @@ class UpConfig:
 
 
 class StartBoard:
-    """One line for each process while a cluster starts: rewritten in place on a terminal, else a line per change."""
+    """One line for each process while a cluster starts: rewritten in place on a terminal, else a line when one is
+    ready, and progress of what takes long."""
 
-    def __init__(self, names: tuple[str, ...], stream: TextIO) -> None:
+    def __init__(self, names: tuple[str, ...], stream: TextIO, *, now_s: Callable[[], float] = time.monotonic) -> None:
         self._states = dict.fromkeys(names, "starting")
         self._width = max(map(len, names))
         self._stream = stream
         self._terminal = stream.isatty()
-        self._told: dict[str, tuple[str, int]] = {}
+        self._now_s = now_s
+        self._told_s = dict.fromkeys(names, now_s())
         if self._terminal:
             for name in names:
                 self._line(name)
 
     def progress(self, name: str, progress: ChildProgress) -> None:
         percent = 100 * progress.done // progress.total if progress.total > 0 else 100
-        self._set(name, f"{progress.what} {percent}%", (progress.what, percent // PERCENT_STEP))
+        due = self._now_s() - self._told_s[name] >= PROGRESS_LINE_MS_MIN / 1e3
+        self._set(name, f"{progress.what} {percent}%", tell=due)
 
     def ready(self, name: str, endpoint: str) -> None:
-        self._set(name, f"ready at {endpoint}", ("ready", 0))
+        self._set(name, f"ready at {endpoint}", tell=True)
 
-    def _set(self, name: str, state: str, step: tuple[str, int]) -> None:
+    def _set(self, name: str, state: str, *, tell: bool) -> None:
         self._states[name] = state
         if self._terminal:
             up = len(self._states) - list(self._states).index(name)
             self._stream.write(f"\x1b[{up}A\r\x1b[K{self._text(name)}\x1b[{up}B\r")
             self._stream.flush()
-        elif self._told.get(name) != step:
-            self._told[name] = step
+        elif tell:
+            self._told_s[name] = self._now_s()
             self._line(name)
 
     def _line(self, name: str) -> None:
@@ -164,10 +168,11 @@ async def _up(spec: ClusterSpec) -> int:
                 raise watching.result()
         finally:
             click.echo("Stopping ...", err=True)
-            for name in await cluster.stop():
-                click.echo(f"{name} did not stop within {spec.stop_grace_ms} ms (stop_grace_ms); killed.", err=True)
+            problems = await cluster.stop()
+            for problem in problems:
+                click.echo(problem, err=True)
         click.echo("Stopped.", err=True)
-    return EXIT_STOPPED
+    return EXIT_ERROR if problems else 0
 
 
 def _print_summary(cluster: Cluster) -> None:

@@ -71,11 +71,11 @@ async def _run(
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
 ) -> None:
-    watch = ConservationWatch(pool.ledger)
+    watch = ConservationWatch(pool.ledger, runtime.clock)
     receiver = node.receiver
 
     def upkeep() -> None:
-        watch.check()
+        watch.check_sometimes()
         node.reap()
 
     def status(message: node_pb2.NodeStatus) -> None:

@@ -182,6 +182,20 @@ class Ledger:
             promised=self._promised,
         )
 
+    def books(self) -> BlockCounts:
+        """The same figures from the running books: a hundred times cheaper than `counts`, for load reports."""
+        quarantined = self._quarantined.count(True)
+        writer_owned = self.num_blocks - self._writer.count(None) - quarantined
+        free = len(self._free)
+        return BlockCounts(
+            quarantined=quarantined,
+            writer_owned=writer_owned,
+            held=self.num_blocks - quarantined - writer_owned - self._cached_count - free,
+            cached=self._cached_count,
+            free=free,
+            promised=self._promised,
+        )
+
     def check(self) -> BlockCounts:
         """Compare the recount with the running books.
 
@@ -197,8 +211,8 @@ class Ledger:
             raise ConservationError(f"promised {self._promised}, promises sum to {sum(self._promises.values())}")
         if self._promised > counts.free + counts.cached:
             raise ConservationError(f"promised {self._promised} of {counts.free + counts.cached} reclaimable blocks")
-        if counts.total != self.num_blocks:
-            raise ConservationError(f"classes sum to {counts.total}, the region has {self.num_blocks} blocks")
+        if counts != self.books():
+            raise ConservationError(f"the books say {self.books()}, the recount {counts}")
         return counts
 
     def _is_plain_cached(self, block: BlockId) -> bool:

@@ -7,8 +7,8 @@ from kvtransfer.ledger import Ledger
 
 
 def block_load(ledger: Ledger) -> BlockLoad:
-    """A recount of the region's blocks by class. O(num_blocks): for reports, not for every step."""
-    counts = ledger.counts()
+    """The region's blocks by class, from the running books."""
+    counts = ledger.books()
     return BlockLoad(
         quarantined=counts.quarantined,
         writer_owned=counts.writer_owned,

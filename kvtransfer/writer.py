@@ -54,6 +54,8 @@ from kvtransfer.writer_grants import WriterGrants, WriterState
 
 log = get_log("writer")
 
+Metadata = tuple[tuple[str, str], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterConfig:
@@ -107,6 +109,8 @@ class Handoff:
     key: RequestKey
     granted: asyncio.Future[BatonError | None]
     ended: asyncio.Future[HandoffEnd]
+    metadata: Metadata
+    """Request id and trace context, sent along with the calls of this handoff."""
     sources_released: Callable[[], None]
     first_token: int = -1
     grant: GrantId = GrantId(b"")
@@ -240,7 +244,12 @@ class WriterPeer:
         )
 
     async def reserve(
-        self, key: RequestKey, request: transfer_pb2.ReserveRequest, sources_released: Callable[[], None]
+        self,
+        key: RequestKey,
+        request: transfer_pb2.ReserveRequest,
+        *,
+        metadata: Metadata,
+        sources_released: Callable[[], None],
     ) -> Handoff:
         """Ask for a grant and wait for it. Cancelling the caller gives the handoff up.
 
@@ -255,6 +264,7 @@ class WriterPeer:
             key=key,
             granted=self._loop.create_future(),
             ended=self._loop.create_future(),
+            metadata=metadata,
             sources_released=sources_released,
             dst_blocks=[],
             revoke_waiters=[],
@@ -396,7 +406,9 @@ class WriterPeer:
         sent_s = self._loop.time()
         try:
             with rpc_errors(self.address.endpoint):
-                reply = await self._stub.Reserve(request, timeout=self._config.reserve_ms_max / 1000)
+                reply = await self._stub.Reserve(
+                    request, timeout=self._config.reserve_ms_max / 1000, metadata=self._handoffs[number].metadata
+                )
         except BatonError as error:
             self._fail_grant(number, error)
             if error.reason is Reason.INCARNATION_MISMATCH:
@@ -492,7 +504,9 @@ class WriterPeer:
         )
         try:
             with rpc_errors(self.address.endpoint):
-                reply = await self._stub.Commit(request, timeout=self._config.call_ms_max / 1000)
+                reply = await self._stub.Commit(
+                    request, timeout=self._config.call_ms_max / 1000, metadata=handoff.metadata
+                )
         except BatonError as error:
             await self._after_failed_call(error, number)
             self.handle(CommitUnanswered(number=number))

@@ -129,10 +129,10 @@ async def _run(
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
 ) -> None:
-    watch = ConservationWatch(pool.ledger)
+    watch = ConservationWatch(pool.ledger, runtime.clock)
 
     def upkeep() -> None:
-        watch.check()
+        watch.check_sometimes()
         for peer in peers.all():
             peer.give_up_stalled()
 
@@ -152,7 +152,7 @@ async def _run(
 
     runtime.model, runtime.transports, runtime.load = pool.model, (TransportName.SHM.value,), node.load
     runtime.status, runtime.upkeep = status, upkeep
-    service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests)
+    service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)
     runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)
     runtime.server.add(
         "baton.v1.Transfer",

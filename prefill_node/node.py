@@ -30,7 +30,7 @@ from engine.wire import FINISH_TO_PROTO, key_from_proto, params_from_proto
 from kvtransfer.grant_messages import HandoffEnd
 from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
-from kvtransfer.writer import Handoff, StepWrites, WriterPeer
+from kvtransfer.writer import Handoff, Metadata, StepWrites, WriterPeer
 from prefill_node.config import PrefillConfig
 from prefill_node.placement import order_decode_nodes
 
@@ -63,6 +63,7 @@ class Job:
     cache_salt: bytes
     request: prefill_pb2.PrefillRequest
     deadline_s: float
+    metadata: Metadata
     turn: asyncio.Future[None]
     drawn: asyncio.Future[TokenEvent]
     """The first token, or the ABORTED event."""
@@ -122,7 +123,7 @@ class PrefillNode:
         self._tokens_per_s = 0.0
 
     async def prefill(
-        self, request: prefill_pb2.PrefillRequest, deadline_s: float
+        self, request: prefill_pb2.PrefillRequest, *, deadline_s: float, metadata: Metadata
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """One request: queue, grant, compute while the layers are sent, first token, commit.
 
@@ -130,7 +131,7 @@ class PrefillNode:
 
         Raises BatonError: QUEUE_FULL, NO_DECODE_NODE, DECODE_FULL, INCOMPATIBLE_NODE, HANDOFF_FAILED, ...
         """
-        job = self._enqueue(request, deadline_s)
+        job = self._enqueue(request, deadline_s, metadata)
         try:
             await job.turn  # in order of arrival, when engine and region have room for the whole prompt
             if job.params.max_tokens > 1:
@@ -150,7 +151,7 @@ class PrefillNode:
 
     # The steps of a request's life, in order.
 
-    def _enqueue(self, request: prefill_pb2.PrefillRequest, deadline_s: float) -> Job:
+    def _enqueue(self, request: prefill_pb2.PrefillRequest, deadline_s: float, metadata: Metadata) -> Job:
         key = key_from_proto(request.key)
         self._check(request, key)
         job = Job(
@@ -161,6 +162,7 @@ class PrefillNode:
             cache_salt=request.cache_salt,
             request=request,
             deadline_s=deadline_s,
+            metadata=metadata,
             turn=self._loop.create_future(),
             drawn=self._loop.create_future(),
         )
@@ -200,7 +202,9 @@ class PrefillNode:
                 deadline_left_ms=max(0, int((job.deadline_s - self._loop.time()) * 1000)),
             )
             try:
-                return await self._peer_for(record).reserve(job.key, request, lambda: self._sources_released(job))
+                return await self._peer_for(record).reserve(
+                    job.key, request, metadata=job.metadata, sources_released=lambda: self._sources_released(job)
+                )
             except BatonError as error:
                 if error.reason not in ASK_ELSEWHERE:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -11,6 +12,7 @@ from batonpb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_gr
 
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, ReserveNumber
+from baton.tracing import forward_metadata
 from baton.wire import check_header
 from kvtransfer.writer import WriterPeer
 from prefill_node.node import PrefillNode
@@ -19,7 +21,10 @@ from prefill_node.node import PrefillNode
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """baton.v1.Prefill, for routers."""
 
-    def __init__(self, node: PrefillNode, own: Incarnation, takes_requests: Callable[[], bool]) -> None:
+    def __init__(
+        self, node: PrefillNode, own: Incarnation, takes_requests: Callable[[], bool], rng: random.Random
+    ) -> None:
+        self._rng = rng
         self._node = node
         self._own = own
         self._takes_requests = takes_requests
@@ -31,7 +36,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if not self._takes_requests():
             raise BatonError(Reason.NODE_DRAINING, "This node takes no new requests.", retry_after_ms=1_000)
         deadline_s = asyncio.get_running_loop().time() + context.time_remaining()
-        async with aclosing(self._node.prefill(request, deadline_s)) as events:
+        metadata = forward_metadata(context.invocation_metadata(), self._rng)
+        events = self._node.prefill(request, deadline_s=deadline_s, metadata=metadata)
+        async with aclosing(events):
             async for event in events:
                 yield event
 

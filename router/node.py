@@ -210,7 +210,7 @@ class RouterNode:
         if subscription is None:
             return
         subscription.remove(inbox)
-        if inbox.finish is None or not inbox.tokens:
+        if inbox.finish is None:
             task = self._loop.create_task(self._cancel(subscription, inbox.key))
             self._cancels.add(task)
             task.add_done_callback(self._cancels.discard)

@@ -1,16 +1,19 @@
 """Private state of the machines as hashable tuples, and back. The explorer's product states are made of these.
 
-Stories are left out (the explorer sets `story_steps_max` to 0), as is everything that follows from the rest.
+Left out is what nothing reads any more: stories (the explorer sets `story_steps_max` to 0), the seals and rounds of a
+grant whose writer's right is over, the writes and grant of a handoff that was given up, and the reason of a stored
+refusal (it goes into the answer; the writer's machine does not look at it). That makes many states one.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from baton.ids import ReserveNumber
+from baton.ids import Epoch, GrantId, ReserveNumber
+from kvtransfer.grant_messages import Refusal
 from kvtransfer.ledger import Ledger
-from kvtransfer.receiver_grants import ReceiverGrants, ReceiverLimits, _Grant, _PairState
-from kvtransfer.writer_grants import WriterGrants, WriterLimits, _Handoff
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants, ReceiverLimits, _Grant, _PairState
+from kvtransfer.writer_grants import WriterGrants, WriterLimits, WriterState, _Handoff
 
 GrantTuple = tuple[Any, ...]
 ReceiverTuple = tuple[tuple[GrantTuple, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
@@ -41,36 +44,39 @@ def load_ledger(saved: tuple[Any, ...]) -> Ledger:
 
 
 def save_receiver(machine: ReceiverGrants) -> ReceiverTuple:
-    grants = tuple(
-        (
-            g.id,
-            g.number,
-            g.key,
-            g.pair,
-            g.epoch,
-            g.state,
-            g.blocks,
-            g.prefix,
-            tuple(sorted(g.seals.items())),
-            g.expected,
-            g.commit_waits,
-            g.was_committed,
-            g.revoke_rounds,
-        )
-        for _, g in sorted(machine._grants.items())
-    )
+    grants = tuple(_save_grant(g) for _, g in sorted(machine._grants.items()))
     pairs = tuple(
         (
             pair,
             p.epoch,
             p.lowest_live,
-            tuple(sorted(p.refused.items())),
+            tuple((number, Refusal.STALE) for number in sorted(p.refused)),
             tuple(sorted(p.by_number.items())),
             p.fencing,
         )
         for pair, p in sorted(machine._pairs.items())
     )
     return grants, pairs, tuple(sorted(machine._dead_attempts.items())), save_ledger(machine.ledger)
+
+
+def _save_grant(grant: _Grant) -> GrantTuple:
+    known = (grant.id, grant.number, grant.key, grant.pair)
+    if grant.state in (GrantState.COMMITTED, GrantState.FENCED, GrantState.RELEASED):
+        assert not grant.commit_waits
+        kept = grant.blocks if grant.state is GrantState.COMMITTED else ()
+        return (*known, Epoch(0), grant.state, kept, (), (), None, False, grant.was_committed, 0)
+    return (
+        *known,
+        grant.epoch,
+        grant.state,
+        grant.blocks,
+        grant.prefix,
+        tuple(sorted(grant.seals.items())),
+        grant.expected,
+        grant.commit_waits,
+        grant.was_committed,
+        grant.revoke_rounds,
+    )
 
 
 def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: ReceiverTuple) -> ReceiverGrants:
@@ -107,21 +113,24 @@ def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: Rec
 
 
 def save_writer(machine: WriterGrants) -> WriterTuple:
-    return machine._next, tuple(
-        (
-            h.number,
-            h.key,
-            h.state,
-            h.grant,
-            h.epoch,
-            h.writes,
-            h.bytes_written,
-            h.outstanding,
-            h.sources_held,
-            h.revoke_waits,
-            h.reported,
-        )
-        for _, h in sorted(machine._handoffs.items())
+    return machine._next, tuple(_save_handoff(h) for _, h in sorted(machine._handoffs.items()))
+
+
+def _save_handoff(handoff: _Handoff) -> HandoffTuple:
+    given_up = handoff.state in (WriterState.DRAINING, WriterState.LETTING_GO)
+    drained = handoff.state is WriterState.LETTING_GO
+    return (
+        handoff.number,
+        handoff.key,
+        handoff.state,
+        GrantId(b"") if drained else handoff.grant,
+        Epoch(0) if drained else handoff.epoch,
+        0 if given_up else handoff.writes,
+        0 if given_up else handoff.bytes_written,
+        handoff.outstanding,
+        handoff.sources_held,
+        handoff.revoke_waits,
+        handoff.reported,
     )
 
 

@@ -229,15 +229,18 @@ class _Shell:
 
     def state(self) -> WriterProcess:
         saved = save_writer(self._machine)
-        known = {row[0] for row in saved[1]}
+        rows = {row[0]: row for row in saved[1]}
         for number, grant in self._known.items():
-            if number in known:
-                continue
-            if number not in self._reported:
-                raise Violation(f"handoff {number} is forgotten without a word about its end")
-            if grant and number not in self._released:
-                raise Violation(f"handoff {number} is forgotten with its sources held")
-        return WriterProcess(self._writer, saved, frozenset(self._released & known), frozenset(self._reported & known))
+            over = number not in rows or rows[number][2] is WriterState.LETTING_GO
+            if over and number not in self._reported:
+                raise Violation(f"handoff {number} is over without a word about its end")
+            if over and grant and number not in self._released:
+                raise Violation(f"handoff {number} is over with its sources held")
+        # A let-go under way: whether there was a grant matters no more, and no source is held.
+        self._released |= {number for number, row in rows.items() if row[2] is WriterState.LETTING_GO}
+        return WriterProcess(
+            self._writer, saved, frozenset(self._released & rows.keys()), frozenset(self._reported & rows.keys())
+        )
 
     def carry_out(self, instruction: WriterInstruction) -> None:
         match instruction:
