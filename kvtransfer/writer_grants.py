@@ -159,8 +159,8 @@ class WriterGrants:
 
     @property
     def lowest_live(self) -> ReserveNumber:
-        live = [n for n, h in self._handoffs.items() if h.state is not _W.DONE]
-        return min(live, default=self._next)
+        """No write is outstanding or will be posted under any number below. A claim as strong as a let-go."""
+        return min(self._handoffs, default=self._next)
 
     @property
     def can_ask(self) -> bool:
@@ -200,7 +200,6 @@ class WriterGrants:
             self._answer_revoke(handoff)
             self._out.append(SendLetGo(number=handoff.number, lowest_live=self.lowest_live))
         elif to is _W.DONE:
-            self._answer_revoke(handoff)
             self._forget_if_over(handoff)
 
     def _drain(self, handoff: _Handoff) -> None:
@@ -217,6 +216,7 @@ class WriterGrants:
     def _forget_if_over(self, handoff: _Handoff) -> None:
         if handoff.state is _W.DONE and handoff.outstanding == 0:
             self._release_sources(handoff)
+            self._answer_revoke(handoff)
             del self._handoffs[handoff.number]
 
     def _report(self, handoff: _Handoff, end: HandoffEnd) -> None:
@@ -326,7 +326,7 @@ class WriterGrants:
     def _revoke_asked(self, event: RevokeAsked) -> None:
         assert event.number < self._next, (event, self._next)
         handoff = self._handoffs.get(event.number)
-        if handoff is None or handoff.state in (_W.LETTING_GO, _W.DONE):
+        if handoff is None or handoff.state is _W.LETTING_GO:
             self._out.append(AnswerRevoke(number=event.number))
             return
         handoff.revoke_waits = True

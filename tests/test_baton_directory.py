@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from batonpb import directory_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import SystemClock
@@ -208,6 +208,7 @@ STEP = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(steps=st.lists(STEP, max_size=60), removals_kept_max=st.integers(1, 4))
 def test_every_watcher_ends_up_with_what_is_there(
     steps: list[tuple[str, int, int, int, int]], removals_kept_max: int

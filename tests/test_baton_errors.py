@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
@@ -47,6 +47,7 @@ def test_every_reason_has_a_code_and_is_spelt_like_its_name() -> None:
     }
 
 
+@settings(deadline=None)
 @given(
     reason=st.sampled_from(Reason),
     code=st.none() | st.sampled_from(Code),
@@ -124,6 +125,7 @@ def test_details_that_contradict_the_status_are_ignored() -> None:
     assert (got.code, got.reason, got.message) == (Code.UNAVAILABLE, Reason.PEER_UNREACHABLE, "proxy")
 
 
+@settings(deadline=None)
 @given(
     host=st.sampled_from(["127.0.0.1", "::1", "decode-0.pool.svc", "localhost"]),
     port=st.integers(0, 65535),

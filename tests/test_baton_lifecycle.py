@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, Reason
@@ -69,6 +69,7 @@ def test_a_repeated_order_changes_nothing() -> None:
     assert node.story().endswith("DRAINING after 1.0 s (first)")
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(LifecycleEvent), max_size=60))
 def test_no_order_of_events_leaves_the_table(events: list[LifecycleEvent]) -> None:
     """Whatever comes: after DRAINING no request is ever taken again, STOPPED is final, the history stays bounded."""

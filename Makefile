@@ -1,0 +1,61 @@
+# Everything a new clone needs: `make demo` and `make test` set up .venv by themselves.
+# PYTHON chooses the interpreter that .venv is made with (3.11 or later).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:  ## show this text
+	@echo "make TARGET, where TARGET is one of:"
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+.PHONY: demo
+demo: $(READY)  ## start a small cluster, ask it questions, check the answers, stop it
+	@$(BIN)/baton demo --model-dir build/demo-model
+
+.PHONY: test
+test: check  ## check, then run all tests
+	@$(BIN)/pytest
+
+.PHONY: check
+check: $(READY)  ## lint, format, types, direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: explore
+explore: $(READY)  ## walk the ownership protocol's states with larger bounds than the tests do (minutes)
+	@$(BIN)/python -m kvtransfer.explorer
+
+.PHONY: proto
+proto: $(READY)  ## generate proto/batonpb from proto/*.proto
+	@PYTHON=$(BIN)/python proto/generate.sh
+
+.PHONY: clean
+clean:  ## remove what the other targets have made, .venv too
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or later is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1 || echo not there)." >&2; \
+	    echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
+	    exit 1; }
+	@echo "Setting up $(VENV); the first time takes some minutes (PyTorch is large)."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' \
+	    | while read -r line; do \
+	        case "$$line" in Collecting*|Installing*) if [ -t 1 ]; then printf '\r\033[K%.70s' "$$line"; fi;; esac; \
+	    done
+	@if [ -t 1 ]; then printf '\r\033[K'; fi; echo "$(VENV) is ready."
+	@touch $@
