@@ -1,0 +1,36 @@
+"""The direction of imports, and what a router process loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RUN_S_MAX = 120
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=RUN_S_MAX, check=False
+    )
+
+
+def test_imports_keep_their_direction() -> None:
+    """Every contract of pyproject.toml holds: the layers, the router without torch, the pure modules without I/O."""
+    result = run("-c", "from importlinter.cli import lint_imports_command as main; main(['--no-logo', '--no-cache'])")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Contracts: 3 kept, 0 broken." in result.stdout
+
+
+def test_a_router_process_loads_no_torch() -> None:
+    """A fresh interpreter that imports all of a router has neither torch nor what reads weights."""
+    loaded = run("-c", "import router.main, sys; print(sorted({'torch', 'safetensors', 'transformers'} & set(sys.modules)))")
+    assert (loaded.returncode, loaded.stdout) == (0, "[]\n"), loaded.stderr
+
+
+def test_the_command_loads_nothing_heavy_until_it_is_needed() -> None:
+    """`baton --help` answers without gRPC, torch, NumPy or pydantic."""
+    heavy = "{'torch', 'grpc', 'numpy', 'pydantic'}"
+    loaded = run("-c", f"import cli.main, sys; cli.main.run(['--help']); print(sorted({heavy} & set(sys.modules)))")
+    assert (loaded.returncode, loaded.stdout.splitlines()[-1]) == (0, "[]"), loaded.stderr
