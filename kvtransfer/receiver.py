@@ -183,8 +183,8 @@ class Receiver:
     def writers_seen(self, owners: Mapping[str, Incarnation]) -> None:
         """What the directory says: which incarnation is at which endpoint.
 
-        A writer whose endpoint another incarnation has taken over has ended; one that is not there at all has, probably.
-        Both are fenced, the latter only when nothing of it is under way; their books go when the fence has its evidence.
+        A writer whose endpoint another incarnation has taken over has ended; one that is not listed has, probably.
+        Both are fenced, the latter only when nothing of it is under way; their books go with the fence's evidence.
         """
         present = set(owners.values())
         for pair, endpoint in list(self._writers.items()):
