@@ -98,6 +98,8 @@ async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSig
         results, leftovers = await _use(cluster)
     finally:
         problems = await cluster.stop()
+        for problem in problems:
+            click.echo(f"NOT STOPPED WELL  {problem}", err=True)
     click.echo("\nStopped the cluster. Now the same requests in one process, alone:")
     mismatches = await find_mismatches(
         [(result.request, result.answer) for result in results],
@@ -105,7 +107,7 @@ async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSig
         compute_threads=len(os.sched_getaffinity(0)),
     )
     _print_table(results, mismatches)
-    return _verdict(len(results), mismatches, leftovers, problems)
+    return _verdict(len(results), mismatches, leftovers, len(problems))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,17 +221,15 @@ def _print_table(results: Sequence[_Result], mismatches: Sequence[Mismatch]) -> 
     click.echo(format_table(_COLUMNS, rows, right=_RIGHT))
 
 
-def _verdict(count: int, mismatches: Sequence[Mismatch], leftovers: Sequence[str], problems: Sequence[str]) -> int:
+def _verdict(count: int, mismatches: Sequence[Mismatch], leftovers: Sequence[str], problems: int) -> int:
     for mismatch in mismatches:
         click.echo(f"WRONG  {mismatch.name}: {mismatch.what}")
     for leftover in leftovers:
         click.echo(f"LEFT BEHIND  {leftover} (after {IDLE_MS_MAX} ms)")
-    for problem in problems:
-        click.echo(f"NOT STOPPED WELL  {problem}")
     if mismatches or leftovers or problems:
         click.echo(
             f"FAILED: {len(mismatches)} of {count} answers wrong, {len(leftovers)} nodes with something left, "
-            f"{len(problems)} processes not stopped well."
+            f"{problems} processes not stopped well."
         )
         return EXIT_ERROR
     click.echo(

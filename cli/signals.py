@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any
 
+from baton.errors import BatonError
 from baton.lifecycle import install_signal_handlers
 
 
@@ -50,7 +51,10 @@ class StopSignals:
             os._exit(128 + signum)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, object] | asyncio.Future[Any]) -> bool:
-        """Wait for `work`; False when a signal comes first: then it has been cancelled and has ended."""
+        """Wait for `work`; False when a signal comes first: then it has been cancelled and has ended.
+
+        Raises what `work` raises; after a signal only what is no BatonError, for the work was given up.
+        """
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self.stop.wait())
         try:
@@ -58,8 +62,11 @@ class StopSignals:
             if working.done():
                 await working
                 return True
-            return False
         finally:
             for task in (working, stopping):
                 task.cancel()
             await asyncio.wait({working, stopping})
+        failure = None if working.cancelled() else working.exception()
+        if failure is not None and not isinstance(failure, BatonError):
+            raise failure
+        return False

@@ -153,6 +153,7 @@ class Cluster:
         self._own_log_dir: Path | None = None
         self._log_dir: Path | None = None
         self._keep_logs = False
+        self._problems: list[str] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -252,15 +253,14 @@ class Cluster:
     async def stop(self) -> list[str]:
         """Stop everything in the order router, prefill, decode, directory; says which processes did not stop well.
 
-        Idempotent. The temporary log folder is removed unless a process failed or did not stop well.
+        Idempotent, and says it again. The temporary log folder is removed unless a process failed or did not stop well.
         """
-        problems: list[str] = []
         try:
             for service in _STOP_ORDER:
                 group = [child for name, child in self._children.items() if self._services[name] is service]
                 running = [child for child in group if child.running]
                 killed = await stop_children(running, grace_ms=self.spec.stop_grace_ms)
-                problems += [text for child in running if (text := self._stop_problem(child, killed))]
+                self._problems += [text for child in running if (text := self._stop_problem(child, killed))]
         except BaseException:
             for child in self._children.values():
                 child.send_signal(signal.SIGKILL)
@@ -268,7 +268,7 @@ class Cluster:
         finally:
             if not self._keep_logs:
                 self._remove_own_logs()
-        return problems
+        return list(self._problems)
 
     def abandon(self) -> None:
         """Kill everything and remove the temporary log folder, now: for a process that is about to end. Never waits."""

@@ -246,3 +246,31 @@ def test_many_clients_leave_at_random_moments() -> None:
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
+
+
+def test_a_turn_that_comes_while_its_request_is_being_cancelled() -> None:
+    """The head of the prefill node's queue is cancelled, and in the same moment, before its task has run, others'
+    blocks become free: its turn is skipped, the next in line is served."""
+
+    async def scenario() -> None:
+        async with small_cluster() as cluster:
+            gate = cluster.gates[Point.PREFILL_QUEUE]
+            gate.close()
+            head: Any = cluster.client.stub.Generate(make_request([MARK, 1], max_tokens=3), timeout=REACHED_S_MAX)
+            await asyncio.wait_for(gate.reached.wait(), REACHED_S_MAX)
+            behind = asyncio.create_task(cluster.client.generate([5, 6], max_tokens=3))
+
+            async def both_wait() -> bool:
+                return len(cluster.prefill["prefill-0"]._queue) == 2
+
+            await wait_until(both_wait, "two in the queue", story=cluster.story)
+            tasks = cluster.runtimes["prefill-0"].server._edge._tasks
+            handlers = [task for task, method in tasks.items() if method == "/baton.v1.Prefill/Prefill"]
+            assert len(handlers) == 2
+            handlers[0].cancel()
+            gate.open()
+            assert (await behind).ids == mock_tokens([5, 6], 3)
+            head.cancel()
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())

@@ -186,6 +186,11 @@ class Product:
         for fenced, epoch, event in receiver.fencing:
             if self.fence_may_complete(state, writer, fenced, epoch):
                 yield ("receiver", event), self.receiver_does(state, receiver, writer, event)
+        if self.shm:
+            # The port learns of a death by itself, fence or no fence.
+            for dead, event in receiver.proofs:
+                if dead < writer.writer:
+                    yield ("receiver", event), self.receiver_does(state, receiver, writer, event)
         if self.bounds.forgets_pairs:
             for dead in receiver.writers:
                 if dead < writer.writer:
@@ -199,6 +204,9 @@ class Product:
             told = writer.effects.get(event)
             if told is None or told.to is not writer:
                 yield ("writer", event), self.writer_does(state, receiver, writer, event)
+        if self.bounds.writers_give_peers_up and writer.handoffs:
+            event = self.writers.peer_gone
+            yield ("writer", event), self.writer_does(state, receiver, writer, event)
         budget = self.budgets[state[3]]
         if budget.asked < len(self.writers.asks) and writer.can_ask:
             event = self.writers.asks[budget.asked]
