@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cli.child import Child, ChildProgress, describe_exit, stop_children
+from cli.child import SUPERVISOR_ENV, Child, ChildProgress, describe_exit, stop_children
 
 WAIT_S_MAX = 60
 ENDLESS_MS = 60_000
@@ -142,3 +143,52 @@ def test_how_an_exit_is_described() -> None:
     assert describe_exit(0) == "exited with status 0"
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(-99) == "was killed by signal 99"
+
+
+BORN = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+from cli.child import tie_to_supervisor
+print(tie_to_supervisor(), flush=True)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    print("deaf")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_while_a_child_is_born() -> None:
+    """The terminal's SIGINT hits the child before it has a session of its own: that one is dropped, a later one counts.
+
+    This is what `Child` does for its process, with the signal sent at the worst moment.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", BORN],
+            env={**os.environ, SUPERVISOR_ENV: str(os.getpid())},
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S_MAX,
+            check=False,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert (child.stdout, child.stderr, child.returncode) == ("True\ninterrupted\n", "", 0)
+
+
+def test_a_child_starts_with_the_terminals_signals_blocked(tmp_path: Path) -> None:
+    """Until it says otherwise: SIGINT is in its mask, and not in this process's mask afterwards."""
+
+    async def scene() -> None:
+        blocked = (
+            "import signal; print('ready', signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)"
+        )
+        child = make(tmp_path, f"{blocked}; {SLEEPS}")
+        assert await child.wait_ready()
+        assert child.ready.result() == "True"
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert await stop_children([child], grace_ms=ENDLESS_MS) == []
+
+    play(scene())

@@ -256,8 +256,7 @@ def test_a_newer_stream_of_the_same_router_replaces_the_older() -> None:
 
 
 def test_requests_of_a_router_that_is_away_are_cancelled() -> None:
-    """A long answer runs, its router never subscribes: after orphan_ms it is cancelled and its blocks are free; the
-    router that does come back in the end is told so."""
+    """A long answer runs, its router never subscribes: after orphan_ms it is cancelled and its blocks are free."""
 
     async def scenario() -> None:
         prompt = random_prompt(random.Random(44), 50)

@@ -7,17 +7,13 @@ from typing import Any
 
 from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from kvtransfer.grant_messages import (
-    AbandonWrites,
     GrantTimerFired,
-    ReleaseSources,
     SealLanded,
-    SendLetGo,
     TimerKind,
     WriterLetGo,
-    WritesCompleted,
 )
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step, _Grant
-from kvtransfer.writer_grants import WriterGrants, WriterState, _Handoff
+from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep, _Handoff
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 
 
@@ -81,9 +77,14 @@ class FreeOnTimeout(ReceiverGrants):
 
     def _timer(self, event: GrantTimerFired) -> None:
         grant = self._grants.get(event.grant)
-        if grant is not None and event.kind is TimerKind.LEASE and grant.state in (
-            GrantState.RESERVED,
-            GrantState.WRITING,
+        if (
+            grant is not None
+            and event.kind is TimerKind.LEASE
+            and grant.state
+            in (
+                GrantState.RESERVED,
+                GrantState.WRITING,
+            )
         ):
             self._step(grant, Step.FENCE, GrantState.FENCED)
         else:
@@ -122,17 +123,7 @@ class LetGoUndrained(WriterGrants):
 
     def _drain(self, handoff: _Handoff) -> None:
         if handoff.state is WriterState.DRAINING:
-            handoff.state = WriterState.LETTING_GO
-            self._answer_revoke(handoff)
-            self._out.append(SendLetGo(number=handoff.number, lowest_live=self.lowest_live))
-
-    def _completed(self, event: WritesCompleted) -> None:
-        handoff = self._handoffs.get(event.number)
-        if handoff is None:
-            return
-        super()._completed(event)
-        if handoff.outstanding == 0 and handoff.sources_held:
-            self._release_sources(handoff)
+            self._step(handoff, WriterStep.DRAINED, WriterState.LETTING_GO)
 
 
 class RevokeAnsweredAtOnce(WriterGrants):
@@ -183,16 +174,13 @@ MUTANTS: dict[str, Mutant] = {
     "no tombstone: refused numbers": _mutant("after its let-go was answered", receiver=NoRefusedNumbers),
     "no tombstone: lowest live number": _mutant("after its let-go was answered", receiver=NoLowestLive),
     "no tombstone: dead attempts": _mutant("commits after it was cancelled", receiver=NoDeadAttempts),
-    "free on timeout: lease, channel": _mutant("would land", receiver=FreeOnTimeout),
-    "free on timeout: lease, shm": _mutant("may still write", profile=Profile.SHM, receiver=FreeOnTimeout),
+    "free on timeout: lease": _mutant("may still write", profile=Profile.SHM, receiver=FreeOnTimeout),
     "free on timeout: revoke rounds": _mutant("may still write", profile=Profile.SHM, receiver=FreeAfterRevokes),
-    "no seal, channel": _mutant("would land", receiver=NoSeal),
-    "no seal, shm": _mutant("may still write", profile=Profile.SHM, receiver=NoSeal),
+    "no seal, channel": _mutant("of its writes only 0 landed", receiver=NoSeal),
+    "no seal, shm": _mutant("of its writes only 0 landed", profile=Profile.SHM, receiver=NoSeal),
     "no revoke timer": _mutant("never becomes free", profile=Profile.SHM, receiver=NoRevokeTimer, live=True),
     "let-go before the writes have drained": _mutant("outstanding", writer=LetGoUndrained),
     "Revoke answered when the peer is given up": _mutant(
         "outstanding", profile=Profile.SHM, writer=RevokeAnsweredAtOnce, peers_up=True
     ),
 }
-
-__all__ = ["MUTANTS", "AbandonWrites", "Mutant", "ReleaseSources"]

@@ -149,9 +149,7 @@ class Product:
         yield from self._data_steps(state, receiver, writer)
         yield from self._crashes(state, receiver, writer)
 
-    def deliveries(
-        self, state: State, receiver: ReceiverInfo, writer: WriterInfo
-    ) -> Iterator[tuple[Label, State]]:
+    def deliveries(self, state: State, receiver: ReceiverInfo, writer: WriterInfo) -> Iterator[tuple[Label, State]]:
         rest = state[4]
         items = self.messages.items
         while rest:
@@ -197,9 +195,7 @@ class Product:
                     to = self.receivers.forget_pair(receiver, dead)
                     yield ("forget pair", dead), self._now(state, to, writer, state[2], state[4])
 
-    def _writer_steps(
-        self, state: State, receiver: ReceiverInfo, writer: WriterInfo
-    ) -> Iterator[tuple[Label, State]]:
+    def _writer_steps(self, state: State, receiver: ReceiverInfo, writer: WriterInfo) -> Iterator[tuple[Label, State]]:
         for event in writer.local:
             told = writer.effects.get(event)
             if told is None or told.to is not writer:
@@ -280,9 +276,7 @@ class Product:
                     return self.data_id(data)
         return self.data_id(data)
 
-    def _data_steps(
-        self, state: State, receiver: ReceiverInfo, writer: WriterInfo
-    ) -> Iterator[tuple[Label, State]]:
+    def _data_steps(self, state: State, receiver: ReceiverInfo, writer: WriterInfo) -> Iterator[tuple[Label, State]]:
         data = self.data[state[2]]
         for place, connection in enumerate(data.connections):
             if connection.queue:
@@ -316,9 +310,7 @@ class Product:
         landed = replace(without, owner=grant, landed=self._landed(data, grant) | 1 << index)
         return self._now(state, receiver, writer, self.data_id(landed), state[4])
 
-    def _arrive_up_to_seal(
-        self, state: State, receiver: ReceiverInfo, writer: WriterInfo, place: int
-    ) -> State | None:
+    def _arrive_up_to_seal(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, place: int) -> State | None:
         """The next seal, and before it the writes ahead of it, all of which must be admitted.
 
         Writes that land by themselves change nothing that a step asks for but the completion, which takes its write
@@ -515,9 +507,7 @@ class Product:
         if broken is None:
             data = self.data[number]
             hit = [c.writer == writer and (epoch is None or c.epoch == epoch) for c in data.connections]
-            connections = tuple(
-                replace(c, open=False) if h else c for c, h in zip(data.connections, hit, strict=True)
-            )
+            connections = tuple(replace(c, open=False) if h else c for c, h in zip(data.connections, hit, strict=True))
             broken = self._breaks[asked] = self.data_id(replace(data, connections=connections))
         return broken
 

@@ -168,12 +168,9 @@ class ReceiverPart:
             ((p[2], dict(p[3]), dict(p[4])) for p in state.machine[1] if p[0] == pair), (0, {}, {})
         )
         match event:
-            case ReserveAsked(number=number):
-                if number < lowest_live:
-                    return self._bounds.forgets_pairs
-                return self._bounds.forgets_pairs or event.lowest_live > lowest_live or not (
-                    number in by_number or number in refused
-                )
+            case ReserveAsked():
+                # What keeps an old Reserve from being granted is one of the things to be found out.
+                return True
             case RenewAsked(grant=grant):
                 return grant in grants and grants[grant][5] in _OPEN
             case CommitAsked(grant=grant):
