@@ -40,6 +40,7 @@ ASK_ELSEWHERE = frozenset(
     {
         Reason.DECODE_FULL,
         Reason.PEER_UNREACHABLE,
+        Reason.PAIR_FENCING,
         Reason.DEADLINE,
         Reason.INCARNATION_MISMATCH,
         Reason.INCOMPATIBLE_NODE,
@@ -142,7 +143,7 @@ class PrefillNode:
             yield _first_token(job, token, finish)
             if finish is not None or job.handoff is None:
                 return
-            end = await job.handoff.ended
+            end = await asyncio.shield(job.handoff.ended)  # a caller that goes away must not cancel the outcome
             if end is not HandoffEnd.COMMITTED:
                 raise _handoff_failed(job.handoff, end)
             yield self._handed_off(job, job.handoff)
