@@ -86,7 +86,7 @@ class DecodeNode:
         output = job.output
         try:
             async with asyncio.timeout_at(job.deadline_s):
-                if not await job.committed:
+                if not await asyncio.shield(job.committed):  # the deadline must not cancel the answer itself
                     return  # revoked or cancelled first: the receiver has dropped what it held
                 self._resume(job)
                 self.streams.open(output)

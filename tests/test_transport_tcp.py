@@ -4,131 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 
-from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.region import Region
+from baton.ids import Epoch, Pair
 from kvtransfer.transport import Seal
-from kvtransfer.transports import tcp_connect
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.tcp import (
     StreamLimits,
-    TcpConnectError,
     TcpReceiverConfig,
-    TcpReceiverPort,
-    TcpWriterConfig,
     TcpWriterLink,
 )
-from kvtransfer.transports.tcp_socket import TcpSocketOptions
-from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
+from tests.shm_harness import REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
+from tests.tcp_harness import (
+    EPOCH,
+    GOOD,
+    GRANT,
+    PAIR,
+    PAYLOAD,
+    First,
+    head,
+    raw,
+    receiving,
+    table,
+    wait_until,
+)
 from tests.transport_kits import Everything
 
-EPOCH = Epoch(3)
-PAIR = pair_of(2)
-GRANT = grant_of(7)
-PAYLOAD = bytes(range(1, 201)) * 5
-
-
-class First:
-    """Ranges of a grant that may write the first bytes of the region."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
-        return bool((dst_S + nbytes_S <= self.nbytes).all())
-
-
-class Receiving:
-    def __init__(self, config: TcpReceiverConfig | None) -> None:
-        self.events = Recorder()
-        self.region = Region.create(REGION_NBYTES, "test-region")
-        self.port = TcpReceiverPort(
-            region=self.region,
-            events=self.events,
-            loop=asyncio.get_running_loop(),
-            randomness=os.urandom,
-            config=config,
-        )
-        self.endpoint = self.port.expect(PAIR, EPOCH)
-
-    @property
-    def refused(self) -> object:
-        return self.port.describe()["refused"]
-
-    async def until_refused(self, reasons: dict[str, int]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while self.refused != reasons:
-                await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def receiving(config: TcpReceiverConfig | None = None) -> AsyncIterator[Receiving]:
-    it = Receiving(config)
-    try:
-        yield it
-    finally:
-        await it.port.close()
-        it.region.close()
-
-
-class Raw:
-    """A welcomed stream, spoken by hand."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self._loop = asyncio.get_running_loop()
-
-    async def send(self, *parts: bytes) -> None:
-        await self._loop.sock_sendall(self.sock, b"".join(parts))
-
-    async def receive(self) -> wire.Message | None:
-        """The next message; None: closed."""
-        packet = bytearray()
-        async with asyncio.timeout(DEADLINE_S):
-            while len(packet) < wire.MESSAGE_BYTES:
-                data = await self._loop.sock_recv(self.sock, wire.MESSAGE_BYTES - len(packet))
-                if not data:
-                    assert not packet
-                    return None
-                packet += data
-        return wire.decode(packet)
-
-
-@asynccontextmanager
-async def raw(r: Receiving, stream: int = 0, link: int = 1) -> AsyncIterator[Raw]:
-    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, stream=stream)
-    loop = asyncio.get_running_loop()
-    sock, _ = await tcp_connect.connect_stream(r.endpoint, hello, loop, TcpSocketOptions())
-    sock.setblocking(False)
-    try:
-        yield Raw(sock)
-    finally:
-        sock.close()
-
-
-def table(*segments: tuple[int, int]) -> bytes:
-    return np.array(segments, dtype="<i8").tobytes()
-
-
-def head(
-    sequence: int = 0,
-    *,
-    epoch: Epoch = EPOCH,
-    grant: GrantId = GRANT,
-    segments: int = 1,
-    nbytes: int = len(PAYLOAD),
-) -> bytes:
-    return wire.encode(wire.Data(sequence=sequence, epoch=epoch, grant=grant, segments=segments, payload_nbytes=nbytes))
-
-
-GOOD = head() + table((0, len(PAYLOAD))) + PAYLOAD
 BAD_FRAMES = {
     "garbage": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(64, b" "), "MALFORMED"),
     "another version": (GOOD[:4] + b"\x09\x00" + GOOD[6:], "VERSION"),
@@ -198,9 +103,7 @@ def test_a_grant_taken_back_in_mid_frame_sends_the_rest_to_scratch() -> None:
         async with receiving() as r, raw(r) as writer:
             r.port.allow(PAIR, EPOCH, GRANT, Everything())
             await writer.send(GOOD[:-500])
-            async with asyncio.timeout(DEADLINE_S):
-                while not r.region.array_U8[499]:
-                    await asyncio.sleep(0)
+            await wait_until(lambda: bool(r.region.array_U8[499]))
             r.port.forbid(GRANT)
             half_U8 = r.region.array_U8.copy()
             await writer.send(GOOD[-500:])
@@ -227,9 +130,7 @@ def test_a_fence_in_mid_frame_needs_nothing_of_the_writer() -> None:
         async with receiving() as r, raw(r) as writer:
             r.port.allow(PAIR, EPOCH, GRANT, Everything())
             await writer.send(GOOD[:-500])
-            async with asyncio.timeout(DEADLINE_S):
-                while not r.region.array_U8[499]:
-                    await asyncio.sleep(0)
+            await wait_until(lambda: bool(r.region.array_U8[499]))
             r.port.fence(PAIR, EPOCH)
             half_U8 = r.region.array_U8.copy()
             await r.events.until(lambda e: bool(e.gone))
@@ -276,137 +177,15 @@ def test_an_unread_acknowledgement_ends_the_stream() -> None:
                 )
                 for i in range(1 << 20)
             )
-            with pytest.raises(OSError, match=r"reset|pipe|abort"):
-                for message in seals:
+
+            async def send_all(messages: Iterable[bytes]) -> None:
+                for message in messages:
                     await writer.send(message)
+
+            with pytest.raises(OSError, match=r"reset|pipe|abort"):
+                await send_all(seals)
             await r.events.until(lambda e: bool(e.gone))
             assert r.refused == {"ACKS_UNREAD": 1}
-
-    run(test())
-
-
-HANDSHAKES = {
-    "garbage": (b"\x16\x03\x01" + bytes(61), {"MALFORMED": 1}),
-    "an answer first": (wire.encode(wire.Answer(proof=bytes(32))), {"OUT_OF_ORDER": 1}),
-    "an unknown pair": (
-        wire.encode(wire.Hello(pair=pair_of(99), epoch=EPOCH, link=1, stream=0)),
-        {"NOT_EXPECTED": 1},
-    ),
-    "an older epoch": (wire.encode(wire.Hello(pair=PAIR, epoch=Epoch(1), link=1, stream=0)), {"EPOCH": 1}),
-}
-
-
-@pytest.mark.parametrize("name", HANDSHAKES)
-def test_a_bad_handshake_is_refused(name: str) -> None:
-    """Told why, closed, counted; no fence, for nothing of it ever had a right."""
-    packet, refused = HANDSHAKES[name]
-
-    async def test() -> None:
-        async with receiving() as r:
-            sock = await tcp_connect._connect(r.endpoint, asyncio.get_running_loop())
-            with sock:
-                stranger = Raw(sock)
-                await stranger.send(packet)
-                answer = await stranger.receive()
-                assert isinstance(answer, wire.Refused)
-                assert {answer.reason.name: 1} == refused == r.refused
-                assert await stranger.receive() is None
-            assert r.events.gone == []
-
-    run(test())
-
-
-def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
-    """The proof of one handshake, shown in another: its nonce is a new one."""
-    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, stream=0)
-
-    async def test() -> None:
-        async with receiving() as r:
-            loop, nonces, answers, socks = asyncio.get_running_loop(), [], [], []
-            for _ in range(2):
-                socks.append(await tcp_connect._connect(r.endpoint, loop))
-                peer = Raw(socks[-1])
-                await peer.send(wire.encode(hello))
-                challenge = await peer.receive()
-                assert isinstance(challenge, wire.Challenge)
-                nonces.append(challenge.nonce)
-                proof = wire.writer_proof(r.endpoint.secret, hello, nonces[0])
-                await peer.send(wire.encode(wire.Answer(proof=proof)))
-                answers.append(await peer.receive())
-            for sock in socks:
-                sock.close()
-            assert isinstance(answers[0], wire.Welcome)
-            assert answers[1] == wire.Refused(reason=wire.RefusalReason.SECRET)
-
-    run(test())
-
-
-def test_a_silent_stranger_is_dropped_and_others_are_limited() -> None:
-    """Two connections that say nothing fill the places of strangers: the third is refused, then all time out."""
-    config = TcpReceiverConfig(handshakes_max=2, handshake_ms_max=200)
-
-    async def test() -> None:
-        async with receiving(config) as r:
-            loop = asyncio.get_running_loop()
-            socks = [await tcp_connect._connect(r.endpoint, loop) for _ in range(3)]
-            answers = [await Raw(sock).receive() for sock in socks]
-            for sock in socks:
-                sock.close()
-            reasons = [answer.reason.name for answer in answers if isinstance(answer, wire.Refused)]
-            assert reasons == ["DEADLINE", "DEADLINE", "HANDSHAKES_MAX"]
-            assert r.refused == {"HANDSHAKES_MAX": 1, "DEADLINE": 2}
-
-    run(test())
-
-
-def test_proved_connections_are_limited() -> None:
-    """One place, two streams wanted: the link is not made, and says why; the stream that was made leaves with BYE."""
-    config = TcpReceiverConfig(connections_max=1)
-
-    async def test() -> None:
-        async with receiving(config) as r:
-            source_U8, loop = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop()
-            with pytest.raises(TcpConnectError) as caught:
-                await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, Recorder(), loop, TcpWriterConfig(streams=2))
-            assert caught.value.reason is wire.RefusalReason.CONNECTIONS_MAX
-            async with asyncio.timeout(DEADLINE_S):
-                while r.port.describe()["connections_writing"]:
-                    await asyncio.sleep(0)
-            assert r.events.gone == []
-
-    run(test())
-
-
-def test_a_writer_trusts_nobody_who_does_not_know_the_secret() -> None:
-    """An impostor that welcomes everybody gets no link, and the secret never crosses the wire."""
-
-    async def test() -> None:
-        async with receiving() as r:
-            seen = bytearray()
-
-            async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                seen.extend(await reader.readexactly(64))
-                writer.write(wire.encode(wire.Challenge(nonce=bytes(32))))
-                seen.extend(await reader.readexactly(64))
-                welcome = wire.Welcome(proof=bytes(32), region_nbytes=1, frame_bytes_max=1, frame_segments_max=1)
-                writer.write(wire.encode(welcome))
-                await writer.drain()
-                writer.close()
-
-            server = await asyncio.start_server(impostor, "127.0.0.1", 0)
-            async with server:
-                port = server.sockets[0].getsockname()[1]
-                hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, stream=0)
-                endpoint = type(r.endpoint)(
-                    transport=r.endpoint.transport,
-                    address=f"127.0.0.1:{port}",
-                    secret=r.endpoint.secret,
-                    epoch=EPOCH,
-                )
-                with pytest.raises(TcpConnectError, match="does not know the pair's secret"):
-                    await tcp_connect.connect_stream(endpoint, hello, asyncio.get_running_loop(), TcpSocketOptions())
-            assert len(seen) == 128
-            assert endpoint.secret not in seen
 
     run(test())
 
@@ -441,9 +220,7 @@ def test_one_pair_cannot_use_the_grant_of_another() -> None:
             r.port.allow(stranger, EPOCH, GRANT, Everything())
             r.port.allow(PAIR, Epoch(EPOCH + 1), grant_of(9), Everything())
             await writer.send(GOOD, head(1, grant=grant_of(9)) + GOOD[64:])
-            async with asyncio.timeout(DEADLINE_S):
-                while r.port.describe()["frames_dropped"] != 2:
-                    await asyncio.sleep(0)
+            await wait_until(lambda: r.port.describe()["frames_dropped"] == 2)
             assert not r.region.array_U8.any()
 
     run(test())

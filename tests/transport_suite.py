@@ -1,4 +1,4 @@
-"""What every transport must do: one coroutine for each situation, run against each kit by test_transport_conformance."""
+"""What every transport must do: one coroutine for each situation; test_transport_conformance runs them all."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@
 `tcp_writer` and `tcp_frames` the writer's handshake, link and queue, `tcp_socket` the socket options.
 """
 
-from kvtransfer.transports.tcp_connect import TcpConnectError
-from kvtransfer.transports.tcp_receiver import TcpReceiverConfig, TcpReceiverPort
-from kvtransfer.transports.tcp_stream import StreamLimits
+from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig
+from kvtransfer.transports.tcp_receiver import TcpReceiverPort
+from kvtransfer.transports.tcp_stream import StreamLimits, TcpReceiverConfig
 from kvtransfer.transports.tcp_wire import RefusalReason
-from kvtransfer.transports.tcp_writer import TcpWriterConfig, TcpWriterLink
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 
 __all__ = [
     "RefusalReason",

@@ -1,16 +1,41 @@
-"""The writer's handshake: one connection, both sides proved."""
+"""The writer's configuration, and its handshake: one connection, both sides proved."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import socket
+from dataclasses import dataclass, field
 
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError
 from kvtransfer.transport import DataEndpoint
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpWriterConfig:
+    """Limits of one link."""
+
+    streams: int = 1
+    connect_ms_max: int = 5000
+    abandoned_grants_max: int = 1 << 20
+    seals_waiting_max: int = 4096
+    """Seals of one stream that wait for a receiver that does not read."""
+    drain_ms_max: int = 2000
+    """How long frames of an abandoned grant may stay unacknowledged; then the link is closed, which completes them."""
+    bye_ms_max: int = 2000
+    """How long `close` waits for the receiver to take in what was on its way."""
+    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.streams > wire.STREAMS_MAX:
+            raise ValueError(f"streams must not exceed {wire.STREAMS_MAX}")
 
 
 class TcpConnectError(Exception):

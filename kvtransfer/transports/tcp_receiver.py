@@ -25,34 +25,11 @@ from kvtransfer.transport import DataEndpoint, PairBeingFenced, ReceiverEvents, 
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.shm_fence import Evidence, PairFence
 from kvtransfer.transports.shm_receiver import TooManyPairs
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
-from kvtransfer.transports.tcp_stream import ReceiveStream, StreamLimits
+from kvtransfer.transports.tcp_socket import tune
+from kvtransfer.transports.tcp_stream import ReceiveStream, TcpReceiverConfig
 from kvtransfer.transports.tcp_wire import RefusalReason
 
 _OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TcpReceiverConfig:
-    """Limits of one port. `connections_max`: proved connections; strangers can only fill `handshakes_max`."""
-
-    connections_max: int = 256
-    handshakes_max: int = 64
-    pairs_max: int = 1024
-    handshake_ms_max: int = 2000
-    accepts_per_wake_max: int = 16
-    accept_pause_ms: int = 100
-    """How long no connection is accepted after the process ran out of file descriptors."""
-    seals_partial_max: int = 4096
-    """Seals that have come on some of their streams and not yet on all."""
-    stream: StreamLimits = field(default_factory=StreamLimits)
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -191,10 +168,7 @@ class TcpReceiverPort:
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         streams = [c.stream for c in self._connections.values() if c.stream is not None]
-        live = Counter[str]()
-        for stream in streams:
-            live.update(_counts_of(stream))
-        total = self._counts + live
+        total = sum((stream.counts() for stream in streams), self._counts)
         return {
             "transport": self.transport.value,
             "address": self.address,
@@ -203,10 +177,7 @@ class TcpReceiverPort:
             "connections_writing": len(streams),
             "fences_waiting": sum(book.fences_waiting for book in self._pairs.values()),
             "grants_allowed": len(self._allowed),
-            "seals": total["seals"],
-            "frames_landed": total["frames_landed"],
-            "frames_dropped": total["frames_dropped"],
-            "bytes_landed": total["bytes_landed"],
+            **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
             "refused": {reason.name: count for reason, count in self._refused.items()},
         }
 
@@ -375,7 +346,7 @@ class TcpReceiverPort:
         assert stream is not None
         stream.join()
         hello, end = stream.hello, stream.end
-        self._counts.update(_counts_of(stream))
+        self._counts.update(stream.counts())
         self._forget(connection)
         if end is not None and end.refusal is not None:
             self._refused[end.refusal] += 1
@@ -427,9 +398,3 @@ class TcpReceiverPort:
         if sock is not None:
             sock.close()
         self._connections.pop(connection.number, None)
-
-
-def _counts_of(stream: ReceiveStream) -> Counter[str]:
-    return Counter(
-        frames_landed=stream.frames_landed, frames_dropped=stream.frames_dropped, bytes_landed=stream.bytes_landed
-    )

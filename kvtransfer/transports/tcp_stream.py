@@ -14,14 +14,16 @@ import contextlib
 import select
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from baton.ids import Epoch, GrantId
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.tcp_socket import TcpSocketOptions
 from kvtransfer.transports.tcp_wire import RefusalReason
 
 SCRATCH_BYTES = 1 << 16
@@ -45,6 +47,29 @@ class StreamLimits:
             raise ValueError(f"frame_bytes_max must not exceed {wire.FRAME_BYTES_MAX}")
         if self.frame_segments_max > wire.FRAME_SEGMENTS_MAX:
             raise ValueError(f"frame_segments_max must not exceed {wire.FRAME_SEGMENTS_MAX}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpReceiverConfig:
+    """Limits of one port. `connections_max`: proved connections; strangers can only fill `handshakes_max`."""
+
+    connections_max: int = 256
+    handshakes_max: int = 64
+    pairs_max: int = 1024
+    handshake_ms_max: int = 2000
+    accepts_per_wake_max: int = 16
+    accept_pause_ms: int = 100
+    """How long no connection is accepted after the process ran out of file descriptors."""
+    seals_partial_max: int = 4096
+    """Seals that have come on some of their streams and not yet on all."""
+    stream: StreamLimits = field(default_factory=StreamLimits)
+    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
 
 
 class StreamEnded(Exception):
@@ -133,6 +158,12 @@ class ReceiveStream:
         self._thread.join()
         self._sock.close()
         self._region = None
+
+    def counts(self) -> Counter[str]:
+        """Frames and bytes so far."""
+        return Counter(
+            frames_landed=self.frames_landed, frames_dropped=self.frames_dropped, bytes_landed=self.bytes_landed
+        )
 
     # The receive thread.
 
