@@ -8,7 +8,10 @@ from baton.errors import InvalidField, check_positive
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
 from engine.build import EngineConfig
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
+from kvtransfer.transport import TransportName
+from kvtransfer.transports.tcp import TcpReceiverConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,16 @@ class DecodeConfig:
     directory: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
     engine: EngineConfig
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
+    transports: tuple[TransportName, ...] = field(
+        default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to prefill nodes"}
+    )
+    data_listen: str | None = field(
+        default=None, metadata={"help": "host:port of tcp data connections; default: any port of the host in listen"}
+    )
+    data_advertise_host: str | None = field(
+        default=None, metadata={"help": "host that prefill nodes reach for data; default: the one in advertise"}
+    )
+    tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     requests_max: int = field(default=64, metadata={"help": "requests granted and running at a time"})
@@ -29,6 +42,7 @@ class DecodeConfig:
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
+        check_transports(self.transports)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
         check_positive(

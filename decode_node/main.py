@@ -10,6 +10,8 @@ from random import Random
 from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 
 from baton.clock import SystemClock
+from baton.endpoint import join_endpoint, split_endpoint
+from baton.errors import BatonError, Reason
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from cachestore.device_pool import DevicePool, open_device_pool
@@ -20,7 +22,10 @@ from engine.loop import EngineLoop
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import ReceiverGrants
+from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.shm import ShmReceiverPort
+from kvtransfer.transports.tcp import TcpReceiverPort
 
 
 async def serve(
@@ -51,15 +56,20 @@ async def serve(
         node.receiver = Receiver(
             incarnation=runtime.incarnation,
             grants=ReceiverGrants(pool.ledger),
+            layout=pool.layout,
             host=node,
             channels=runtime.channels,
             loop=loop,
             config=config.receiver,
         )
-        port = ShmReceiverPort(region=pool.region, events=node.receiver, loop=loop, randomness=secrets.token_bytes)
-        node.receiver.port = port
+        node.receiver.ports = ReceiverPorts(node.receiver)
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
-        await _run(runtime, node, pool, port, stop, on_ready)
+        try:
+            for transport in config.transports:
+                node.receiver.ports.add(_open_port(transport, config, pool, node.receiver.ports))
+            await _run(runtime, node, pool, stop, on_ready)
+        finally:
+            await node.receiver.ports.close()
     finally:
         pool.close()
 
@@ -68,7 +78,6 @@ async def _run(
     runtime: NodeRuntime,
     node: DecodeNode,
     pool: DevicePool,
-    port: ShmReceiverPort,
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
 ) -> None:
@@ -86,8 +95,16 @@ async def _run(
         message.conservation_errors = watch.errors
         for what, count in sorted(receiver.refused.items()):
             message.counters.add(name=f"refused: {what}", value=count)
+        for name, port in receiver.ports.describe().items():
+            for what, figure in port.items():
+                if isinstance(figure, int):
+                    message.counters.add(name=f"{name.value}: {what}", value=figure)
+                elif isinstance(figure, dict):
+                    for kind, times in figure.items():
+                        message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
 
-    runtime.model, runtime.transports, runtime.load = pool.model, (port.transport.value,), node.load
+    runtime.model, runtime.load = pool.model, node.load
+    runtime.transports = tuple(t.value for t in receiver.ports.transports)
     runtime.status, runtime.upkeep = status, upkeep
     runtime.server.add(
         "baton.v1.Transfer",
@@ -110,8 +127,35 @@ async def _run(
         await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await receiver.close()
-        await port.close()
+        await receiver.ports.close()
         await runtime.close()
+
+
+def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:
+    """Listen for data connections. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""
+    loop, events = asyncio.get_running_loop(), ports.port_events(transport)
+    if transport is TransportName.SHM:
+        return ShmReceiverPort(region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes)
+    assert transport is TransportName.TCP, transport
+    host, _ = split_endpoint(config.listen)
+    listen = config.data_listen or join_endpoint(host, 0)
+    advertise_host = config.data_advertise_host
+    if advertise_host is None and config.advertise is not None:
+        advertise_host, _ = split_endpoint(config.advertise)
+    try:
+        return TcpReceiverPort(
+            region=pool.region,
+            events=events,
+            loop=loop,
+            randomness=secrets.token_bytes,
+            listen=listen,
+            advertise_host=advertise_host,
+            config=config.tcp,
+        )
+    except OSError as error:
+        raise BatonError(
+            Reason.PORT_IN_USE, f"Cannot listen for data connections on {listen}: {error}.", field="data_listen"
+        ) from error
 
 
 def _settings(config: DecodeConfig) -> NodeSettings:

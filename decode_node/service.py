@@ -13,6 +13,7 @@ from baton.wire import ModelInfo, check_header, model_from_proto
 from decode_node.node import DecodeNode
 from engine.wire import key_from_proto
 from kvtransfer.compatibility import check_compatible
+from kvtransfer.negotiation import choose, host_identity
 from kvtransfer.receiver import Receiver
 
 
@@ -32,17 +33,21 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         self._receiver = receiver
         self._own = own
         self._model = model
+        self._host = host_identity()
 
     async def Connect(self, request: transfer_pb2.ConnectRequest, context: Any) -> transfer_pb2.ConnectReply:
         pair = self._pair(request.header)
         check_compatible(own=self._model, peer=model_from_proto(request.model), peer_name=request.writer_name)
-        if self._receiver.port.transport.value not in request.transports:
+        own = self._receiver.ports.transports
+        transport = choose(request.transports, own, same_host=request.host == self._host)
+        if transport is None:
             raise BatonError(
                 Reason.INCOMPATIBLE_NODE,
-                f"{request.writer_name} offers {list(request.transports)}, this node only "
-                f"{self._receiver.port.transport.value}.",
+                f"{request.writer_name} offers the transports {', '.join(request.transports) or 'none'}, this node "
+                f"{', '.join(t.value for t in own)}; none of them works between the two (shm needs the same machine, "
+                "user and namespaces). Add tcp to the transports of both.",
             )
-        endpoint = self._receiver.connect(pair, request.writer_endpoint)
+        endpoint = self._receiver.connect(pair, request.writer_endpoint, transport)
         return transfer_pb2.ConnectReply(
             receiver=self._own,
             transport=endpoint.transport.value,

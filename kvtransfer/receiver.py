@@ -48,8 +48,11 @@ from kvtransfer.grant_messages import (
     WriterLetGo,
     WriterSuspected,
 )
+from kvtransfer.layout import Layout
+from kvtransfer.ranges import RecordRanges
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
-from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal
+from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TransportName
 
 log = get_log("receiver")
 
@@ -87,15 +90,16 @@ class ReceiverHost(Protocol):
 
 
 class Receiver:
-    """Grants of this process, their timers and waiters. `port` is set once, before the first call."""
+    """Grants of this process, their timers and waiters. `ports` is set once, before the first call."""
 
-    port: ReceiverPort
+    ports: ReceiverPorts
 
     def __init__(
         self,
         *,
         incarnation: Incarnation,
         grants: ReceiverGrants,
+        layout: Layout,
         host: ReceiverHost,
         channels: Channels,
         loop: asyncio.AbstractEventLoop,
@@ -105,6 +109,7 @@ class Receiver:
         self.grants = grants
         self.config = config
         self.refused: dict[str, int] = {}
+        self._layout = layout
         self._host = host
         self._channels = channels
         self._loop = loop
@@ -117,7 +122,7 @@ class Receiver:
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
             SendRevoke: self._send_revoke,
-            FencePair: lambda i: self.port.fence(i.pair, i.epoch),
+            FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
             ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
             StopRequest: self._stop_request,
             StartGrantTimer: self._start_timer,
@@ -128,8 +133,8 @@ class Receiver:
 
     # What the node asks. Answers that the machine gives at once are returned.
 
-    def connect(self, pair: Pair, writer_endpoint: str) -> DataEndpoint:
-        """A writer introduces itself. Raises BatonError TOO_MANY_PEERS."""
+    def connect(self, pair: Pair, writer_endpoint: str, transport: TransportName) -> DataEndpoint:
+        """A writer introduces itself. Raises BatonError TOO_MANY_PEERS, or PAIR_FENCING with a retry time."""
         if pair not in self._writers and len(self._writers) >= self.config.pairs_max:
             raise BatonError(
                 Reason.TOO_MANY_PEERS,
@@ -138,7 +143,14 @@ class Receiver:
             )
         self._writers[pair] = writer_endpoint
         self._retiring.discard(pair)
-        return self.port.expect(pair, self.grants.epoch(pair))
+        try:
+            return self.ports.expect(pair, self.grants.epoch(pair), transport)
+        except PairBeingFenced as error:
+            raise BatonError(
+                Reason.PAIR_FENCING,
+                "The right to write of this writer's last connection is being taken back; connect again then.",
+                retry_after_ms=self.config.revoke_ms,
+            ) from error
 
     def reserve(self, event: ReserveAsked) -> AnswerGranted | AnswerRefused:
         answer = self._handle(event)
@@ -225,6 +237,7 @@ class Receiver:
             if self.grants.is_quiet(pair):
                 self._carry_out(self.grants.forget_pair(pair))
                 self._writers.pop(pair, None)
+                self.ports.forget(pair)
 
     # Carrying out.
 
@@ -235,6 +248,9 @@ class Receiver:
         """Act on each instruction in order; the one that answers the caller at once is returned."""
         answer = None
         for instruction in instructions:
+            if isinstance(instruction, AnswerGranted):
+                ranges = RecordRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
+                self.ports.allow(instruction.pair, instruction.epoch, instruction.grant, ranges)
             if isinstance(instruction, AnswerGranted | AnswerRefused | AnswerRenew | AnswerLetGo | AnswerResolve):
                 answer = instruction
             else:
@@ -262,6 +278,8 @@ class Receiver:
         self._handle(GrantTimerFired(grant=key[0], kind=key[1]))
 
     def _stop_timers(self, instruction: StopGrantTimers) -> None:
+        """Comes when a grant is no longer open, before anything else can be done with its blocks."""
+        self.ports.forbid(instruction.grant)
         for kind in TimerKind:
             self._cancel_timer((instruction.grant, kind))
         if self.grants.state_of(instruction.grant) is not GrantState.COMMITTED:

@@ -16,7 +16,22 @@ from baton.ids import Epoch, GrantId, Pair
 
 
 class TransportName(Enum):
+    """Named best first: where both sides offer several, the first one that can work between them is used."""
+
     SHM = "shm"
+    TCP = "tcp"
+
+
+class PairBeingFenced(Exception):
+    """`ReceiverPort.expect` for an epoch whose right to write is being taken back: ask again once it has been."""
+
+
+class WriteRanges(Protocol):
+    """The bytes of a receiver's region that one grant opens. Immutable; read from any thread."""
+
+    def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
+        """True if every segment (`nbytes_S[i]` > 0 bytes from `dst_S[i]` >= 0 on, int64) lies wholly inside."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +95,16 @@ class WriterLink(Protocol):
     @property
     def epoch(self) -> Epoch: ...
 
+    @property
+    def fenced(self) -> bool:
+        """The receiver has ended this link by a fence: that tells nothing about how well the transport works."""
+        ...
+
     async def close(self) -> None:
-        """Stop the copying, complete what is queued uncopied, release the mapping. Idempotent."""
+        """Stop the copying, complete what is queued uncopied, let go of the region or socket. Idempotent.
+
+        Ends within the transport's named limits, whatever the receiver does.
+        """
         ...
 
 
@@ -114,15 +137,38 @@ class ReceiverPort(Protocol):
     def transport(self) -> TransportName: ...
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
-        """Allow connections of this pair in this epoch (and no longer in an older one). Idempotent."""
+        """Allow connections of this pair in this epoch (and no longer in an older one). Idempotent.
+
+        Raises:
+            PairBeingFenced: a fence that covers the epoch has not ended yet.
+        """
+        ...
+
+    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
+        """From now on bytes of this grant may land in `ranges`, on connections of this pair and epoch. Idempotent.
+
+        A transport whose receiver takes no part in the writes (shm) does nothing here.
+        """
+        ...
+
+    def forbid(self, grant: GrantId) -> None:
+        """When this returns no byte of the grant lands any more, where the receiver can refuse. Unknown ones are fine.
+
+        It is never allowed again. Where the receiver takes no part in the writes this does nothing.
+        """
         ...
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """Start taking the right to write back from all connections of the pair up to `epoch`.
 
         Ends in `ReceiverEvents.writer_gone`, at once if no such connection was ever made; for shm only when the writer
-        process has closed with an acknowledgement or is proved dead, however long that takes.
+        process has closed with an acknowledgement or is proved dead, however long that takes; for tcp as soon as the
+        receive threads of its connections have been joined.
         """
+        ...
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
         ...
 
     async def close(self) -> None: ...

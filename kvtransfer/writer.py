@@ -49,6 +49,7 @@ from kvtransfer.grant_messages import (
     WritesPosted,
 )
 from kvtransfer.layout import Layout
+from kvtransfer.negotiation import Offers
 from kvtransfer.plan import Int64Array, whole_records
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents, WriterLink
 from kvtransfer.writer_grants import WriterGrants, WriterState
@@ -194,6 +195,7 @@ class WriterPeer:
         machine: WriterGrants,
         channels: Channels,
         make_link: LinkMaker,
+        offers: Offers,
         loop: asyncio.AbstractEventLoop,
         config: WriterConfig,
     ) -> None:
@@ -207,6 +209,8 @@ class WriterPeer:
         self._connect_request = connect_request
         self._stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
         self._make_link = make_link
+        self.offers = offers
+        self.link_failures = 0
         self._loop = loop
         self._config = config
         self._link: WriterLink | None = None
@@ -369,6 +373,9 @@ class WriterPeer:
         log.info("data link lost", peer=self.address.name, reason=reason)
         if self._link is not None:
             epoch = self._link.epoch
+            if not self._link.fenced:
+                assert self.transport is not None
+                self._count_failure(self.transport, reason)
             self._link = None
             self.handle(LinkLost(epoch=epoch))
 
@@ -396,11 +403,25 @@ class WriterPeer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _count_failure(self, transport: TransportName, reason: str) -> None:
+        """A link broke by itself or could not be made: at some point the next best transport is used instead."""
+        self.link_failures += 1
+        if self.offers.failed(transport, self._loop.time()):
+            log.warning(
+                "transport given up",
+                peer=self.address.name,
+                transport=transport.value,
+                reason=reason,
+                left=",".join(self.offers.names),
+            )
+
     async def _ensure_link(self) -> None:
         """Connect the data link if there is none. Raises BatonError."""
         async with self._connecting:
             if self._link is not None:
                 return
+            del self._connect_request.transports[:]
+            self._connect_request.transports.extend(self.offers.names)
             with rpc_errors(self.address.endpoint):
                 reply = await self._stub.Connect(self._connect_request, timeout=self._config.call_ms_max / 1000)
             endpoint = DataEndpoint(
@@ -410,7 +431,11 @@ class WriterPeer:
                 epoch=Epoch(reply.epoch),
             )
             self.dst_num_blocks = reply.num_blocks
-            self._link = await self._make_link(endpoint, self.address.pair, self)
+            try:
+                self._link = await self._make_link(endpoint, self.address.pair, self)
+            except BatonError as error:
+                self._count_failure(endpoint.transport, error.message)
+                raise
             self.transport = endpoint.transport
             log.info("data link", peer=self.address.name, transport=reply.transport, epoch=reply.epoch)
 

@@ -8,6 +8,9 @@ from baton.errors import check_positive
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
 from engine.build import EngineConfig
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
+from kvtransfer.transport import TransportName
+from kvtransfer.transports.tcp import TcpWriterConfig
 from kvtransfer.writer import WriterConfig
 
 
@@ -19,6 +22,11 @@ class PrefillConfig:
     directory: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
     engine: EngineConfig
     writer: WriterConfig = field(default_factory=WriterConfig)
+    transports: tuple[TransportName, ...] = field(
+        default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to decode nodes, best first"}
+    )
+    fallback: FallbackConfig = field(default_factory=FallbackConfig)
+    tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
@@ -27,4 +35,5 @@ class PrefillConfig:
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
+        check_transports(self.transports)
         check_positive(self, "queue_max", "decode_tries_max", "busy_retry_ms", "stop_grace_ms")

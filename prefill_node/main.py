@@ -18,8 +18,10 @@ from baton.wire import NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool, open_device_pool
 from engine.loop import EngineLoop
 from kvtransfer.conservation import ConservationWatch
+from kvtransfer.negotiation import Offers, host_identity
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
+from kvtransfer.transports.tcp import TcpConnectError, TcpWriterLink
 from kvtransfer.writer import PeerAddress, WriterPeer
 from kvtransfer.writer_grants import WriterGrants
 from prefill_node.config import PrefillConfig
@@ -36,6 +38,7 @@ class Peers:
         self._runtime = runtime
         self._config = config
         self._pool = pool
+        self._host = host_identity()
         self._loop = asyncio.get_running_loop()
         self._peers: dict[Incarnation, WriterPeer] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -51,13 +54,14 @@ class Peers:
                     writer_name=self._runtime.name,
                     writer_endpoint=self._runtime.endpoint,
                     model=model_to_proto(self._pool.model),
-                    transports=[TransportName.SHM.value],
+                    host=self._host,
                 ),
                 layout=self._pool.layout,
                 src_num_blocks=self._pool.ledger.num_blocks,
                 machine=WriterGrants(),
                 channels=self._runtime.channels,
                 make_link=self._make_link,
+                offers=Offers(self._config.transports, self._config.fallback),
                 loop=self._loop,
                 config=self._config.writer,
             )
@@ -95,10 +99,16 @@ class Peers:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
+        """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE."""
+        source_U8 = self._pool.region.array_U8
         try:
-            return await ShmWriterLink.connect(endpoint, pair, self._pool.region.array_U8, events, self._loop)
-        except ShmConnectError as error:
-            raise BatonError(Reason.PEER_UNREACHABLE, f"No shared memory link: {error}.") from error
+            if endpoint.transport is TransportName.SHM:
+                return await ShmWriterLink.connect(endpoint, pair, source_U8, events, self._loop)
+            assert endpoint.transport is TransportName.TCP, endpoint.transport
+            return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
+        except (ShmConnectError, TcpConnectError) as error:
+            text = f"No {endpoint.transport.value} link: {error}."
+            raise BatonError(Reason.PEER_UNREACHABLE, text) from error
 
 
 async def serve(
@@ -124,7 +134,7 @@ async def serve(
             rng=rng,
         )
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
-        await _run(runtime, node, peers, pool, stop, on_ready)
+        await _run(runtime, node, peers, pool, stop, on_ready, config=config)
     finally:
         pool.close()
 
@@ -136,6 +146,8 @@ async def _run(
     pool: DevicePool,
     stop: asyncio.Event,
     on_ready: Callable[[str], None],
+    *,
+    config: PrefillConfig,
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
 
@@ -156,9 +168,14 @@ async def _run(
                 peer_incarnation=peer.address.pair.receiver,
                 transport=peer.transport.value if peer.transport is not None else "",
                 bytes_moved=peer.bytes_moved,
+                transports_given_up=[t.value for t in peer.offers.dropped],
+                link_failures=peer.link_failures,
             )
 
-    runtime.model, runtime.transports, runtime.load = pool.model, (TransportName.SHM.value,), node.load
+        message.counters.add(name="transports given up", value=sum(len(p.offers.dropped) for p in peers.all()))
+
+    runtime.model, runtime.load = pool.model, node.load
+    runtime.transports = tuple(t.value for t in config.transports)
     runtime.status, runtime.upkeep = status, upkeep
     service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)
     runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)

@@ -40,6 +40,7 @@ ASK_ELSEWHERE = frozenset(
     {
         Reason.DECODE_FULL,
         Reason.PEER_UNREACHABLE,
+        Reason.PAIR_FENCING,
         Reason.DEADLINE,
         Reason.INCARNATION_MISMATCH,
         Reason.INCOMPATIBLE_NODE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -52,7 +53,8 @@ def run(test: Coroutine[None, None, None]) -> None:
     before = _what_is_there()
     asyncio.run(test)
     gc.collect()
-    assert _what_is_there() == before
+    after = _what_is_there()
+    assert after == before, {what: (before[what], after[what]) for what in before if before[what] != after[what]}
 
 
 def _what_is_there() -> dict[str, object]:
@@ -60,10 +62,20 @@ def _what_is_there() -> dict[str, object]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": {thread.name for thread in threading.enumerate()},
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
-        "sockets": Path("/proc/net/unix").read_text().count("@baton-shm-"),
+        "sockets": _own_shm_sockets(),
         "shared memory": sorted(os.listdir("/dev/shm")),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:"),
     }
+
+
+def _own_shm_sockets() -> int:
+    """Bound or connected shm sockets of this process; other processes of the machine may have some of their own."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sum("@baton-shm-" in line and line.split()[6] in inodes for line in lines)
 
 
 class Recorder:
@@ -189,9 +201,9 @@ def to_json(endpoint: DataEndpoint) -> dict[str, Any]:
     return {"address": endpoint.address, "secret": endpoint.secret.hex(), "epoch": endpoint.epoch}
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(script: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("shm_peer.py"))],
+        [sys.executable, str(Path(__file__).with_name(script))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -199,8 +211,8 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 @asynccontextmanager
-async def child() -> AsyncIterator[Child]:
-    process = _start()
+async def child(script: str = "shm_peer.py") -> AsyncIterator[Child]:
+    process = _start(script)
     assert process.stdin is not None
     assert process.stdout is not None
     reader = asyncio.StreamReader(limit=1 << 24)

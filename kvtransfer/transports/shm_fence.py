@@ -19,6 +19,7 @@ class Evidence(Enum):
 
     ACKNOWLEDGED = "acknowledged"
     DEAD = "dead, by pidfd"
+    JOINED = "closed, its receive thread joined"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +52,10 @@ class PairFence:
     def is_fencing(self, epoch: Epoch) -> bool:
         """A fence that covers `epoch` waits for its evidence."""
         return any(waiting >= epoch for waiting in self._waiting)
+
+    def has_fenced(self, epoch: Epoch) -> bool:
+        """`epoch` can be expected no more: a fence that covers it has begun."""
+        return epoch <= self._fenced_epoch
 
     def secret(self, epoch: Epoch) -> bytes | None:
         """The secret that `expect` set for this epoch, if it still holds."""

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from baton.ids import Epoch, Pair
+from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName
+from kvtransfer.transport import DataEndpoint, PairBeingFenced, ReceiverEvents, Seal, TransportName, WriteRanges
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.shm_fence import Evidence, PairFence
 from kvtransfer.transports.shm_wire import RefusalReason
@@ -128,9 +128,12 @@ class ShmReceiverPort:
 
         Raises:
             TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
+            PairBeingFenced: a fence of this epoch waits for its evidence.
         """
         assert not self._closed
         book = self._pairs.get(pair)
+        if book is not None and book.has_fenced(epoch):
+            raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
         if book is None:
             if len(self._pairs) >= self._config.pairs_max:
                 raise TooManyPairs(f"{len(self._pairs)} pairs use this region's shm port, pairs_max is reached")
@@ -140,6 +143,12 @@ class ShmReceiverPort:
             secret = self._randomness(wire.SECRET_BYTES)
             book.expect(epoch, secret)
         return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
+
+    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
+        """Does nothing: a writer that has mapped the region is bounded by its own library alone."""
+
+    def forbid(self, grant: GrantId) -> None:
+        """Does nothing; see `allow`."""
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. A repeat before its `writer_gone` changes nothing; after it, it is answered again.
@@ -156,6 +165,8 @@ class ShmReceiverPort:
 
     async def close(self) -> None:
         """Stop listening and watching; no event is delivered any more. Writers see EOF. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._loop.remove_reader(self._listener)
         self._listener.close()

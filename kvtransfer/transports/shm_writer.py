@@ -91,6 +91,7 @@ class ShmWriterLink:
         self._outbox: deque[bytes] = deque()
         self._end_reason: str | None = None
         self._end_asked_by_caller = False
+        self._fenced = False
         self._ended = loop.create_future()
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
@@ -157,6 +158,10 @@ class ShmWriterLink:
     @property
     def epoch(self) -> Epoch:
         return self._epoch
+
+    @property
+    def fenced(self) -> bool:
+        return self._fenced
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
@@ -229,6 +234,7 @@ class ShmWriterLink:
             return
         match message:
             case wire.Fence(epoch=epoch) if epoch >= self._epoch:
+                self._fenced = True
                 self._end(f"fenced by the receiver up to epoch {epoch}")
             case wire.Fence():
                 return

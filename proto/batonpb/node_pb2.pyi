@@ -32,18 +32,22 @@ class NodeStatus(_message.Message):
     def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ...) -> None: ...
 
 class PairStatus(_message.Message):
-    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved")
+    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures")
     PEER_FIELD_NUMBER: _ClassVar[int]
     PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    LINK_FAILURES_FIELD_NUMBER: _ClassVar[int]
     peer: str
     peer_incarnation: int
     transport: str
     epoch: int
     bytes_moved: int
-    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ...) -> None: ...
+    transports_given_up: _containers.RepeatedScalarFieldContainer[str]
+    link_failures: int
+    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ...) -> None: ...
 
 class Counter(_message.Message):
     __slots__ = ("name", "value")

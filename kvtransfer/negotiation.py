@@ -1,0 +1,83 @@
+"""Which transport a pair uses: what both sides offer, best first, less what cannot work or has failed too often."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import InvalidField
+from kvtransfer.transport import TransportName
+
+SAME_HOST_ONLY = frozenset({TransportName.SHM})
+
+DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.TCP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackConfig:
+    """When a writer stops offering a transport to one receiver process, for as long as that process lives."""
+
+    failures_max: int = 2
+    failure_window_ms: int = 60_000
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise InvalidField(name, f"must be positive, not {getattr(self, name)}")
+
+
+def check_transports(transports: Sequence[TransportName]) -> None:
+    """Raises InvalidField unless `transports` names at least one, none twice."""
+    if not transports or len(set(transports)) != len(transports):
+        raise InvalidField("transports", "must name at least one transport, none of them twice")
+
+
+def host_identity(proc: Path = Path("/proc")) -> str:
+    """The same for two processes that can share memory: one boot of one machine, one user, and the namespaces that the
+    shm transport meets in (network, for its sockets) and watches its writers in (process ids)."""
+    parts = [(proc / "sys/kernel/random/boot_id").read_text().strip(), str(os.geteuid())]
+    parts += [os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid")]
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def choose(offered: Iterable[str], own: Sequence[TransportName], *, same_host: bool) -> TransportName | None:
+    """The first of the writer's offers that this receiver has too and that can work between the two; None: no such."""
+    for name in offered:
+        for transport in own:
+            if transport.value == name and (same_host or transport not in SAME_HOST_ONLY):
+                return transport
+    return None
+
+
+class Offers:
+    """What one writer still offers to one receiver process. Pure; the caller brings the time."""
+
+    def __init__(self, transports: Sequence[TransportName], config: FallbackConfig) -> None:
+        self._config = config
+        self._offered = list(transports)
+        self._failures: dict[TransportName, deque[float]] = {}
+        self.dropped: list[TransportName] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [transport.value for transport in self._offered]
+
+    def failed(self, transport: TransportName, now_s: float) -> bool:
+        """A link of this transport could not be made, or broke. True if it has just been given up for the next best.
+
+        The last that is left is never given up.
+        """
+        if transport not in self._offered:
+            return False
+        failures = self._failures.setdefault(transport, deque(maxlen=self._config.failures_max))
+        failures.append(now_s)
+        recent = now_s - failures[0] <= self._config.failure_window_ms / 1000
+        if len(failures) < self._config.failures_max or not recent or transport is self._offered[-1]:
+            return False
+        self._offered.remove(transport)
+        self.dropped.append(transport)
+        return True

@@ -1,0 +1,118 @@
+"""The writer's configuration, and its handshake: one connection, both sides proved."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+from dataclasses import dataclass, field
+
+from baton.endpoint import split_endpoint
+from baton.errors import BatonError
+from kvtransfer.transport import DataEndpoint
+from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpWriterConfig:
+    """Limits of one link."""
+
+    streams: int = 1
+    connect_ms_max: int = 5000
+    abandoned_grants_max: int = 1 << 20
+    seals_waiting_max: int = 4096
+    """Seals of one stream that wait for a receiver that does not read."""
+    drain_ms_max: int = 2000
+    """How long frames of an abandoned grant may stay unacknowledged; then the link is closed, which completes them."""
+    bye_ms_max: int = 2000
+    """How long `close` waits for the receiver to take in what was on its way."""
+    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.streams > wire.STREAMS_MAX:
+            raise ValueError(f"streams must not exceed {wire.STREAMS_MAX}")
+
+
+class TcpConnectError(Exception):
+    """No link came to be. `reason` is the receiver's, if it gave one."""
+
+    def __init__(self, text: str, reason: wire.RefusalReason | None = None) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+async def connect_stream(
+    endpoint: DataEndpoint, hello: wire.Hello, loop: asyncio.AbstractEventLoop, options: TcpSocketOptions
+) -> tuple[socket.socket, wire.Welcome]:
+    """A welcomed connection, in blocking mode; the caller's. The caller bounds the time.
+
+    Raises:
+        TcpConnectError: refused, unreachable, or whoever answers does not know the secret.
+    """
+    sock: socket.socket | None = None
+    try:
+        sock = await _connect(endpoint, loop)
+        tune(sock, options)
+        welcome = await _shake_hands(sock, endpoint, hello, loop)
+        sock.setblocking(True)
+        return sock, welcome
+    except BaseException as error:
+        if sock is not None:
+            sock.close()
+        if isinstance(error, (OSError, BatonError, wire.MalformedMessage)) and not isinstance(error, TimeoutError):
+            raise TcpConnectError(f"{endpoint.address}: {error}") from error
+        raise
+
+
+async def _connect(endpoint: DataEndpoint, loop: asyncio.AbstractEventLoop) -> socket.socket:
+    host, port = split_endpoint(endpoint.address)
+    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in addresses:
+        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+        try:
+            await loop.sock_connect(sock, address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure or OSError(f"{host} has no address")
+
+
+async def _shake_hands(
+    sock: socket.socket, endpoint: DataEndpoint, hello: wire.Hello, loop: asyncio.AbstractEventLoop
+) -> wire.Welcome:
+    await loop.sock_sendall(sock, wire.encode(hello))
+    challenge = await _receive(sock, loop)
+    if not isinstance(challenge, wire.Challenge):
+        raise TcpConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
+    proof = wire.writer_proof(endpoint.secret, hello, challenge.nonce)
+    await loop.sock_sendall(sock, wire.encode(wire.Answer(proof=proof)))
+    welcome = await _receive(sock, loop)
+    if not isinstance(welcome, wire.Welcome):
+        raise TcpConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
+    if not hmac.compare_digest(welcome.proof, wire.receiver_proof(endpoint.secret, hello, challenge.nonce)):
+        raise TcpConnectError(f"{endpoint.address}: whoever listens there does not know the pair's secret")
+    return welcome
+
+
+async def _receive(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> wire.Message:
+    """The next message, and not a byte more."""
+    packet = bytearray()
+    while len(packet) < wire.MESSAGE_BYTES:
+        data = await loop.sock_recv(sock, wire.MESSAGE_BYTES - len(packet))
+        if not data:
+            raise TcpConnectError("the receiver closed the connection")
+        packet += data
+    message = wire.decode(packet)
+    if isinstance(message, wire.Refused):
+        raise TcpConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
+    return message

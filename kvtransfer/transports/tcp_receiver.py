@@ -1,0 +1,400 @@
+"""The receiving side of tcp: proves writers, gives each connection a receive thread, and fences by joining threads.
+
+Evidence (DESIGN I3): a byte lands only in a receive thread, under its landing lock, on a connection of the pair. When
+the threads of all connections of a pair have been joined and no new one is admitted, nothing of it lands any more,
+whatever the writer does. So a writer that is dead, stopped or cut off is fenced at once, and a connection that ends
+without BYE is itself the reason for a fence: its writer may have lost bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from baton.endpoint import check_reachable, join_endpoint, split_endpoint
+from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.region import Region
+from kvtransfer.transport import DataEndpoint, PairBeingFenced, ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.shm_fence import Evidence, PairFence
+from kvtransfer.transports.shm_receiver import TooManyPairs
+from kvtransfer.transports.tcp_socket import tune
+from kvtransfer.transports.tcp_stream import ReceiveStream, TcpReceiverConfig
+from kvtransfer.transports.tcp_wire import RefusalReason
+
+_OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    """`sock` is None once a stream owns it, and at the end."""
+
+    number: int
+    sock: socket.socket | None
+    received: bytearray = field(default_factory=bytearray)
+    hello: wire.Hello | None = None
+    nonce: bytes = b""
+    handshake_timer: asyncio.TimerHandle | None = None
+    stream: ReceiveStream | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allowed:
+    pair: Pair
+    epoch: Epoch
+    ranges: WriteRanges
+
+
+class TcpReceiverPort:
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
+
+    transport: ClassVar[TransportName] = TransportName.TCP
+
+    def __init__(
+        self,
+        *,
+        region: Region,
+        events: ReceiverEvents,
+        loop: asyncio.AbstractEventLoop,
+        randomness: Callable[[int], bytes],
+        listen: str = "127.0.0.1:0",
+        advertise_host: str | None = None,
+        config: TcpReceiverConfig | None = None,
+    ) -> None:
+        """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes.
+
+        Writers are told `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
+
+        Raises:
+            BatonError: BAD_ENDPOINT.
+            OSError: the address cannot be listened on.
+        """
+        self._region = region
+        self._events = events
+        self._loop = loop
+        self._randomness = randomness
+        self._config = config or TcpReceiverConfig()
+        self._pairs: dict[Pair, PairFence] = {}
+        self._connections: dict[int, _Connection] = {}
+        self._allowed: dict[GrantId, _Allowed] = {}
+        self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
+        self._connections_made = 0
+        self._counts: Counter[str] = Counter()
+        self._refused: Counter[RefusalReason] = Counter()
+        self._closed = False
+        self._accept_timer: asyncio.TimerHandle | None = None
+        host, port = split_endpoint(listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=self._config.handshakes_max)
+        try:
+            self._listener.setblocking(False)
+            self.address = join_endpoint(advertise_host or host, self._listener.getsockname()[1])
+            check_reachable(self.address)
+        except BaseException:
+            self._listener.close()
+            raise
+        loop.add_reader(self._listener, self._accept)
+
+    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
+        """See `ReceiverPort.expect`.
+
+        Raises:
+            PairBeingFenced: a fence of this epoch has not ended yet.
+            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
+        """
+        assert not self._closed
+        book = self._pairs.get(pair)
+        if book is not None and book.has_fenced(epoch):
+            raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
+        if book is None:
+            if len(self._pairs) >= self._config.pairs_max:
+                raise TooManyPairs(f"{len(self._pairs)} pairs use this region's tcp port, pairs_max is reached")
+            book = self._pairs[pair] = PairFence()
+        secret = book.secret(epoch)
+        if secret is None:
+            secret = self._randomness(wire.SECRET_BYTES)
+            book.expect(epoch, secret)
+        return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
+
+    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
+        """See `ReceiverPort.allow`."""
+        self._allowed[grant] = _Allowed(pair=pair, epoch=epoch, ranges=ranges)
+        for stream in self._streams(pair):
+            if stream.hello.epoch == epoch:
+                stream.allow(grant, ranges)
+
+    def forbid(self, grant: GrantId) -> None:
+        """See `ReceiverPort.forbid`. Waits at most for one system call of each stream of the pair."""
+        allowed = self._allowed.pop(grant, None)
+        if allowed is not None:
+            for stream in self._streams(allowed.pair):
+                stream.forbid(grant)
+
+    def fence(self, pair: Pair, epoch: Epoch) -> None:
+        """See `ReceiverPort.fence`. Nothing lands any more when this returns; the threads are joined soon after."""
+        assert not self._closed
+        for number in self._pairs.setdefault(pair, PairFence()).fence(epoch):
+            stream = self._connections[number].stream
+            assert stream is not None
+            stream.stop(epoch)
+        self._loop.call_soon(self._settle, pair)
+
+    async def close(self) -> None:
+        """Stop listening and receiving; no event is delivered any more. Writers see EOF. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        if self._accept_timer is not None:
+            self._accept_timer.cancel()
+        for connection in self._connections.values():
+            if connection.stream is not None:
+                connection.stream.stop(None)
+        for connection in list(self._connections.values()):
+            if connection.stream is not None:
+                connection.stream.join()
+            self._forget(connection)
+        self._pairs.clear()
+        self._allowed.clear()
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
+        streams = [c.stream for c in self._connections.values() if c.stream is not None]
+        total = sum((stream.counts() for stream in streams), self._counts)
+        return {
+            "transport": self.transport.value,
+            "address": self.address,
+            "connections_made": self._connections_made,
+            "connections_handshaking": len(self._connections) - len(streams),
+            "connections_writing": len(streams),
+            "fences_waiting": sum(book.fences_waiting for book in self._pairs.values()),
+            "grants_allowed": len(self._allowed),
+            **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
+            "refused": {reason.name: count for reason, count in self._refused.items()},
+        }
+
+    def _streams(self, pair: Pair) -> list[ReceiveStream]:
+        streams = (c.stream for c in self._connections.values())
+        return [stream for stream in streams if stream is not None and stream.hello.pair == pair]
+
+    # Handshake.
+
+    def _accept(self) -> None:
+        for _ in range(self._config.accepts_per_wake_max):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_DESCRIPTORS:
+                    raise
+                self._pause_accepting()
+                return
+            self._admit(sock)
+
+    def _pause_accepting(self) -> None:
+        """Without descriptors the listener stays readable and accept keeps failing: that would be a busy loop."""
+        self._refused[RefusalReason.DESCRIPTORS] += 1
+        self._loop.remove_reader(self._listener)
+        self._accept_timer = self._loop.call_later(
+            self._config.accept_pause_ms / 1000, self._loop.add_reader, self._listener, self._accept
+        )
+
+    def _admit(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._connections_made += 1
+        handshaking = sum(c.stream is None for c in self._connections.values())
+        connection = _Connection(number=self._connections_made, sock=sock)
+        self._connections[connection.number] = connection
+        if handshaking >= self._config.handshakes_max:
+            self._refuse(connection, RefusalReason.HANDSHAKES_MAX)
+            return
+        try:
+            tune(sock, self._config.socket)
+        except OSError:
+            self._forget(connection)  # reset before it was looked at
+            return
+        self._loop.add_reader(sock, self._read, connection)
+        connection.handshake_timer = self._loop.call_later(
+            self._config.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
+        )
+
+    def _read(self, connection: _Connection) -> None:
+        """Take in at most one message, and never a byte of what follows the handshake."""
+        assert connection.sock is not None
+        try:
+            data = connection.sock.recv(wire.MESSAGE_BYTES - len(connection.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            if connection.received:
+                self._refused[RefusalReason.TRUNCATED] += 1
+            self._forget(connection)
+            return
+        connection.received += data
+        if len(connection.received) < wire.MESSAGE_BYTES:
+            return
+        packet = bytes(connection.received)
+        connection.received.clear()
+        try:
+            message = wire.decode(packet)
+        except wire.MalformedMessage as error:
+            self._refuse(connection, error.reason)
+            return
+        if isinstance(message, wire.Hello) and connection.hello is None:
+            self._challenge(connection, message)
+        elif isinstance(message, wire.Answer) and connection.hello is not None:
+            self._welcome(connection, connection.hello, message)
+        else:
+            self._refuse(connection, RefusalReason.OUT_OF_ORDER)
+
+    def _challenge(self, connection: _Connection, hello: wire.Hello) -> None:
+        if self._secret(connection, hello) is not None:
+            connection.hello = hello
+            connection.nonce = self._randomness(wire.NONCE_BYTES)
+            self._send(connection, wire.Challenge(nonce=connection.nonce))
+
+    def _secret(self, connection: _Connection, hello: wire.Hello) -> bytes | None:
+        """The secret to be proved; None: the connection has been refused."""
+        book = self._pairs.get(hello.pair)
+        secret = book.secret(hello.epoch) if book is not None else None
+        if secret is None:
+            expected = book is not None and not book.has_fenced(hello.epoch)
+            self._refuse(connection, RefusalReason.EPOCH if expected else RefusalReason.NOT_EXPECTED)
+        return secret
+
+    def _welcome(self, connection: _Connection, hello: wire.Hello, answer: wire.Answer) -> None:
+        # Asked again: a fence, or a newer epoch, may have come between HELLO and ANSWER.
+        secret = self._secret(connection, hello)
+        if secret is None:
+            return
+        if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
+            self._refuse(connection, RefusalReason.SECRET)
+            return
+        if sum(c.stream is not None for c in self._connections.values()) >= self._config.connections_max:
+            self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
+            return
+        limits = self._config.stream
+        welcome = wire.Welcome(
+            proof=wire.receiver_proof(secret, hello, connection.nonce),
+            region_nbytes=self._region.nbytes,
+            frame_bytes_max=limits.frame_bytes_max,
+            frame_segments_max=limits.frame_segments_max,
+        )
+        self._send(connection, welcome)
+        self._open(connection, hello)
+
+    def _open(self, connection: _Connection, hello: wire.Hello) -> None:
+        """From here on the socket is the stream's, and the connection counts as one that may write."""
+        sock = connection.sock
+        assert sock is not None
+        self._detach(connection)
+        stream = ReceiveStream(
+            sock=sock,
+            hello=hello,
+            region_U8=self._region.array_U8,
+            limits=self._config.stream,
+            loop=self._loop,
+            sealed=self._seal,
+            ended=lambda _: self._ended(connection),
+        )
+        for grant, allowed in self._allowed.items():
+            if (allowed.pair, allowed.epoch) == (hello.pair, hello.epoch):
+                stream.allow(grant, allowed.ranges)
+        try:
+            stream.start()
+        except BaseException:
+            sock.close()
+            del self._connections[connection.number]
+            raise
+        connection.stream = stream
+        self._pairs[hello.pair].opened(connection.number, hello.epoch)
+
+    # What streams tell.
+
+    def _seal(self, stream: ReceiveStream, frame: wire.SealFrame) -> None:
+        """Report a seal when it has come down every stream that it names."""
+        if self._closed:
+            return
+        hello = stream.hello
+        key = (hello.pair, hello.link, frame.seal.grant)
+        arrived = self._seals_partial.pop(key, 0) | 1 << hello.stream
+        if arrived & frame.streams_mask == frame.streams_mask:
+            self._counts["seals"] += 1
+            self._events.seal_landed(hello.pair, frame.seal)
+        elif len(self._seals_partial) < self._config.seals_partial_max:
+            self._seals_partial[key] = arrived
+        else:
+            self._refused[RefusalReason.SEALS_MAX] += 1
+            self.fence(hello.pair, hello.epoch)
+
+    def _ended(self, connection: _Connection) -> None:
+        """A receive thread is at its end: join it, which is the evidence for its connection."""
+        if self._closed:
+            return
+        stream = connection.stream
+        assert stream is not None
+        stream.join()
+        hello, end = stream.hello, stream.end
+        self._counts.update(stream.counts())
+        self._forget(connection)
+        if end is not None and end.refusal is not None:
+            self._refused[end.refusal] += 1
+        if not any(s.hello.link == hello.link for s in self._streams(hello.pair)):
+            for key in [k for k in self._seals_partial if k[:2] == (hello.pair, hello.link)]:
+                del self._seals_partial[key]
+        book = self._pairs[hello.pair]
+        book.closed(connection.number, Evidence.JOINED, 0)
+        orderly = end is not None and end.by_bye
+        if not orderly and not book.is_fencing(hello.epoch):
+            self.fence(hello.pair, hello.epoch)
+        self._loop.call_soon(self._settle, hello.pair)
+
+    def _settle(self, pair: Pair) -> None:
+        """Tell every fence of the pair that has its evidence; the callback may call back into this port."""
+        while not self._closed and (book := self._pairs.get(pair)) is not None:
+            settled = book.settled()
+            if settled is None:
+                if book.is_idle:
+                    del self._pairs[pair]
+                return
+            self._events.writer_gone(pair, *settled)
+
+    # Connections.
+
+    def _refuse(self, connection: _Connection, reason: RefusalReason) -> None:
+        """Count, tell the peer, close. Before WELCOME only: nothing of this connection ever landed."""
+        self._refused[reason] += 1
+        self._send(connection, wire.Refused(reason=reason))
+        self._forget(connection)
+
+    def _send(self, connection: _Connection, message: wire.Message) -> None:
+        """Best effort: the few messages of a handshake fit any socket buffer, and a writer has its own deadline."""
+        if connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.send(wire.encode(message))
+
+    def _detach(self, connection: _Connection) -> None:
+        if connection.handshake_timer is not None:
+            connection.handshake_timer.cancel()
+            connection.handshake_timer = None
+        if connection.sock is not None:
+            self._loop.remove_reader(connection.sock)
+            connection.sock = None
+
+    def _forget(self, connection: _Connection) -> None:
+        sock = connection.sock
+        self._detach(connection)
+        if sock is not None:
+            sock.close()
+        self._connections.pop(connection.number, None)

@@ -1,0 +1,356 @@
+"""One data connection at the receiver: a thread that checks each frame and scatters it into the region.
+
+The landing lock is what makes `forbid` and `stop` a barrier. The thread takes bytes from the kernel only inside it, by
+a call that does not wait, after it has looked whether the grant may still write. So whoever holds the lock knows that
+no byte is landing, and what it changes under the lock holds for every later byte (DESIGN I3).
+
+Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.ids import Epoch, GrantId
+from kvtransfer.transport import WriteRanges
+from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.tcp_socket import TcpSocketOptions
+from kvtransfer.transports.tcp_wire import RefusalReason
+
+SCRATCH_BYTES = 1 << 16
+"""Where dropped payload goes; each stream has its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    frame_segments_max: int = 256
+    ack_frames_max: int = 16
+    """Frames taken in before an acknowledgement is sent even though more are waiting."""
+    outbox_bytes_max: int = 1 << 16
+    """Acknowledgements that a writer may leave unread."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.frame_bytes_max > wire.FRAME_BYTES_MAX:
+            raise ValueError(f"frame_bytes_max must not exceed {wire.FRAME_BYTES_MAX}")
+        if self.frame_segments_max > wire.FRAME_SEGMENTS_MAX:
+            raise ValueError(f"frame_segments_max must not exceed {wire.FRAME_SEGMENTS_MAX}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpReceiverConfig:
+    """Limits of one port. `connections_max`: proved connections; strangers can only fill `handshakes_max`."""
+
+    connections_max: int = 256
+    handshakes_max: int = 64
+    pairs_max: int = 1024
+    handshake_ms_max: int = 2000
+    accepts_per_wake_max: int = 16
+    accept_pause_ms: int = 100
+    """How long no connection is accepted after the process ran out of file descriptors."""
+    seals_partial_max: int = 4096
+    """Seals that have come on some of their streams and not yet on all."""
+    stream: StreamLimits = field(default_factory=StreamLimits)
+    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+
+class StreamEnded(Exception):
+    """Why a stream takes nothing more. `refusal` is set if the writer broke the protocol."""
+
+    def __init__(self, text: str, refusal: RefusalReason | None = None, *, by_bye: bool = False) -> None:
+        super().__init__(text)
+        self.refusal = refusal
+        self.by_bye = by_bye
+
+
+class ReceiveStream:
+    """One welcomed connection. Owns its socket until `join`, and its thread.
+
+    Call everything but the thread's own methods from the control thread. `sealed` is called there too, for each SEAL,
+    and `ended` once, when the thread is at its very end; if the loop is closed by then, neither is.
+    """
+
+    def __init__(
+        self,
+        *,
+        sock: socket.socket,
+        hello: wire.Hello,
+        region_U8: np.ndarray,
+        limits: StreamLimits,
+        loop: asyncio.AbstractEventLoop,
+        sealed: Callable[[ReceiveStream, wire.SealFrame], None],
+        ended: Callable[[ReceiveStream], None],
+    ) -> None:
+        self.hello = hello
+        self.end: StreamEnded | None = None
+        self.frames_landed = 0
+        self.frames_dropped = 0
+        self.bytes_landed = 0
+        self._sock = sock
+        self._region_nbytes = len(region_U8)
+        self._region: memoryview | None = region_U8.data
+        self._limits = limits
+        self._loop = loop
+        self._sealed = sealed
+        self._ended = ended
+        self._landing = threading.Lock()
+        self._allowed: dict[GrantId, WriteRanges] = {}
+        self._stopped = False
+        self._fence_epoch: Epoch | None = None
+        self._head = bytearray(wire.MESSAGE_BYTES)
+        self._table = bytearray(limits.frame_segments_max * wire.SEGMENT_BYTES)
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._next_sequence = 0
+        self._ack: wire.Ack | None = None
+        self._frames_unacked = 0
+        self._outbox = bytearray()
+        self._poll = select.poll()
+        self._thread = threading.Thread(
+            target=self._run, name=f"tcp-receive-{hello.pair.writer:x}-{hello.stream}", daemon=True
+        )
+
+    # Control thread.
+
+    def start(self) -> None:
+        self._sock.setblocking(False)
+        self._poll.register(self._sock, select.POLLIN)
+        self._thread.start()
+
+    def allow(self, grant: GrantId, ranges: WriteRanges) -> None:
+        with self._landing:
+            self._allowed[grant] = ranges
+
+    def forbid(self, grant: GrantId) -> None:
+        """When this returns, no byte of the grant lands any more. Waits for at most one system call."""
+        with self._landing:
+            self._allowed.pop(grant, None)
+
+    def stop(self, fence_epoch: Epoch | None) -> None:
+        """When this returns no byte lands any more; the thread ends soon. Idempotent. With an epoch, FENCE is sent."""
+        with self._landing:
+            self._stopped = True
+            self._fence_epoch = fence_epoch
+            self._allowed.clear()
+        # An error means that the writer is gone already, and the thread has been woken by that.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
+    def join(self) -> None:
+        """Let go of the thread, the socket and the region. After `stop` or `ended`."""
+        self._thread.join()
+        self._sock.close()
+        self._region = None
+
+    def counts(self) -> Counter[str]:
+        """Frames and bytes so far."""
+        return Counter(
+            frames_landed=self.frames_landed, frames_dropped=self.frames_dropped, bytes_landed=self.bytes_landed
+        )
+
+    # The receive thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._take_message()
+        except StreamEnded as end:
+            # Without its traceback, whose frames hold views of the region.
+            self.end = end.with_traceback(None)
+        except OSError as error:
+            self.end = StreamEnded(f"connection lost: {error}")
+        finally:
+            # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
+            self._say_why()
+            self._call_loop(self._ended, self)
+
+    def _take_message(self) -> None:
+        self._read(memoryview(self._head), between_messages=True)
+        try:
+            message = wire.decode(self._head)
+        except wire.MalformedMessage as error:
+            raise StreamEnded(str(error), error.reason) from error
+        match message:
+            case wire.Data():
+                self._check_order(message.sequence, message.epoch)
+                landed = self._take_frame(message)
+                self._acknowledge(wire.Ack(sequence=message.sequence, landed=landed))
+            case wire.SealFrame():
+                self._check_order(message.sequence, message.seal.epoch)
+                if not message.streams_mask >> self.hello.stream & 1:
+                    raise StreamEnded("a seal on a stream that it does not name", RefusalReason.MALFORMED)
+                self._call_loop(self._sealed, self, message)
+                self._acknowledge(wire.Ack(sequence=message.sequence, landed=True))
+            case wire.Bye():
+                self._check_order(message.sequence, message.epoch)
+                raise StreamEnded("closed by the writer", by_bye=True)
+            case _:
+                raise StreamEnded(f"{type(message).__name__} out of order", RefusalReason.OUT_OF_ORDER)
+
+    def _check_order(self, sequence: int, epoch: Epoch) -> None:
+        if epoch != self.hello.epoch:
+            raise StreamEnded(f"epoch {epoch} on a connection of {self.hello.epoch}", RefusalReason.EPOCH)
+        if sequence != self._next_sequence:
+            reason = RefusalReason.REPLAYED if sequence < self._next_sequence else RefusalReason.SEQUENCE
+            raise StreamEnded(f"sequence {sequence} instead of {self._next_sequence}", reason)
+        self._next_sequence += 1
+
+    def _take_frame(self, frame: wire.Data) -> bool:
+        """Take in table and payload. True if all of it has landed, False if some or all went to scratch."""
+        limits = self._limits
+        if not (0 < frame.segments <= limits.frame_segments_max and 0 < frame.payload_nbytes <= limits.frame_bytes_max):
+            text = f"a frame of {frame.segments} segments and {frame.payload_nbytes} bytes"
+            raise StreamEnded(text, RefusalReason.OVERSIZED)
+        table = memoryview(self._table)[: frame.segments * wire.SEGMENT_BYTES]
+        self._read(table)
+        pairs = np.frombuffer(table, dtype="<i8").reshape(-1, 2)
+        dst_S, nbytes_S = pairs[:, 0], pairs[:, 1]
+        # Compared so that no sum can overflow.
+        bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
+        bad_S |= (dst_S < 0) | (dst_S > self._region_nbytes - nbytes_S)
+        if bad_S.any() or int(nbytes_S.sum()) != frame.payload_nbytes:
+            raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
+        with self._landing:
+            ranges = self._allowed.get(frame.grant)
+        if ranges is not None and not ranges.cover(dst_S, nbytes_S):
+            raise StreamEnded("a frame that reaches outside its grant's blocks", RefusalReason.OUT_OF_GRANT)
+        left = frame.payload_nbytes
+        if ranges is not None:
+            left = self._scatter(frame.grant, dst_S.tolist(), nbytes_S.tolist())
+        self._drop(left)
+        if left:
+            self.frames_dropped += 1
+            return False
+        self.frames_landed += 1
+        self.bytes_landed += frame.payload_nbytes
+        return True
+
+    def _scatter(self, grant: GrantId, dst: list[int], nbytes: list[int]) -> int:
+        """Receive straight into the region for as long as the grant may write. Returns the bytes still to come."""
+        region = self._region
+        assert region is not None
+        views = [region[d : d + n] for d, n in zip(dst, nbytes, strict=True)]
+        left, first = sum(nbytes), 0
+        while left:
+            with self._landing:
+                if grant not in self._allowed:
+                    return left
+                try:
+                    count = self._sock.recvmsg_into(views[first:])[0]
+                except BlockingIOError:
+                    count = -1
+            if count < 0:
+                self._wait()
+                continue
+            if count == 0:
+                raise self._cut_off()
+            left -= count
+            while first < len(views) and count >= len(views[first]):
+                count -= len(views[first])
+                first += 1
+            if count:
+                views[first] = views[first][count:]
+        return 0
+
+    def _drop(self, left: int) -> None:
+        while left:
+            left -= self._read_some(self._scratch[: min(left, len(self._scratch))])
+
+    def _read(self, into: memoryview, *, between_messages: bool = False) -> None:
+        """Fill `into`, which is not the region."""
+        have = 0
+        while have < len(into):
+            have += self._read_some(into[have:], between_messages=between_messages and have == 0)
+
+    def _read_some(self, into: memoryview, *, between_messages: bool = False) -> int:
+        while True:
+            if self._stopped:
+                raise StreamEnded("stopped by this receiver")
+            try:
+                count = self._sock.recv_into(into)
+            except BlockingIOError:
+                self._wait()
+                continue
+            if count == 0:
+                raise self._cut_off(between_messages=between_messages)
+            return count
+
+    def _cut_off(self, *, between_messages: bool = False) -> StreamEnded:
+        if self._stopped:
+            return StreamEnded("stopped by this receiver")
+        if between_messages:
+            return StreamEnded("closed without BYE")
+        return StreamEnded("closed in the middle of a message", RefusalReason.TRUNCATED)
+
+    def _wait(self) -> None:
+        """Nothing to read: say what has landed, and wait for more, or for `stop`."""
+        self._flush()
+        if self._stopped:
+            raise StreamEnded("stopped by this receiver")
+        self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        self._poll.poll()
+
+    def _acknowledge(self, ack: wire.Ack) -> None:
+        """Cumulative: replaces an acknowledgement that has not left yet, unless they say different things."""
+        if self._ack is not None and self._ack.landed != ack.landed:
+            self._outbox += wire.encode(self._ack)
+        self._ack = ack
+        self._frames_unacked += 1
+        if self._frames_unacked >= self._limits.ack_frames_max:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what the socket takes without waiting."""
+        if self._ack is not None:
+            self._outbox += wire.encode(self._ack)
+            self._ack = None
+            self._frames_unacked = 0
+        if not self._outbox:
+            return
+        try:
+            sent = self._sock.send(self._outbox)
+        except BlockingIOError:
+            sent = 0
+        del self._outbox[:sent]
+        if len(self._outbox) > self._limits.outbox_bytes_max:
+            raise StreamEnded("the writer does not read its acknowledgements", RefusalReason.ACKS_UNREAD)
+
+    def _say_why(self) -> None:
+        """Best effort: what is lost costs the writer time, never safety."""
+        last: wire.Message | None = None
+        if self._fence_epoch is not None:
+            last = wire.Fence(epoch=self._fence_epoch)
+        elif self.end is not None and self.end.refusal is not None:
+            last = wire.Refused(reason=self.end.refusal)
+        try:
+            self._flush()
+            if last is not None:
+                self._outbox += wire.encode(last)
+                self._flush()
+        except (OSError, StreamEnded):
+            return
+
+    def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            # At the end of the process the loop may be closed first; then there is nobody left to tell.
+            if not self._loop.is_closed():
+                raise

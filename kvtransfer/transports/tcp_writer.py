@@ -1,0 +1,391 @@
+"""The writing side of tcp: sends straight from the source region over one or several connections, until told to stop.
+
+A sending thread for each stream; acknowledgements are read on the control thread. The bytes of a frame go from the
+region to the kernel in one gathering system call. A batch is complete when all its frames are acknowledged, or when the
+link is over: then every socket is closed and every thread joined, so nothing reads the source any more (DESIGN I1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.shm_copy import TooManyAbandonedGrants
+from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream
+from kvtransfer.transports.tcp_frames import Frame, SealToSend, SendQueue
+
+_RECV_BYTES = 1 << 12
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Stream:
+    index: int
+    sock: socket.socket
+    thread: threading.Thread | None = None
+    received: bytearray = field(default_factory=bytearray)
+    sending: bool = True
+    """Its thread has not told of its end yet."""
+    reading: bool = True
+    """No EOF yet."""
+
+
+class TcpWriterLink:
+    """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
+
+    `post` may be called from any thread, the rest from the loop's. The end comes once: from `close`, which lets frames
+    under way arrive, or from a FENCE, EOF or error on any stream, which closes all of them. `link_lost` is called last,
+    after every completion, and not for an end that `close` began.
+    """
+
+    transport: ClassVar[TransportName] = TransportName.TCP
+
+    def __init__(
+        self,
+        *,
+        socks: list[socket.socket],
+        welcome: wire.Welcome,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        source_region_U8: np.ndarray,
+        events: WriterEvents,
+        loop: asyncio.AbstractEventLoop,
+        config: TcpWriterConfig,
+    ) -> None:
+        """Takes ownership of the sockets. Use `connect`."""
+        self._address = endpoint.address
+        self._epoch = endpoint.epoch
+        self._pair = pair
+        self._events = events
+        self._loop = loop
+        self._config = config
+        self._source: memoryview | None = source_region_U8.data
+        self._queue = SendQueue(
+            streams=len(socks),
+            src_nbytes=len(source_region_U8),
+            dst_nbytes=welcome.region_nbytes,
+            frame_bytes_max=welcome.frame_bytes_max,
+            frame_segments_max=welcome.frame_segments_max,
+            abandoned_grants_max=config.abandoned_grants_max,
+            loop=loop,
+            completed=events.writes_completed,
+        )
+        self._streams = [_Stream(index=i, sock=sock) for i, sock in enumerate(socks)]
+        self._drains: dict[GrantId, asyncio.TimerHandle] = {}
+        self._seals = 0
+        self._end_reason: str | None = None
+        self._end_asked_by_caller = False
+        self._fenced = False
+        self._closing_timer: asyncio.TimerHandle | None = None
+        self._cut = False
+        self._joined = False
+        self._ended = loop.create_future()
+        for stream in self._streams:
+            stream.thread = threading.Thread(
+                target=self._send_all, args=(stream,), name=f"tcp-send-{pair.receiver:x}-{stream.index}", daemon=True
+            )
+            stream.thread.start()
+            loop.add_reader(stream.sock, self._read, stream)
+
+    @classmethod
+    async def connect(
+        cls,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        source_region_U8: np.ndarray,
+        events: WriterEvents,
+        loop: asyncio.AbstractEventLoop,
+        config: TcpWriterConfig | None = None,
+    ) -> TcpWriterLink:
+        """Connect every stream and prove the pair's secret on each.
+
+        `source_region_U8` is the caller's; the link lets go of it at its end.
+
+        Raises:
+            TcpConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
+        """
+        config = config or TcpWriterConfig()
+        link = int.from_bytes(os.urandom(8))
+        socks: list[socket.socket] = []
+        try:
+            async with asyncio.timeout(config.connect_ms_max / 1000):
+                for index in range(config.streams):
+                    hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, stream=index)
+                    sock, welcome = await connect_stream(endpoint, hello, loop, config.socket)
+                    socks.append(sock)
+        except BaseException as error:
+            for sock in socks:
+                _take_leave(sock, endpoint.epoch)
+            if isinstance(error, TimeoutError):
+                raise TcpConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
+            raise
+        return cls(
+            socks=socks,
+            welcome=welcome,
+            endpoint=endpoint,
+            pair=pair,
+            source_region_U8=source_region_U8,
+            events=events,
+            loop=loop,
+            config=config,
+        )
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._epoch
+
+    @property
+    def fenced(self) -> bool:
+        """See `WriterLink.fenced`."""
+        return self._fenced
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None:
+        """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
+
+        Raises:
+            WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
+        """
+        self._queue.post(grant, ops)
+
+    def seal(self, seal: Seal) -> None:
+        """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
+        assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
+        assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's writes have completed"
+        if self._end_reason is not None:
+            return
+        if (waiting := self._queue.seals_waiting) >= self._config.seals_waiting_max:
+            self._end(f"the receiver does not read: {waiting} seals wait")
+            return
+        self._seals += 1
+        self._queue.seal(seal)
+
+    def abandon(self, grant: GrantId) -> None:
+        """See `WriterLink.abandon`. Frames on their way complete when acknowledged, within `drain_ms_max`."""
+        try:
+            drains = self._queue.abandon(grant)
+        except TooManyAbandonedGrants as error:
+            self._end(str(error))
+            return
+        if drains and self._end_reason is None and grant not in self._drains:
+            delay_s = self._config.drain_ms_max / 1000
+            self._drains[grant] = self._loop.call_later(delay_s, self._drain_deadline, grant)
+
+    def forget(self, grant: GrantId) -> None:
+        """The caller promises to post nothing more for this abandoned grant."""
+        self._queue.forget(grant)
+
+    async def close(self) -> None:
+        """See `WriterLink.close`. Returns when the threads have ended, the sockets are closed, all is completed."""
+        if self._end_reason is None:
+            self._end_asked_by_caller = True
+            self._end("closed", orderly=True)
+        await asyncio.shield(self._ended)
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
+        return {
+            "transport": self.transport.value,
+            "address": self._address,
+            "epoch": self._epoch,
+            "state": "open" if self._end_reason is None else self._end_reason,
+            "streams": len(self._streams),
+            "writes": self._queue.writes_copied,
+            "bytes": self._queue.bytes_copied,
+            "batches_abandoned": self._queue.batches_abandoned,
+            "seals": self._seals,
+            "seals_waiting": self._queue.seals_waiting,
+        }
+
+    # Sending threads.
+
+    def _send_all(self, stream: _Stream) -> None:
+        failure = "a sending thread failed"
+        try:
+            while (taken := self._queue.take(stream.index)) is not None:
+                self._send_one(stream.sock, *taken)
+            if not self._cut:
+                bye = wire.Bye(sequence=self._queue.bye_sequence(stream.index), epoch=self._epoch)
+                stream.sock.sendall(wire.encode(bye))
+            failure = ""
+        except OSError as error:
+            failure = f"connection lost: {error}"
+        finally:
+            self._call_loop(self._sender_left, stream, failure)
+
+    def _send_one(self, sock: socket.socket, sequence: int, item: Frame | SealToSend) -> None:
+        if isinstance(item, SealToSend):
+            sock.sendall(wire.encode(wire.SealFrame(sequence=sequence, seal=item.seal, streams_mask=item.streams_mask)))
+            return
+        source = self._source
+        assert source is not None
+        head = wire.Data(
+            sequence=sequence,
+            epoch=self._epoch,
+            grant=item.batch.grant,
+            segments=len(item.dst),
+            payload_nbytes=sum(item.nbytes),
+        )
+        table = np.array([item.dst, item.nbytes], dtype="<i8").T.tobytes()
+        payload = (source[s : s + n] for s, n in zip(item.src, item.nbytes, strict=True))
+        _send_gathered(sock, [memoryview(wire.encode(head) + table), *payload])
+
+    def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            # At the end of the process the loop may be closed first; then there is nobody left to tell.
+            if not self._loop.is_closed():
+                raise
+
+    # Control thread.
+
+    def _read(self, stream: _Stream) -> None:
+        try:
+            data = stream.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._stop_reading(stream)
+            self._end(f"connection lost: {error}")
+            self._finish_if_over()
+            return
+        if not data:
+            self._stop_reading(stream)
+            # At an orderly end this is the receiver's answer to BYE; a closing one that is cut off ends here too.
+            self._end("the receiver closed the connection or died")
+            self._finish_if_over()
+            return
+        stream.received += data
+        whole = len(stream.received) // wire.MESSAGE_BYTES * wire.MESSAGE_BYTES
+        for start in range(0, whole, wire.MESSAGE_BYTES):
+            self._handle(stream, stream.received[start : start + wire.MESSAGE_BYTES])
+        del stream.received[:whole]
+
+    def _handle(self, stream: _Stream, packet: bytearray) -> None:
+        try:
+            message = wire.decode(packet)
+        except wire.MalformedMessage as error:
+            self._end(f"the receiver sent no message of ours: {error}")
+            return
+        match message:
+            case wire.Ack(sequence=sequence, landed=landed):
+                self._queue.acknowledged(stream.index, sequence, landed=landed)
+            case wire.Fence(epoch=epoch):
+                self._fenced = True
+                self._end(f"fenced by the receiver up to epoch {epoch}")
+            case wire.Refused(reason=reason):
+                self._end(f"refused by the receiver: {reason.name}")
+            case _:
+                self._end(f"the receiver sent {type(message).__name__} out of order")
+
+    def _drain_deadline(self, grant: GrantId) -> None:
+        del self._drains[grant]
+        if self._queue.on_the_way(grant):
+            self._end(f"an abandoned grant was not acknowledged within {self._config.drain_ms_max} ms")
+
+    def _end(self, reason: str, *, orderly: bool = False) -> None:
+        """Begin the end, once. It goes on in `_finish_if_over`."""
+        if self._end_reason is not None:
+            return
+        self._end_reason = reason
+        for timer in self._drains.values():
+            timer.cancel()
+        self._drains.clear()
+        if orderly:
+            self._closing_timer = self._loop.call_later(self._config.bye_ms_max / 1000, self._cut_off)
+        else:
+            self._cut = True
+        self._queue.stop()
+        if not orderly:
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Nothing is waited for any more: this wakes every thread that is in the middle of a send."""
+        self._cut = True
+        for stream in self._streams:
+            self._stop_reading(stream)
+            try:
+                stream.sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # reset by the peer already, which wakes the thread as well
+        self._finish_if_over()
+
+    def _sender_left(self, stream: _Stream, failure: str) -> None:
+        stream.sending = False
+        if failure:
+            # The receiver's word, if it left one, says more than the error of a send.
+            while stream.reading and self._end_reason is None and self._has_input(stream):
+                self._read(stream)
+            self._end(failure)
+            if not self._cut:
+                self._cut_off()
+        self._finish_if_over()
+
+    def _has_input(self, stream: _Stream) -> bool:
+        try:
+            stream.sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # `_read` meets it too, and deals with it
+        return True
+
+    def _stop_reading(self, stream: _Stream) -> None:
+        if stream.reading:
+            stream.reading = False
+            self._loop.remove_reader(stream.sock)
+
+    def _finish_if_over(self) -> None:
+        if self._joined or any(stream.sending or stream.reading for stream in self._streams):
+            return
+        self._joined = True
+        if self._closing_timer is not None:
+            self._closing_timer.cancel()
+        for stream in self._streams:
+            assert stream.thread is not None
+            stream.thread.join()
+            stream.sock.close()
+        self._source = None
+        self._queue.lose_unacknowledged()
+        # Behind the completions, which the queue has just handed to the loop.
+        self._loop.call_soon(self._finish)
+
+    def _finish(self) -> None:
+        self._ended.set_result(None)
+        if not self._end_asked_by_caller:
+            assert self._end_reason is not None
+            self._events.link_lost(self._pair, self._end_reason)
+
+
+def _send_gathered(sock: socket.socket, views: list[memoryview]) -> None:
+    """All bytes of all views, in as few system calls as the kernel allows: mostly one."""
+    first = 0
+    while first < len(views):
+        sent = sock.sendmsg(views[first:])
+        while first < len(views) and sent >= len(views[first]):
+            sent -= len(views[first])
+            first += 1
+        if sent:
+            views[first] = views[first][sent:]
+
+
+def _take_leave(sock: socket.socket, epoch: Epoch) -> None:
+    """A stream that is not used after all: with a BYE the receiver need not fence the pair."""
+    try:
+        sock.send(wire.encode(wire.Bye(sequence=0, epoch=epoch)))
+    except OSError:
+        pass
+    finally:
+        sock.close()
+
+
+__all__ = ["TcpConnectError", "TcpWriterConfig", "TcpWriterLink"]

@@ -1,0 +1,18 @@
+"""Every transport against one suite: `transport_suite` tells the situations, `transport_kits` makes the transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from tests.shm_harness import run
+from tests.transport_kits import KITS, Kit
+from tests.transport_suite import CASES
+
+
+@pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_conformance(case: Callable[[Kit], Coroutine[None, None, None]], kit: Kit) -> None:
+    """See the case's own text."""
+    run(case(kit))

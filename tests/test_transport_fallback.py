@@ -1,0 +1,139 @@
+"""A pair whose better transport keeps failing goes on with the next one, and says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from batonpb import transfer_pb2
+
+from baton.errors import BatonError, Reason
+from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
+from kvtransfer.layout import kv_layout
+from kvtransfer.negotiation import FallbackConfig, Offers
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
+from kvtransfer.writer import PeerAddress, WriterConfig, WriterPeer
+from kvtransfer.writer_grants import WriterGrants
+from tests.shm_harness import pair_of
+
+SHM, TCP = TransportName.SHM, TransportName.TCP
+PAIR = pair_of(2)
+KEY = RequestKey(request=RequestId("r"), attempt=Attempt(0))
+
+
+class FakeChannel:
+    """A receiver that answers Connect with the writer's first offer, and every Reserve with BUSY."""
+
+    def __init__(self) -> None:
+        self.offered: list[list[str]] = []
+
+    def unary_unary(self, path: str, **_: Any) -> Callable[..., Awaitable[Any]]:
+        async def connect(request: transfer_pb2.ConnectRequest, **_: Any) -> transfer_pb2.ConnectReply:
+            self.offered.append(list(request.transports))
+            return transfer_pb2.ConnectReply(transport=request.transports[0], epoch=0, num_blocks=4)
+
+        async def reserve(request: transfer_pb2.ReserveRequest, **_: Any) -> transfer_pb2.ReserveReply:
+            return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(retry_after_ms=1, reason="full"))
+
+        return connect if path.endswith("Connect") else reserve
+
+
+class FakeChannels:
+    def __init__(self) -> None:
+        self.channel = FakeChannel()
+
+    def get(self, endpoint: str) -> Any:
+        return self.channel
+
+
+class FakeLink:
+    epoch = Epoch(0)
+
+    def __init__(self, fenced: bool) -> None:
+        self.fenced = fenced
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None:
+        raise AssertionError("nothing is granted")
+
+    def seal(self, seal: Seal) -> None:
+        raise AssertionError("nothing is granted")
+
+    def abandon(self, grant: GrantId) -> None:
+        raise AssertionError("nothing is granted")
+
+    def forget(self, grant: GrantId) -> None:
+        raise AssertionError("nothing is granted")
+
+    async def close(self) -> None:
+        return
+
+
+def make_peer(make_link: Any) -> tuple[WriterPeer, FakeChannel]:
+    channels = FakeChannels()
+    peer = WriterPeer(
+        address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
+        connect_request=transfer_pb2.ConnectRequest(),
+        layout=kv_layout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32", dtype_bytes=4),
+        src_num_blocks=4,
+        machine=WriterGrants(),
+        channels=channels,  # type: ignore[arg-type]
+        make_link=make_link,
+        offers=Offers((SHM, TCP), FallbackConfig()),
+        loop=asyncio.get_running_loop(),
+        config=WriterConfig(),
+    )
+    return peer, channels.channel
+
+
+async def ask(peer: WriterPeer) -> Reason:
+    with pytest.raises(BatonError) as caught:
+        await peer.reserve(KEY, transfer_pb2.ReserveRequest(), metadata=(), sources_released=lambda: None)
+    return caught.value.reason
+
+
+def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
+    """Shared memory fails twice: the third Connect offers tcp alone, and the pair works."""
+    made: list[TransportName] = []
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        made.append(endpoint.transport)
+        if endpoint.transport is SHM:
+            raise BatonError(Reason.PEER_UNREACHABLE, "no shared memory here")
+        return FakeLink(fenced=False)
+
+    async def test() -> None:
+        peer, channel = make_peer(make_link)
+        assert [await ask(peer) for _ in range(3)] == [
+            Reason.PEER_UNREACHABLE,
+            Reason.PEER_UNREACHABLE,
+            Reason.DECODE_FULL,
+        ]
+        assert made == [SHM, SHM, TCP]
+        assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"]]
+        assert (peer.transport, peer.offers.dropped, peer.link_failures) == (TCP, [SHM], 2)
+        await peer.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("fenced", "transport"), [(False, TCP), (True, SHM)])
+def test_links_that_break_count_and_fences_do_not(fenced: bool, transport: TransportName) -> None:
+    """Two links break by themselves: the third is a tcp one. The receiver fences two: shared memory stays."""
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        return FakeLink(fenced)
+
+    async def test() -> None:
+        peer, _ = make_peer(make_link)
+        for _ in range(2):
+            assert await ask(peer) is Reason.DECODE_FULL
+            assert peer.transport is SHM
+            peer.link_lost(PAIR, "broken")
+        assert await ask(peer) is Reason.DECODE_FULL
+        assert peer.transport is transport
+        assert peer.link_failures == (0 if fenced else 2)
+        await peer.close()
+
+    asyncio.run(test())

@@ -1,0 +1,77 @@
+"""How to make the two sides of each transport, for the conformance suite and its child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from baton.ids import Epoch, Pair
+from kvtransfer.region import Region
+from kvtransfer.transport import DataEndpoint, ReceiverEvents, ReceiverPort, TransportName, WriterEvents, WriterLink
+from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
+from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+
+ConnectErrors = (ShmConnectError, TcpConnectError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kit:
+    name: str
+    transport: TransportName
+    streams: int = 1
+
+    @property
+    def fences_without_the_writer(self) -> bool:
+        """The receiver can take the right to write back from a writer that stands still."""
+        return self.transport is TransportName.TCP
+
+    def port(self, region: Region, events: ReceiverEvents) -> ReceiverPort:
+        loop = asyncio.get_running_loop()
+        if self.transport is TransportName.SHM:
+            return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+        return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+
+    async def link(self, endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents) -> WriterLink:
+        """Deadlines are short, so that a test of them is: nothing here is slow on a healthy machine."""
+        loop = asyncio.get_running_loop()
+        if self.transport is TransportName.SHM:
+            shm = ShmWriterConfig(copy_chunk_ops_max=4, bye_ms_max=300)
+            return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
+        tcp = TcpWriterConfig(streams=self.streams, drain_ms_max=300, bye_ms_max=300)
+        return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
+
+
+KITS = (
+    Kit(name="shm", transport=TransportName.SHM),
+    Kit(name="tcp", transport=TransportName.TCP),
+    Kit(name="tcp-3-streams", transport=TransportName.TCP, streams=3),
+)
+
+
+class Everything:
+    """Ranges of a grant that may write anywhere."""
+
+    def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
+        return True
+
+
+def endpoint_to_json(endpoint: DataEndpoint) -> dict[str, Any]:
+    return {
+        "transport": endpoint.transport.value,
+        "address": endpoint.address,
+        "secret": endpoint.secret.hex(),
+        "epoch": endpoint.epoch,
+    }
+
+
+def endpoint_from_json(fields: dict[str, Any]) -> DataEndpoint:
+    return DataEndpoint(
+        transport=TransportName(fields["transport"]),
+        address=fields["address"],
+        secret=bytes.fromhex(fields["secret"]),
+        epoch=Epoch(fields["epoch"]),
+    )
