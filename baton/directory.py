@@ -5,7 +5,7 @@ Records are kept as the messages they came in, so that fields of a later version
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
@@ -73,7 +73,8 @@ class DirectoryState:
         self._limits = limits
         self._entries: dict[str, _Entry] = {}
         self._version = 0
-        self._removals: deque[tuple[int, Removal]] = deque()
+        self._removals: OrderedDict[str, tuple[int, Removal]] = OrderedDict()
+        """The last one of each name that is not held, with its version; oldest first."""
         self._complete_since = 0
         """Versions from here on can be brought up to date without a snapshot."""
         self._gone: OrderedDict[int, float] = OrderedDict()
@@ -158,23 +159,24 @@ class DirectoryState:
         snapshot = version is None or version < self._complete_since
         after = -1 if version is None or snapshot else version
         changed = sorted(name for name, entry in self._entries.items() if entry.version > after)
-        removals = [removal for at, removal in self._removals if at > after and removal.name not in self._entries]
         return Changes(
             version=self._version,
             snapshot=snapshot,
             upserts=tuple(self._entries[name].record for name in changed),
-            removals=tuple({removal.name: removal for removal in removals}.values()),
+            removals=tuple(removal for at, removal in self._removals.values() if at > after),
         )
 
     def _put(self, record: NodeRecord, expires_s: float) -> None:
         self._version += 1
         self._entries[record.name] = _Entry(record=record, expires_s=expires_s, version=self._version)
+        self._removals.pop(record.name, None)
 
     def _note_removal(self, name: str, incarnation: int) -> None:
         self._version += 1
-        self._removals.append((self._version, Removal(name=name, incarnation=incarnation)))
+        self._removals.pop(name, None)
+        self._removals[name] = (self._version, Removal(name=name, incarnation=incarnation))
         if len(self._removals) > self._limits.removals_kept_max:
-            self._complete_since, _ = self._removals.popleft()
+            _, (self._complete_since, _) = self._removals.popitem(last=False)
 
     def _forget(self, incarnation: int, now_s: float) -> None:
         self._gone.pop(incarnation, None)

@@ -293,7 +293,7 @@ STEP = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEP, max_size=40), kept_max=st.integers(1, 3))
 def test_the_script_keeps_the_pure_rules(
     server: RedisServer, admin: Redis, steps: list[tuple[str, int, int, int]], kept_max: int
