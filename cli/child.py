@@ -13,10 +13,13 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
+
+from cli.invocation import ERROR_PREFIX
 
 SUPERVISOR_ENV: Final = "BATON_SUPERVISOR_PID"
 """Set for children: the process whose end is theirs too."""
@@ -26,6 +29,8 @@ LOG_TAIL_BYTES_MAX: Final = 16 * 1024
 KILL_MS_MAX: Final = 10_000
 """How long the kernel may take to end a killed process."""
 _PR_SET_PDEATHSIG: Final = 1
+_TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+"""What a terminal sends to its whole foreground group. Blocked in a child that does not call `tie_to_supervisor`."""
 
 
 def tie_to_supervisor() -> bool:
@@ -36,12 +41,33 @@ def tie_to_supervisor() -> bool:
     supervisor = os.environ.pop(SUPERVISOR_ENV, None)
     if supervisor is None:
         return False
+    _take_signals_again()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != int(supervisor):  # it died before the kernel knew what we want
         os._exit(1)
     return True
+
+
+@contextmanager
+def _own_session_first() -> Iterator[None]:
+    """Around the start of a child: until it has a session of its own it is in the terminal's foreground group, and a
+    Ctrl-C of just then would end it. It is born with the signal blocked, and drops it (`_take_signals_again`)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _take_signals_again() -> None:
+    handlers = {signum: signal.getsignal(signum) for signum in _TERMINAL_SIGNALS}
+    for signum in _TERMINAL_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)  # drops what is pending
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +104,7 @@ class Child:
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """The exit status, negative for a signal."""
         self._output = b""
-        with log_path.open("ab") as log:
+        with log_path.open("ab") as log, _own_session_first():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -116,11 +142,19 @@ class Child:
 
     def log_tail(self) -> str:
         """The last lines of its log, indented; empty where there are none."""
+        return "\n".join(f"  | {line}" for line in self._last_lines()[-LOG_TAIL_LINES_MAX:])
+
+    def own_words(self) -> str:
+        """The error that it ended with, where it said one to its user (see `cli.main`); else empty."""
+        lines = self._last_lines()
+        starts = [index for index, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
+        return "\n".join(lines[starts[-1] :]).removeprefix(ERROR_PREFIX) if starts else ""
+
+    def _last_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(0, size - LOG_TAIL_BYTES_MAX))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES_MAX:])
+            return log.read().decode(errors="replace").splitlines()
 
     def _read_output(self) -> None:
         try:

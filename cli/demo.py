@@ -74,14 +74,14 @@ def demo(model_dir: Path, family: str, prefill: int, decode: int) -> int:
 
 async def _demo(model_dir: Path, family: str, spec: ClusterSpec) -> int:
     with StopSignals() as signals:
-        running = asyncio.ensure_future(_run(model_dir, family, spec))
+        running = asyncio.ensure_future(_run(model_dir, family, spec, signals))
         if not await signals.unless_stopped(running):
             click.echo("\nInterrupted; everything is stopped.", err=True)
             return EXIT_INTERRUPTED
         return running.result()
 
 
-async def _run(model_dir: Path, family: str, spec: ClusterSpec) -> int:
+async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSignals) -> int:
     try:
         params = DemoModelParams(family=FAMILIES[family])
         written = await asyncio.to_thread(write_demo_model, model_dir, params)
@@ -89,14 +89,17 @@ async def _run(model_dir: Path, family: str, spec: ClusterSpec) -> int:
         raise BatonError(Reason.BAD_CONFIG, str(error)) from error
     click.echo(f"Demo model {model_dir}: {'written' if written else 'there already'}.")
     spec.check()
+    click.echo("Starting the cluster, each line a process:")
     board = StartBoard(tuple(name for name, _ in spec.processes()), sys.stdout)
     cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
-    click.echo("Starting the cluster, each line a process:")
+    signals.at_second = cluster.abandon
     try:
         await cluster.start()
         results, leftovers = await _use(cluster)
     finally:
         problems = await cluster.stop()
+        for problem in problems:
+            click.echo(f"NOT STOPPED WELL  {problem}", err=True)
     click.echo("\nStopped the cluster. Now the same requests in one process, alone:")
     mismatches = await find_mismatches(
         [(result.request, result.answer) for result in results],
@@ -104,7 +107,7 @@ async def _run(model_dir: Path, family: str, spec: ClusterSpec) -> int:
         compute_threads=len(os.sched_getaffinity(0)),
     )
     _print_table(results, mismatches)
-    return _verdict(len(results), mismatches, leftovers, problems)
+    return _verdict(len(results), mismatches, leftovers, len(problems))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,17 +221,15 @@ def _print_table(results: Sequence[_Result], mismatches: Sequence[Mismatch]) -> 
     click.echo(format_table(_COLUMNS, rows, right=_RIGHT))
 
 
-def _verdict(count: int, mismatches: Sequence[Mismatch], leftovers: Sequence[str], problems: Sequence[str]) -> int:
+def _verdict(count: int, mismatches: Sequence[Mismatch], leftovers: Sequence[str], problems: int) -> int:
     for mismatch in mismatches:
         click.echo(f"WRONG  {mismatch.name}: {mismatch.what}")
     for leftover in leftovers:
         click.echo(f"LEFT BEHIND  {leftover} (after {IDLE_MS_MAX} ms)")
-    for problem in problems:
-        click.echo(f"NOT STOPPED WELL  {problem}")
     if mismatches or leftovers or problems:
         click.echo(
             f"FAILED: {len(mismatches)} of {count} answers wrong, {len(leftovers)} nodes with something left, "
-            f"{len(problems)} processes not stopped well."
+            f"{problems} processes not stopped well."
         )
         return EXIT_ERROR
     click.echo(

@@ -75,9 +75,7 @@ class Client:
         self._channel = grpc.aio.insecure_channel(endpoint)
         self.stub = inference_pb2_grpc.InferenceStub(self._channel)
 
-    async def generate(
-        self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any
-    ) -> Answer:
+    async def generate(self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any) -> Answer:
         """One streamed answer; `request` goes to `make_request`. Raises BatonError, AssertionError on a gap."""
         with rpc_errors(self.endpoint):
             return await collect(self.stub.Generate(make_request(prompt, **request), timeout=timeout_s))
@@ -266,7 +264,7 @@ async def wait_for(
     """Poll until `holds()`; fail with the story when it does not within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not await holds():
+            while not await holds():  # noqa: ASYNC110 - another process has no event to wait on
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise AssertionError(f"waited {timeout_s:g} s in vain for {what}\n{story()}") from None

@@ -5,19 +5,31 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from batonpb import common_pb2
-from cluster_harness import RunningCluster, assert_conserved, mock_spec, mock_tokens, random_prompt, running
+
+from tests.cluster_harness import RunningCluster, assert_conserved, mock_spec, mock_tokens, random_prompt, running
 
 BLOCK = 16
 CHUNK = 512
 AT_ONCE = 16
-LENGTHS = (
-    [1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK, 7 * BLOCK + 9]
-    + [CHUNK - BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + BLOCK, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1]
-    + [3 * CHUNK - 1, 3 * CHUNK + 1, 1999, 2000]
-)
+AROUND_BLOCKS = [
+    1,
+    2,
+    3,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK - 1,
+    2 * BLOCK,
+    2 * BLOCK + 1,
+    5 * BLOCK,
+    7 * BLOCK + 9,
+]
+AROUND_CHUNKS = [CHUNK - BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + BLOCK, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1]
+LENGTHS = [*AROUND_BLOCKS, *AROUND_CHUNKS, 3 * CHUNK - 1, 3 * CHUNK + 1, 1999, 2000]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +57,9 @@ def test_every_answer_is_exact_under_eviction_and_repeats(cluster: RunningCluste
 
     async def ask(index: int, prompt: list[int]) -> tuple[int, int, int]:
         count = rng.choice([2, 15, 16, 17, 33, 60])
-        sampling = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": index} if index % 3 == 1 else {}
+        sampling: dict[str, Any] = (
+            {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": index} if index % 3 == 1 else {}
+        )
         async with slots:
             answer = await cluster.client.generate(prompt, max_tokens=count, **sampling)
         assert answer.ids == mock_tokens(prompt, count, **sampling), (index, len(prompt))
@@ -103,7 +117,7 @@ def test_many_tiny_and_some_huge_answers_share_the_nodes(cluster: RunningCluster
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.3, "seed": 99}], ids=["greedy", "seeded"])
-def test_unary_equals_the_stream(cluster: RunningCluster, sampling: dict[str, float]) -> None:
+def test_unary_equals_the_stream(cluster: RunningCluster, sampling: dict[str, Any]) -> None:
     """The same request by both methods."""
     prompt = random_prompt(random.Random(14), 77)
 

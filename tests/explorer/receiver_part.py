@@ -88,6 +88,8 @@ class ReceiverInfo:
     lets_go: tuple[tuple[int, ...], ...]
     """Cancel and Resolve of each key."""
     suspects: tuple[int, ...]
+    proofs: tuple[tuple[int, int], ...]
+    """For each writer with a grant that lives: the evidence that would end it."""
     writers: tuple[int, ...]
     fencing_flags: tuple[bool, ...]
     effects: dict[int, ReceiverEffect]
@@ -220,6 +222,11 @@ class ReceiverPart:
             ended=tuple(intern(RequestEnded(key=g[2])) for g in grants if g[5] is GrantState.COMMITTED),
             lets_go=lets_go if self._bounds.lets_go_of_requests else (),
             suspects=tuple(intern(WriterSuspected(pair=p[0])) for p in pairs),
+            proofs=tuple(
+                (writer_index(p[0]), intern(PairFenced(pair=p[0], epoch=p[1])))
+                for p in pairs
+                if any(g[3] == p[0] and g[5] in _UNCOMMITTED for g in grants)
+            ),
             writers=tuple(writer_index(p[0]) for p in pairs),
             fencing_flags=tuple(p[5] for p in pairs),
             effects={},

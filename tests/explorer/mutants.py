@@ -1,0 +1,198 @@
+"""Machines with one guard taken out each: an explorer that finds nothing wrong with these is worth nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
+from kvtransfer.grant_messages import (
+    AbandonWrites,
+    GrantTimerFired,
+    ReleaseSources,
+    SealLanded,
+    SendLetGo,
+    TimerKind,
+    WriterLetGo,
+    WritesCompleted,
+)
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step, _Grant
+from kvtransfer.writer_grants import WriterGrants, WriterState, _Handoff
+from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
+
+
+class NoEpochCheck(ReceiverGrants):
+    """Whatever arrives may land, and a seal of an old epoch counts like any other."""
+
+    def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
+        return True
+
+    def _seal(self, event: SealLanded) -> None:
+        known = self._grant(event.grant, event.pair)
+        if known is not None and known.state not in (GrantState.RESERVED, GrantState.WRITING):
+            return
+        epoch = self.epoch(event.pair) if known is None else known.epoch
+        self._pair(event.pair).epoch, now = epoch, self.epoch(event.pair)
+        super()._seal(
+            SealLanded(
+                pair=event.pair,
+                grant=event.grant,
+                epoch=epoch,
+                writes=event.writes,
+                bytes_written=event.bytes_written,
+                channel=event.channel,
+            )
+        )
+        self._pair(event.pair).epoch = now
+
+
+class EpochOnlyCheck(ReceiverGrants):
+    """A write is admitted by the epoch of its connection alone, whatever became of its grant."""
+
+    def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
+        return epoch == self.epoch(pair)
+
+
+class NoRefusedNumbers(ReceiverGrants):
+    """A let-go that comes before its Reserve leaves nothing behind."""
+
+    def _let_go(self, event: WriterLetGo) -> None:
+        super()._let_go(event)
+        self._pair(event.pair).refused.clear()
+
+
+class NoLowestLive(ReceiverGrants):
+    """The writer's word about the numbers below its lowest live one is not remembered."""
+
+    def _raise_lowest_live(self, pair_key: Pair, lowest_live: ReserveNumber) -> None:
+        super()._raise_lowest_live(pair_key, lowest_live)
+        self._pair(pair_key).lowest_live = ReserveNumber(0)
+
+
+class NoDeadAttempts(ReceiverGrants):
+    """A cancelled or resolved attempt leaves nothing behind."""
+
+    def _bury(self, key: RequestKey) -> None:
+        del key
+
+
+class FreeOnTimeout(ReceiverGrants):
+    """A lease that has run out ends the writer's ownership."""
+
+    def _timer(self, event: GrantTimerFired) -> None:
+        grant = self._grants.get(event.grant)
+        if grant is not None and event.kind is TimerKind.LEASE and grant.state in (
+            GrantState.RESERVED,
+            GrantState.WRITING,
+        ):
+            self._step(grant, Step.FENCE, GrantState.FENCED)
+        else:
+            super()._timer(event)
+
+
+class FreeAfterRevokes(ReceiverGrants):
+    """So does a writer that does not answer to Revoke for long enough."""
+
+    def _next_revoke_round(self, grant: _Grant) -> None:
+        if grant.revoke_rounds + 1 >= self.limits.revoke_rounds_before_quarantine:
+            self._step(grant, Step.FENCE, GrantState.FENCED)
+        else:
+            super()._next_revoke_round(grant)
+
+
+class NoSeal(ReceiverGrants):
+    """The writer's Commit is enough."""
+
+    def _after_seal_or_commit(self, grant: _Grant, stay: GrantState) -> GrantState:
+        if grant.expected is None:
+            return stay
+        return GrantState.COMMITTED if grant.state in (GrantState.RESERVED, GrantState.WRITING) else GrantState.FENCED
+
+
+class NoRevokeTimer(ReceiverGrants):
+    """One Revoke, and then nothing: safe, but a lost message holds the block for ever."""
+
+    def _enter_revoking(self, grant: _Grant) -> None:
+        super()._enter_revoking(grant)
+        self._out.pop()
+
+
+class LetGoUndrained(WriterGrants):
+    """The writer gives its word while its copies are still running."""
+
+    def _drain(self, handoff: _Handoff) -> None:
+        if handoff.state is WriterState.DRAINING:
+            handoff.state = WriterState.LETTING_GO
+            self._answer_revoke(handoff)
+            self._out.append(SendLetGo(number=handoff.number, lowest_live=self.lowest_live))
+
+    def _completed(self, event: WritesCompleted) -> None:
+        handoff = self._handoffs.get(event.number)
+        if handoff is None:
+            return
+        super()._completed(event)
+        if handoff.outstanding == 0 and handoff.sources_held:
+            self._release_sources(handoff)
+
+
+class RevokeAnsweredAtOnce(WriterGrants):
+    """So does one that is told that its peer is gone, or thinks so (the machine once did this)."""
+
+    def _peer_gone(self, event: Any) -> None:
+        for handoff in self._handoffs.values():
+            self._answer_revoke(handoff)
+        super()._peer_gone(event)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """`says`: part of what the checks must say about it."""
+
+    bounds: Bounds
+    says: str
+    live: bool = False
+    """It is the walk of a calm system that must find it, not the safety checks."""
+
+
+def _mutant(
+    says: str,
+    *,
+    profile: Profile = Profile.CHANNEL,
+    receiver: type[ReceiverGrants] = ReceiverGrants,
+    writer: type[WriterGrants] = WriterGrants,
+    live: bool = False,
+    crashes_max: int = 1,
+    links_break: bool = True,
+    peers_up: bool = False,
+) -> Mutant:
+    bounds = Bounds(
+        profile=profile,
+        keys=SAME_REQUEST,
+        crashes_max=crashes_max,
+        links_break=links_break,
+        writers_give_peers_up=peers_up,
+        receiver=receiver,
+        writer=writer,
+    )
+    return Mutant(bounds=bounds, says=says, live=live)
+
+
+MUTANTS: dict[str, Mutant] = {
+    "no epoch check": _mutant("would land", receiver=NoEpochCheck, links_break=False),
+    "epoch but no grant check": _mutant("would land", receiver=EpochOnlyCheck),
+    "no tombstone: refused numbers": _mutant("after its let-go was answered", receiver=NoRefusedNumbers),
+    "no tombstone: lowest live number": _mutant("after its let-go was answered", receiver=NoLowestLive),
+    "no tombstone: dead attempts": _mutant("commits after it was cancelled", receiver=NoDeadAttempts),
+    "free on timeout: lease, channel": _mutant("would land", receiver=FreeOnTimeout),
+    "free on timeout: lease, shm": _mutant("may still write", profile=Profile.SHM, receiver=FreeOnTimeout),
+    "free on timeout: revoke rounds": _mutant("may still write", profile=Profile.SHM, receiver=FreeAfterRevokes),
+    "no seal, channel": _mutant("would land", receiver=NoSeal),
+    "no seal, shm": _mutant("may still write", profile=Profile.SHM, receiver=NoSeal),
+    "no revoke timer": _mutant("never becomes free", profile=Profile.SHM, receiver=NoRevokeTimer, live=True),
+    "let-go before the writes have drained": _mutant("outstanding", writer=LetGoUndrained),
+    "Revoke answered when the peer is given up": _mutant(
+        "outstanding", profile=Profile.SHM, writer=RevokeAnsweredAtOnce, peers_up=True
+    ),
+}
+
+__all__ = ["MUTANTS", "AbandonWrites", "Mutant", "ReleaseSources"]
