@@ -88,7 +88,6 @@ class RedisDirectory:
         self._peer = f"directory at {address}"
         self._clock = clock
         self._config = config
-        timeout_s = config.call_ms_max / 1e3
         tls: dict[str, Any] = {"ssl": True, **address.tls_options} if address.tls else {}
         self._redis = Redis(
             host=address.host,
@@ -96,8 +95,10 @@ class RedisDirectory:
             db=address.database,
             username=address.username,
             password=address.password,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
+            # `_call` limits the time of the whole. The library would limit each write by asyncio.wait_for, which
+            # swallows a cancellation that comes as the write ends (Python 3.11).
+            socket_timeout=None,
+            socket_connect_timeout=config.call_ms_max / 1e3,
             retry=Retry(NoBackoff(), 0),
             max_connections=config.connections_max,
             protocol=2,

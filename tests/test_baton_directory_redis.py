@@ -215,6 +215,27 @@ def test_a_redis_that_says_nothing(server: RedisServer, admin: Redis) -> None:
     run(server.address, scene, call_ms_max=1_000)
 
 
+def test_a_cancellation_is_never_lost(server: RedisServer, admin: Redis) -> None:
+    """Calls on new and on used connections, cancelled after every number of turns of the loop that they may take: each
+    ends cancelled unless it was done already, and the next one gets its own answer."""
+
+    async def scene(directory: RedisDirectory) -> None:
+        await directory.push(record(), ttl_ms=LONG_MS)
+        for turns in [*range(40)] * 5:
+            async with opened(server.address) as other:
+                for client in (directory, other):
+                    call = asyncio.create_task(client.list())
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    if call.cancel():
+                        await asyncio.wait([call])
+                        assert call.cancelled(), turns
+                    assert not await client.remove(NodeName("decode-0"), Incarnation(99))
+        assert seen(await directory.list()) == [("decode-0", 1)]
+
+    run(server.address, scene)
+
+
 def test_a_password(server: RedisServer) -> None:
     """Without it, and with a wrong one, the error says what to check and shows no password; with it, all is well."""
     with redis_server("--requirepass", "let me/in") as locked:
