@@ -5,7 +5,7 @@ Records are kept as the messages they came in, so that fields of a later version
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
@@ -73,7 +73,8 @@ class DirectoryState:
         self._limits = limits
         self._entries: dict[str, _Entry] = {}
         self._version = 0
-        self._removals: deque[tuple[int, Removal]] = deque()
+        self._removals: OrderedDict[str, tuple[int, Removal]] = OrderedDict()
+        """The last one of each name that is not held, with its version; oldest first."""
         self._complete_since = 0
         """Versions from here on can be brought up to date without a snapshot."""
         self._gone: OrderedDict[int, float] = OrderedDict()
@@ -92,27 +93,21 @@ class DirectoryState:
         Raises BatonError: NAME_IN_USE, INCARNATION_MISMATCH (this incarnation has been replaced or removed),
         DIRECTORY_FULL, or what `check_record` raises; nothing has changed then.
         """
-        self._check(record, ttl_ms)
+        check_push(record, ttl_ms, self._limits)
         self.expire(now_s=now_s)
         expires_s = now_s + ttl_ms / 1e3
         holder = self._entries.get(record.name)
         if record.incarnation in self._gone:
-            raise BatonError(
-                Reason.INCARNATION_MISMATCH,
-                f"Incarnation {record.incarnation:016x} of {record.name} was removed or replaced by a later one.",
-            )
+            raise incarnation_gone(record)
         if holder is None:
             if len(self._entries) >= self._limits.records_max:
-                raise BatonError(
-                    Reason.DIRECTORY_FULL,
-                    f"The directory holds {len(self._entries)} records, its limit (records_max).",
-                    retry_after_ms=ttl_ms,
-                )
+                raise directory_full(len(self._entries), ttl_ms)
             self._put(record, expires_s)
             return PushOutcome.ADDED
         if holder.record.incarnation != record.incarnation:
             if holder.record.endpoint != record.endpoint:
-                raise _name_in_use(holder, now_s)
+                left_ms = round((holder.expires_s - now_s) * 1e3)
+                raise name_in_use(record.name, holder.record.endpoint, holder.record.incarnation, left_ms)
             self._forget(holder.record.incarnation, now_s)
             self._put(record, expires_s)
             return PushOutcome.REPLACED
@@ -164,29 +159,24 @@ class DirectoryState:
         snapshot = version is None or version < self._complete_since
         after = -1 if version is None or snapshot else version
         changed = sorted(name for name, entry in self._entries.items() if entry.version > after)
-        removals = [removal for at, removal in self._removals if at > after and removal.name not in self._entries]
         return Changes(
             version=self._version,
             snapshot=snapshot,
             upserts=tuple(self._entries[name].record for name in changed),
-            removals=tuple({removal.name: removal for removal in removals}.values()),
+            removals=tuple(removal for at, removal in self._removals.values() if at > after),
         )
-
-    def _check(self, record: NodeRecord, ttl_ms: int) -> None:
-        check_record(record)
-        limits = self._limits
-        if not limits.ttl_ms_min <= ttl_ms <= limits.ttl_ms_max:
-            raise bad_field("ttl_ms", f"ttl_ms must be {limits.ttl_ms_min} to {limits.ttl_ms_max}, not {ttl_ms}.")
 
     def _put(self, record: NodeRecord, expires_s: float) -> None:
         self._version += 1
         self._entries[record.name] = _Entry(record=record, expires_s=expires_s, version=self._version)
+        self._removals.pop(record.name, None)
 
     def _note_removal(self, name: str, incarnation: int) -> None:
         self._version += 1
-        self._removals.append((self._version, Removal(name=name, incarnation=incarnation)))
+        self._removals.pop(name, None)
+        self._removals[name] = (self._version, Removal(name=name, incarnation=incarnation))
         if len(self._removals) > self._limits.removals_kept_max:
-            self._complete_since, _ = self._removals.popleft()
+            _, (self._complete_since, _) = self._removals.popitem(last=False)
 
     def _forget(self, incarnation: int, now_s: float) -> None:
         self._gone.pop(incarnation, None)
@@ -202,14 +192,36 @@ def _same_but_sequence(old: NodeRecord, new: NodeRecord) -> bool:
     return compared == new
 
 
-def _name_in_use(holder: _Entry, now_s: float) -> BatonError:
-    record = holder.record
-    left_ms = max(1, round((holder.expires_s - now_s) * 1e3))
+def check_push(record: NodeRecord, ttl_ms: int, limits: DirectoryLimits) -> None:
+    """Refuse what no directory takes. Raises BatonError BAD_FIELD, or what `check_record` raises."""
+    check_record(record)
+    if not limits.ttl_ms_min <= ttl_ms <= limits.ttl_ms_max:
+        raise bad_field("ttl_ms", f"ttl_ms must be {limits.ttl_ms_min} to {limits.ttl_ms_max}, not {ttl_ms}.")
+
+
+def incarnation_gone(record: NodeRecord) -> BatonError:
+    return BatonError(
+        Reason.INCARNATION_MISMATCH,
+        f"Incarnation {record.incarnation:016x} of {record.name} was removed or replaced by a later one.",
+    )
+
+
+def directory_full(count: int, ttl_ms: int) -> BatonError:
+    return BatonError(
+        Reason.DIRECTORY_FULL,
+        f"The directory holds {count} records, its limit (records_max).",
+        retry_after_ms=ttl_ms,
+    )
+
+
+def name_in_use(name: str, endpoint: str, incarnation: int, left_ms: int) -> BatonError:
+    """`endpoint` and `incarnation` are the holder's, whose record runs out in `left_ms`."""
+    left_ms = max(1, left_ms)
     return BatonError(
         Reason.NAME_IN_USE,
-        f"The name {record.name} is held by the node at {record.endpoint} (incarnation {record.incarnation:016x}) for "
+        f"The name {name} is held by the node at {endpoint} (incarnation {incarnation:016x}) for "
         f"another {left_ms} ms unless it renews. Stop that node, or start this one under another name.",
         field="name",
         retry_after_ms=left_ms,
-        metadata={"endpoint": record.endpoint, "incarnation": f"{record.incarnation:016x}"},
+        metadata={"endpoint": endpoint, "incarnation": f"{incarnation:016x}"},
     )

@@ -51,6 +51,10 @@ class Directory(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """Give back what this client holds; end its calls and watches first. Idempotent."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryClientConfig:
@@ -83,7 +87,7 @@ class EmbeddedDirectory:
     async def list(self) -> Snapshot:
         with rpc_errors(self._peer):
             reply: directory_pb2.ListReply = await self._stub.List(directory_pb2.ListRequest(), timeout=self._timeout_s)
-        return _snapshot({record.name: record for record in _readable(reply.records)})
+        return snapshot_of({record.name: record for record in readable_records(reply.records)})
 
     async def watch(self) -> AsyncGenerator[Snapshot, None]:
         records: dict[NodeName, NodeRecord] = {}
@@ -91,25 +95,29 @@ class EmbeddedDirectory:
         try:
             with rpc_errors(self._peer):
                 async for event in call:
-                    left = _apply(event, records)
-                    yield dataclasses.replace(_snapshot(records), left=left)
+                    left = apply_event(event, records)
+                    yield dataclasses.replace(snapshot_of(records), left=left)
         finally:
             call.cancel()
         raise BatonError(Reason.PEER_UNREACHABLE, f"The {self._peer} has ended the watch: it is stopping.")
 
+    async def close(self) -> None:
+        """Nothing to do: the channel belongs to `channels`."""
 
-def _apply(event: directory_pb2.WatchEvent, records: dict[NodeName, NodeRecord]) -> frozenset[NodeName]:
+
+def apply_event(event: directory_pb2.WatchEvent, records: dict[NodeName, NodeRecord]) -> frozenset[NodeName]:
+    """Bring `records` up to date; returns the names that have left."""
     if event.snapshot:
         records.clear()
     left = frozenset(NodeName(removal.name) for removal in event.removals)
     for name in left:
         records.pop(name, None)
-    for record in _readable(event.upserts):
+    for record in readable_records(event.upserts):
         records[record.name] = record
     return left
 
 
-def _readable(messages: Iterable[directory_pb2.NodeRecord]) -> list[NodeRecord]:
+def readable_records(messages: Iterable[directory_pb2.NodeRecord]) -> list[NodeRecord]:
     """A node of a later version must not take the others from us."""
     records = []
     for message in messages:
@@ -120,5 +128,5 @@ def _readable(messages: Iterable[directory_pb2.NodeRecord]) -> list[NodeRecord]:
     return records
 
 
-def _snapshot(records: dict[NodeName, NodeRecord]) -> Snapshot:
+def snapshot_of(records: dict[NodeName, NodeRecord]) -> Snapshot:
     return Snapshot(records=tuple(records[name] for name in sorted(records)))

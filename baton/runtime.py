@@ -11,7 +11,7 @@ from typing import Any
 from batonpb import node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
-from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory
+from baton.directory_setting import open_directory
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.ids import Incarnation
 from baton.lifecycle import LifecycleEvent, NodeLifecycle
@@ -55,7 +55,7 @@ class NodeRuntime:
         rng: random.Random,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """Raises BatonError BAD_NAME or BAD_ENDPOINT."""
+        """Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_CONFIG."""
         self.settings = settings
         self.name = check_name(settings.name)
         self.incarnation = Incarnation(rng.getrandbits(64) | 1)
@@ -71,8 +71,9 @@ class NodeRuntime:
         self.status: Callable[[node_pb2.NodeStatus], None] = _nothing_to_add
         self.upkeep: Callable[[], None] = lambda: None
         self._upkeep_task: asyncio.Task[None] | None = None
+        self.directory = open_directory(settings.directory, channels=self.channels, clock=clock)
         self.membership = Membership(
-            directory=EmbeddedDirectory(settings.directory, channels=self.channels, config=DirectoryClientConfig()),
+            directory=self.directory,
             own_record=self.record,
             clock=clock,
             rng=rng,
@@ -127,6 +128,7 @@ class NodeRuntime:
             self._upkeep_task.cancel()
             await asyncio.wait([self._upkeep_task])
         await self.server.stop(self.settings.stop_grace_ms / 1000)
+        await self.directory.close()
         await self.channels.close()
 
     def _become(self, event: LifecycleEvent, why: str) -> None:

@@ -9,7 +9,9 @@ from typing import Final
 import click
 from batonpb import common_pb2, node_pb2, node_pb2_grpc
 
-from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory
+from baton.clock import SystemClock
+from baton.directory_client import DirectoryClientConfig
+from baton.directory_setting import describe_directory, open_directory
 from baton.errors import BatonError, Reason
 from baton.rpc_client import ChannelLimits, Channels, rpc_errors
 from baton.wire import NodeRecord, Role
@@ -38,8 +40,12 @@ async def view_nodes(directory: str, *, channels: Channels, call_ms_max: int) ->
 
     Raises BatonError where the directory does not answer; a node that does not answer is a NodeView with a problem.
     """
-    client = EmbeddedDirectory(directory, channels=channels, config=DirectoryClientConfig(call_ms_max=call_ms_max))
-    snapshot = await client.list()
+    config = DirectoryClientConfig(call_ms_max=call_ms_max)
+    client = open_directory(directory, channels=channels, clock=SystemClock(), config=config)
+    try:
+        snapshot = await client.list()
+    finally:
+        await client.close()
     places = asyncio.Semaphore(STATUS_CALLS_MAX)
 
     async def view(record: NodeRecord) -> NodeView:
@@ -65,7 +71,11 @@ async def get_status(endpoint: str, *, channels: Channels, call_ms_max: int) -> 
 
 @click.command()
 @click.option(
-    "--directory", default="127.0.0.1:7070", show_default=True, metavar="HOST:PORT", help="Where the directory is."
+    "--directory",
+    default="127.0.0.1:7070",
+    show_default=True,
+    metavar="HOST:PORT|REDIS_URL",
+    help="Where the directory is.",
 )
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True,
@@ -83,7 +93,7 @@ def nodes(directory: str, timeout_s: float) -> None:
     """
     views = asyncio.run(_view(directory, round(timeout_s * 1e3)))
     if not views:
-        click.echo(f"The directory at {directory} knows no node.")
+        click.echo(f"The directory at {describe_directory(directory)} knows no node.")
         return
     click.echo(format_table(_HEADER, [_row(view) for view in views], right=_RIGHT))
     for view in views:
@@ -100,8 +110,8 @@ async def _view(directory: str, call_ms_max: int) -> list[NodeView]:
             raise
         raise BatonError(
             error.reason,
-            f"No directory answers at {directory} within {call_ms_max} ms. Is the cluster running (`baton up`)? "
-            "Name another place with --directory HOST:PORT.",
+            f"No directory answers at {describe_directory(directory)} within {call_ms_max} ms. Is the cluster running "
+            "(`baton up`)? Name another place with --directory.",
         ) from error
     finally:
         await channels.close()

@@ -29,6 +29,8 @@ NODES_MAX: Final = 64
 """Engine processes that one supervisor starts."""
 DIRECTORY_NAME: Final = "directory"
 ROUTER_NAME: Final = "router-0"
+_DIRECTORY_TO_COME: Final = "127.0.0.1:7070"
+"""Stands for a directory that is not started yet."""
 _STOP_ORDER: Final = (Service.ROUTER, Service.PREFILL, Service.DECODE, Service.DIRECTORY)
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
@@ -49,6 +51,8 @@ class ClusterSpec:
     listen: str = "127.0.0.1:0"
     """Where the router listens."""
     directory_listen: str = "127.0.0.1:0"
+    directory: str | None = None
+    """A directory that runs already (host:port or redis://...), used instead of starting one."""
     threads: int | None = None
     """Compute threads of each engine; None shares the cores of this machine among them."""
     blocks: int | None = None
@@ -77,7 +81,7 @@ class ClusterSpec:
     def processes(self) -> list[tuple[str, Service]]:
         """Names and services, in the order in which they are started."""
         return [
-            (DIRECTORY_NAME, Service.DIRECTORY),
+            *([(DIRECTORY_NAME, Service.DIRECTORY)] if self.directory is None else []),
             (ROUTER_NAME, Service.ROUTER),
             *((f"prefill-{i}", Service.PREFILL) for i in range(self.prefill)),
             *((f"decode-{i}", Service.DECODE) for i in range(self.decode)),
@@ -110,7 +114,7 @@ class ClusterSpec:
     def check(self) -> None:
         """Refuse now what the processes would refuse one by one after their start. Raises ConfigError."""
         for name, service in self.processes():
-            flags = self.flags_of(name, service, self.directory_listen)
+            flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
             text = {key: _text(value) for key, value in flags.items()}
             load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
 
@@ -176,8 +180,8 @@ class Cluster:
 
     @property
     def directory(self) -> str:
-        """The directory's endpoint."""
-        return self.endpoints[DIRECTORY_NAME]
+        """The directory's endpoint, or the address that `ClusterSpec.directory` is."""
+        return self.spec.directory or self.endpoints[DIRECTORY_NAME]
 
     @property
     def log_dir(self) -> Path:
@@ -196,10 +200,11 @@ class Cluster:
         """
         assert self._log_dir is None, "started twice"
         self._make_log_dir()
-        directory, *others = self.names
+        others = [name for name in self.names if name != DIRECTORY_NAME]
         try:
             async with asyncio.timeout(self.spec.start_ms_max / 1e3):
-                await self.start_process(directory)
+                if self.spec.directory is None:
+                    await self.start_process(DIRECTORY_NAME)
                 async with asyncio.TaskGroup() as group:
                     for name in others:
                         group.create_task(self.start_process(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import InvalidField, check_positive
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
@@ -19,7 +20,7 @@ class DecodeConfig:
     name: str = field(metadata={"help": "name of this node, unique in the cluster"})
     listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port of gRPC; port 0 takes any"})
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
-    directory: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
+    directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
     engine: EngineConfig
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
     transports: tuple[TransportName, ...] = field(
@@ -43,6 +44,7 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_transports(self.transports)
+        check_directory_setting(self.directory)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
         check_positive(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import check_positive
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
@@ -19,7 +20,7 @@ class PrefillConfig:
     name: str = field(metadata={"help": "name of this node, unique in the cluster"})
     listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port of gRPC; port 0 takes any"})
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
-    directory: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
+    directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
     engine: EngineConfig
     writer: WriterConfig = field(default_factory=WriterConfig)
     transports: tuple[TransportName, ...] = field(
@@ -36,4 +37,5 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         check_transports(self.transports)
+        check_directory_setting(self.directory)
         check_positive(self, "queue_max", "decode_tries_max", "busy_retry_ms", "stop_grace_ms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import check_positive
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
@@ -14,7 +15,7 @@ class RouterConfig:
     name: str = field(default="router-0", metadata={"help": "name of this router, unique in the cluster"})
     listen: str = field(default="127.0.0.1:7000", metadata={"help": "host:port of gRPC; port 0 takes any"})
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
-    directory: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
+    directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
     model: str | None = field(default=None, metadata={"help": "model whose tokenizer to use; none: ids only"})
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
@@ -33,6 +34,7 @@ class RouterConfig:
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
+        check_directory_setting(self.directory)
         check_positive(
             self,
             "max_tokens_default",

@@ -335,61 +335,6 @@ def run(scene: Awaitable[None]) -> None:
     asyncio.run(limited())
 
 
-def test_push_list_and_remove_over_grpc() -> None:
-    """Records come back as they went; errors of the rules arrive with their reason; a removal says whether it was."""
-
-    async def scene() -> None:
-        async with directory() as cluster:
-            first, second = record("a", endpoint="h:1"), record("b", incarnation=2, endpoint="h:2")
-            await cluster.client.push(second, ttl_ms=60_000)
-            await cluster.client.push(first, ttl_ms=60_000)
-            assert (await cluster.client.list()).records == (first, second)
-            with pytest.raises(BatonError) as caught:
-                await cluster.client.push(record("a", incarnation=3, endpoint="h:3"), ttl_ms=60_000)
-            assert caught.value.reason is Reason.NAME_IN_USE
-            assert caught.value.metadata["endpoint"] == "h:1"
-            assert not await cluster.client.remove(NodeName("a"), Incarnation(3))
-            assert await cluster.client.remove(NodeName("a"), Incarnation(1))
-            assert (await cluster.client.list()).records == (second,)
-
-    run(scene())
-
-
-def test_a_watcher_sees_every_change_in_the_end() -> None:
-    """A record comes, changes, runs out of its time and another is removed: each shows up at a watcher that waits."""
-
-    async def scene() -> None:
-        async with directory(DirectoryConfig(expire_interval_ms=10)) as cluster:
-            stays = record("b", incarnation=2, endpoint="h:2")
-            await cluster.client.push(stays, ttl_ms=60_000)
-            async with aclosing(cluster.client.watch()) as snapshots:
-                assert (await anext(snapshots)).records == (stays,)
-                short = record("a", endpoint="h:1", free=1)
-                await cluster.client.push(short, ttl_ms=200)
-                assert (await anext(snapshots)).records == (short, stays)
-                assert (await anext(snapshots)).records == (stays,)
-                await cluster.client.remove(stays.name, stays.incarnation)
-                assert (await anext(snapshots)).records == ()
-
-    run(scene())
-
-
-def test_a_record_of_a_later_version_does_not_hide_the_others() -> None:
-    """A role that this version does not know: the directory passes it on, the client leaves that record out."""
-
-    async def scene() -> None:
-        async with directory() as cluster:
-            known, newer = record("a", endpoint="h:1"), record_to_proto(record("b", incarnation=2, endpoint="h:2"))
-            newer.role = 99  # type: ignore[assignment]
-            await cluster.client.push(known, ttl_ms=60_000)
-            request = directory_pb2.PushRequest(record=newer, ttl_ms=60_000)
-            await cluster.service.Push(request, None)
-            assert len((await cluster.service.List(None, None)).records) == 2
-            assert (await cluster.client.list()).records == (known,)
-
-    run(scene())
-
-
 def test_closing_the_directory_ends_its_watches() -> None:
     """A watcher waits for news when the directory is closed: it is told, and the server stops with nothing left."""
 

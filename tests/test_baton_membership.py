@@ -101,6 +101,9 @@ class ScriptedDirectory:
                 raise event
             yield event
 
+    async def close(self) -> None:
+        raise AssertionError("a membership does not own its directory")
+
 
 def lost() -> BatonError:
     return BatonError(Reason.PEER_UNREACHABLE, "directory at h:1: connection refused")

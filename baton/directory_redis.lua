@@ -1,0 +1,137 @@
+-- The rules of baton/directory.py inside Redis, so that each operation is one step for everybody. Time is Redis's own.
+--
+-- KEYS  meta      hash: epoch (when this directory began), version, complete_since
+--       records   hash: name -> "incarnation sequence endpoint\n" and the record; both numbers of fixed width, so that
+--                 they compare as text (a Lua number is a double and would lose the low bits)
+--       expiry    sorted set: name -> when the record runs out, milliseconds
+--       versions  sorted set: name -> version of the last change
+--       left      sorted set: name -> version of its leaving
+--       gone      sorted set: incarnation -> until when it must not come back, milliseconds
+-- ARGV  operation, keep_ms, removals_kept_max, gone_kept_max, records_max, then what the operation takes
+local META, RECORDS, EXPIRY, VERSIONS, LEFT, GONE = unpack(KEYS)
+local operation, keep_ms = ARGV[1], tonumber(ARGV[2])
+local removals_kept_max, gone_kept_max, records_max = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local clock = redis.call('TIME')
+local now_ms = clock[1] * 1000 + clock[2] / 1000
+
+local function next_version()
+  return redis.call('HINCRBY', META, 'version', 1)
+end
+
+local function note_left(name)
+  redis.call('ZADD', LEFT, next_version(), name)
+  if redis.call('ZCARD', LEFT) > removals_kept_max then
+    redis.call('HSET', META, 'complete_since', redis.call('ZPOPMIN', LEFT)[2])
+  end
+end
+
+local function drop(name)
+  redis.call('HDEL', RECORDS, name)
+  redis.call('ZREM', EXPIRY, name)
+  redis.call('ZREM', VERSIONS, name)
+  note_left(name)
+end
+
+local function forget(incarnation)
+  redis.call('ZADD', GONE, now_ms + keep_ms, incarnation)
+  if redis.call('ZCARD', GONE) > gone_kept_max then
+    redis.call('ZPOPMIN', GONE)
+  end
+end
+
+-- The holder of a name; nil where there is none, or what is there is not ours.
+local function holder_of(name)
+  local value = redis.call('HGET', RECORDS, name)
+  local expires_ms = redis.call('ZSCORE', EXPIRY, name)
+  if not value or not expires_ms then return nil end
+  local incarnation, sequence, endpoint, body = string.match(value, '^(%x+) (%d+) (%S+)\n(.*)$')
+  if not incarnation then return nil end
+  return {incarnation = incarnation, sequence = sequence, endpoint = endpoint, body = body, expires_ms = expires_ms}
+end
+
+-- Nothing outlives a cluster in Redis. No record and no departed incarnation is valid for longer than keep_ms.
+local function keep()
+  for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 3 * keep_ms) end
+end
+
+local function push(name, incarnation, sequence, endpoint, body, ttl_ms)
+  if redis.call('ZSCORE', GONE, incarnation) then return {'gone'} end
+  local holder = holder_of(name)
+  if not holder then
+    local count = redis.call('ZCARD', EXPIRY)
+    if count >= records_max and not redis.call('ZSCORE', EXPIRY, name) then return {'full', tostring(count)} end
+  elseif holder.incarnation ~= incarnation then
+    if holder.endpoint ~= endpoint then
+      local left_ms = string.format('%.0f', holder.expires_ms - now_ms)
+      return {'held', holder.endpoint, holder.incarnation, left_ms}
+    end
+    forget(holder.incarnation)
+  elseif sequence <= holder.sequence then
+    return {'stale'}
+  end
+  redis.call('HSET', RECORDS, name, incarnation .. ' ' .. sequence .. ' ' .. endpoint .. '\n' .. body)
+  redis.call('ZADD', EXPIRY, now_ms + ttl_ms, name)
+  if not holder or holder.incarnation ~= incarnation or holder.body ~= body then
+    redis.call('ZADD', VERSIONS, next_version(), name)
+    redis.call('ZREM', LEFT, name)
+  end
+  keep()
+  return {'pushed'}
+end
+
+local function remove(name, incarnation)
+  forget(incarnation)
+  local holder = holder_of(name)
+  local removed = '0'
+  if not holder or holder.incarnation == incarnation then
+    removed = holder and '1' or '0'
+    drop(name)
+  end
+  keep()
+  return {removed}
+end
+
+local function read(identity, since)
+  local meta = redis.call('HMGET', META, 'epoch', 'version', 'complete_since')
+  -- A process that was started again from a saved state has the same epoch and may have an older version.
+  local server = redis.pcall('INFO', 'server')
+  local run = type(server) == 'string' and string.match(server, 'run_id:(%x+)') or ''
+  local now_identity, version = run .. '-' .. meta[1], meta[2]
+  if now_identity == identity and version == since then return {now_identity, version, '0', {}, {}} end
+  local snapshot = identity ~= now_identity or tonumber(since) < tonumber(meta[3])
+  local after = snapshot and '-inf' or '(' .. since
+  local names = redis.call('ZRANGEBYSCORE', VERSIONS, after, '+inf', 'LIMIT', 0, records_max)
+  local upserts = {}
+  for _, name in ipairs(names) do
+    local value = redis.call('HGET', RECORDS, name)
+    if value then
+      upserts[#upserts + 1] = name
+      upserts[#upserts + 1] = value
+    end
+  end
+  local left = redis.call('ZRANGEBYSCORE', LEFT, after, '+inf')
+  return {now_identity, version, snapshot and '1' or '0', left, upserts}
+end
+
+local meta = redis.call('HMGET', META, 'epoch', 'version', 'complete_since')
+if not meta[1] or not string.match(meta[2] or '', '^%d+$') or not string.match(meta[3] or '', '^%d+$') then
+  for i, kind in ipairs({'hash', 'hash', 'zset', 'zset', 'zset', 'zset'}) do
+    local found = redis.call('TYPE', KEYS[i]).ok
+    if found ~= 'none' and found ~= kind then
+      return redis.error_reply('WRONGTYPE ' .. KEYS[i] .. ' is a ' .. found .. ' of another program')
+    end
+  end
+  redis.call('DEL', unpack(KEYS))
+  redis.call('HSET', META, 'epoch', clock[1] .. '.' .. clock[2], 'version', '0', 'complete_since', '0')
+end
+if redis.call('PTTL', META) < keep_ms then redis.call('PEXPIRE', META, 3 * keep_ms) end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', EXPIRY, '-inf', now_ms)) do drop(name) end
+redis.call('ZREMRANGEBYSCORE', GONE, '-inf', now_ms)
+
+if operation == 'push' then
+  return push(ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], tonumber(ARGV[11]))
+elseif operation == 'remove' then
+  return remove(ARGV[6], ARGV[7])
+else
+  return read(ARGV[6], ARGV[7])
+end

@@ -1,0 +1,131 @@
+"""The `directory` setting: `host:port` is the embedded directory, `redis://` and `rediss://` a Redis server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from baton.clock import Clock
+from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
+from baton.endpoint import check_reachable, join_endpoint
+from baton.errors import BatonError, InvalidField, Reason
+from baton.rpc_client import Channels
+
+REDIS_PORT: Final = 6379
+DIRECTORY_HELP: Final = "host:port of the directory, or redis://[user:password@]host:port/number (rediss:// for TLS)"
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError("must be true or false")
+    return text == "true"
+
+
+_TLS_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "ssl_ca_certs": str,
+    "ssl_certfile": str,
+    "ssl_keyfile": str,
+    "ssl_check_hostname": _boolean,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAddress:
+    """Where a Redis server is and how to get in. Its text has no password."""
+
+    host: str
+    port: int = REDIS_PORT
+    database: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    tls_options: Mapping[str, Any] = field(default_factory=dict)
+    """Files and switches by the names that the `redis` package gives them."""
+
+    def __str__(self) -> str:
+        return f"redis{'s' if self.tls else ''}://{join_endpoint(self.host, self.port)}/{self.database}"
+
+
+def parse_directory(setting: str) -> RedisAddress | str:
+    """The address of a Redis server, or the endpoint of an embedded directory. Raises BatonError BAD_ENDPOINT."""
+    if "://" not in setting:
+        check_reachable(setting)
+        return setting
+    # Nothing of the setting is repeated in an error: it may be a password with an unescaped '/' or '@'.
+    try:
+        parts = urlsplit(setting)
+        port = parts.port
+    except ValueError as error:
+        raise _bad("its host or port is not one") from error
+    if parts.scheme not in ("redis", "rediss"):
+        raise _bad("it must begin with redis:// or rediss://, or be host:port of an embedded directory")
+    if not parts.hostname or any(character.isspace() for character in parts.hostname) or port == 0:
+        raise _bad("host and port (not 0) must follow redis://, and '/', '@' and ':' of a password be escaped as %XX")
+    database = parts.path.removeprefix("/") or "0"
+    if not (database.isascii() and database.isdigit()) or len(database) > 4 or parts.fragment:
+        raise _bad("what follows the port must be /NUMBER of a database, as in redis://redis:6379/0")
+    return RedisAddress(
+        host=parts.hostname,
+        port=REDIS_PORT if port is None else port,
+        database=int(database),
+        username=unquote(parts.username) if parts.username else None,
+        password=unquote(parts.password) if parts.password else None,
+        tls=parts.scheme == "rediss",
+        tls_options=_tls_options(parts.query, tls=parts.scheme == "rediss"),
+    )
+
+
+def check_directory_setting(setting: str) -> None:
+    """For `__post_init__` of a configuration. Raises InvalidField."""
+    try:
+        parse_directory(setting)
+    except BatonError as error:
+        raise InvalidField("directory", f"is not usable: {error.message}") from error
+
+
+def describe_directory(setting: str) -> str:
+    """`setting` for people to read, without the password. Raises as `parse_directory`."""
+    return str(parse_directory(setting))
+
+
+def open_directory(
+    setting: str, *, channels: Channels, clock: Clock, config: DirectoryClientConfig | None = None
+) -> Directory:
+    """A client of the directory that `setting` names; nothing is connected yet. Close it before `channels`.
+
+    Raises BatonError BAD_ENDPOINT for a setting that is none, BAD_CONFIG where the `redis` package is missing.
+    """
+    address = parse_directory(setting)
+    config = config or DirectoryClientConfig()
+    if isinstance(address, str):
+        return EmbeddedDirectory(address, channels=channels, config=config)
+    try:
+        from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "redis":
+            raise
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"The directory {address} needs the Python package redis, which is not installed: "
+            "pip install 'baton-serve[redis]'.",
+            field="directory",
+        ) from error
+    return RedisDirectory(address, clock=clock, config=RedisDirectoryConfig(call_ms_max=config.call_ms_max))
+
+
+def _tls_options(query: str, *, tls: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        if name not in _TLS_OPTIONS or not tls:
+            raise _bad(f"the options are {', '.join(_TLS_OPTIONS)}, of rediss:// only")
+        try:
+            options[name] = _TLS_OPTIONS[name](text)
+        except ValueError as error:
+            raise _bad(f"{name} {error}") from error
+    return options
+
+
+def _bad(why: str) -> BatonError:
+    return BatonError(Reason.BAD_ENDPOINT, f"The directory's address is not usable: {why}.", field="directory")
