@@ -12,6 +12,7 @@ import torch
 from engine.attention import AttentionBackend, TorchAttention
 from engine.checkpoint import Progress, load_tensors
 from engine.kv_pool import KvPool
+from engine.logprobs import token_logprobs
 from engine.model_config import ComputeDtype, ModelConfig, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.weights import weight_shapes
@@ -107,8 +108,19 @@ class TorchRunner:
             return StepResult()
         rows_B = torch.tensor([row for _, row in drawn], device=self.device)
         logits_BV = self._decoder.logits(x_TE[rows_B])
-        tokens_B = sample(logits_BV, [s.params for s, _ in drawn], [s.output_index for s, _ in drawn])
-        return StepResult(sampled={s.key: token for (s, _), token in zip(drawn, tokens_B.tolist(), strict=True)})
+        params = [s.params for s, _ in drawn]
+        tokens_B = sample(
+            logits_BV,
+            params,
+            [s.output_index for s, _ in drawn],
+            tokens=[s.tokens for s, _ in drawn],
+            eos_token_ids=self.eos_token_ids,
+        )
+        logprobs = token_logprobs(logits_BV, tokens_B, params)
+        return StepResult(
+            sampled={s.key: token for (s, _), token in zip(drawn, tokens_B.tolist(), strict=True)},
+            logprobs={drawn[row][0].key: found for row, found in logprobs.items()},
+        )
 
     @torch.inference_mode()
     def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:

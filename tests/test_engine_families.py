@@ -30,8 +30,8 @@ CONTEXT = 96
 TOLERANCE = 1e-4
 """Of the largest reference score: float32 against float32."""
 TOLERANCE_BFLOAT16 = 1.1
-"""Of transformers' own error in bfloat16, both errors against float32 with the same (bfloat16) weights: root mean square
-over all scores of a prompt. Its size depends on the weights; here, where every weight is large, it is 2 to 7 per cent.
+"""Of transformers' own error in bfloat16, both errors against float32 with the same (bfloat16) weights: root mean
+square over all scores of a prompt. Its size depends on the weights; here, where all are large, it is 2 to 7 per cent.
 """
 
 SIZES: dict[str, Any] = {
