@@ -9,6 +9,7 @@ from typing import Final, TextIO
 import click
 from batonpb import common_pb2, inference_pb2
 
+from baton.errors import BatonError, Reason
 from baton.rpc_client import ChannelLimits, Channels
 from cli.client import Answer, InferenceClient, SamplingChoice
 from cli.invocation import EXIT_INTERRUPTED
@@ -46,6 +47,8 @@ class StreamPrinter:
         self._as_ids: bool | None = True if as_ids else False if as_text else None
         self._held: list[int] = []
         self._ids_written = 0
+        self.empty = True
+        """Nothing has been written so far."""
 
     def show(self, tokens: inference_pb2.Tokens) -> None:
         if self._as_ids is None:
@@ -62,15 +65,18 @@ class StreamPrinter:
         if self._as_ids is None:
             self._as_ids = True
             self._write(self._held, "")
-        self._stream.write("\n")
-        self._stream.flush()
+        if not self.empty:
+            self._stream.write("\n")
+            self._stream.flush()
 
     def _write(self, ids: list[int], text: str) -> None:
         if self._as_ids:
             text = "".join(f"{' ' if self._ids_written + i else ''}{token}" for i, token in enumerate(ids))
             self._ids_written += len(ids)
-        self._stream.write(text)
-        self._stream.flush()
+        if text:
+            self.empty = False
+            self._stream.write(text)
+            self._stream.flush()
 
 
 @click.command()
@@ -161,10 +167,25 @@ async def _run(
                 if no_stream:
                     printer.show(inference_pb2.Tokens(ids=answer.ids, text=answer.text))
                 return answer
+            except BatonError as error:
+                # The same reason may come from the router itself, about another node; that text stands.
+                if printer.empty and error.message.startswith(f"router at {router}"):
+                    raise _no_router(error, router) from error
+                raise
             finally:
                 printer.end()
     finally:
         await channels.close()
+
+
+def _no_router(error: BatonError, router: str) -> BatonError:
+    if error.reason is not Reason.PEER_UNREACHABLE:
+        return error
+    return BatonError(
+        error.reason,
+        f"No router answers at {router}. Is the cluster running (`baton up`)? Name another place with --router "
+        "HOST:PORT.",
+    )
 
 
 def _stats_text(answer: Answer) -> str:

@@ -31,8 +31,9 @@ async def serve(
     rng = Random(secrets.randbits(64))
 
     def follow_directory() -> None:
-        records = runtime.membership.nodes(Role.PREFILL)
-        node.receiver.writers_seen({record.endpoint: record.incarnation for record in records})
+        if not runtime.membership.stale:
+            records = runtime.membership.nodes(Role.PREFILL)
+            node.receiver.writers_seen({record.endpoint: record.incarnation for record in records})
 
     runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()

@@ -7,7 +7,7 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,6 +109,7 @@ class Receiver:
         self._channels = channels
         self._loop = loop
         self._writers: dict[Pair, str] = {}
+        self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
         self._revokes: set[asyncio.Task[None]] = set()
@@ -136,6 +137,7 @@ class Receiver:
                 retry_after_ms=self.config.lease_ms,
             )
         self._writers[pair] = writer_endpoint
+        self._retiring.discard(pair)
         return self.port.expect(pair, self.grants.epoch(pair))
 
     def reserve(self, event: ReserveAsked) -> AnswerGranted | AnswerRefused:
@@ -178,16 +180,19 @@ class Receiver:
         assert isinstance(answer, AnswerResolve), answer
         return answer.committed
 
-    def writers_seen(self, alive: dict[str, Incarnation]) -> None:
-        """What the directory says: a writer's endpoint that another incarnation has taken over is a dead writer's."""
+    def writers_seen(self, owners: Mapping[str, Incarnation]) -> None:
+        """What the directory says: which incarnation is at which endpoint.
+
+        A writer whose endpoint another incarnation has taken over has ended; one that is not listed has, probably.
+        Both are fenced, the latter only when nothing of it is under way; their books go with the fence's evidence.
+        """
+        present = set(owners.values())
         for pair, endpoint in list(self._writers.items()):
-            if alive.get(endpoint, pair.writer) == pair.writer:
-                continue
-            self._carry_out(self.grants.forget_pair(pair))
-            if self.grants.knows_pair(pair):
+            replaced = owners.get(endpoint, pair.writer) != pair.writer
+            absent = pair.writer not in present and self.grants.is_quiet(pair)
+            if (replaced or absent) and pair not in self._retiring:
+                self._retiring.add(pair)
                 self._handle(WriterSuspected(pair=pair))
-            else:
-                del self._writers[pair]
 
     async def close(self) -> None:
         """Stop timers and calls, answer waiting commits with an error. The machine is not used afterwards."""
@@ -215,6 +220,11 @@ class Receiver:
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
         log.info("writer fenced", writer=f"{pair.writer:x}", epoch=epoch, evidence=evidence)
         self._handle(PairFenced(pair=pair, epoch=epoch))
+        if pair in self._retiring:
+            self._retiring.discard(pair)
+            if self.grants.is_quiet(pair):
+                self._carry_out(self.grants.forget_pair(pair))
+                self._writers.pop(pair, None)
 
     # Carrying out.
 

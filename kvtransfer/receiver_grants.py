@@ -204,8 +204,10 @@ class ReceiverGrants:
         ids = [g for g in self._by_request.get(key.request, ()) if self._grants[g].key == key]
         return max(ids, key=lambda g: self._grants[g].number, default=None)
 
-    def knows_pair(self, pair: Pair) -> bool:
-        return pair in self._pairs
+    def is_quiet(self, pair: Pair) -> bool:
+        """No grant of this pair owns blocks."""
+        state = self._pairs.get(pair)
+        return state is None or all(g.state in (_S.FENCED, _S.RELEASED) for g in self._grants_of(state))
 
     @property
     def unreleased(self) -> int:
@@ -226,7 +228,7 @@ class ReceiverGrants:
         """Drop the books of a pair whose writer process is proved dead; does nothing while a grant of it lives."""
         self._out = []
         state = self._pairs.get(pair)
-        if state is not None and all(g.state in (_S.FENCED, _S.RELEASED) for g in self._grants_of(state)):
+        if state is not None and self.is_quiet(pair):
             for grant in self._grants_of(state):
                 self._forget(grant)
             del self._pairs[pair]

@@ -6,6 +6,7 @@ Everything runs on the node's control thread, but `StepWrites.layer_done`, which
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -215,6 +216,7 @@ class WriterPeer:
         self._requests: dict[ReserveNumber, transfer_pb2.ReserveRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone = False
+        self._changed = asyncio.Event()
         self._actions: dict[type, Callable[..., None]] = {
             SendReserve: lambda i: self._spawn(self._call_reserve(i)),
             StartWriting: self._start_writing,
@@ -228,6 +230,19 @@ class WriterPeer:
         }
 
     # What the prefill node asks.
+
+    @property
+    def linked(self) -> bool:
+        """There is a data connection; the receiver's death would have ended it."""
+        return self._link is not None
+
+    async def settle(self, timeout_ms: int) -> None:
+        """Wait until every handoff is over and the receiver has been told, at most this long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_ms / 1000):
+                while self._handoffs:
+                    self._changed.clear()
+                    await self._changed.wait()
 
     @property
     def gone(self) -> bool:
@@ -374,6 +389,7 @@ class WriterPeer:
             if handoff.writes_outstanding == 0 and self.machine.state_of(number) is WriterState.DONE:
                 del self._handoffs[number]
                 self._by_grant.pop(handoff.grant, None)
+                self._changed.set()
 
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(call)

@@ -71,11 +71,18 @@ class Peers:
         return list(self._peers.values())
 
     def follow_directory(self) -> None:
-        """An endpoint that another incarnation has taken over: the process that was there has ended."""
+        """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
+
+        Being wrong costs the handoffs under way there and nothing else: whoever asks for them is told they are over.
+        """
+        if self._runtime.membership.stale:
+            return
         records = self._runtime.membership.nodes(Role.DECODE)
         owners = {record.endpoint: record.incarnation for record in records}
+        present = set(owners.values())
         for incarnation, peer in list(self._peers.items()):
-            if owners.get(peer.address.endpoint, incarnation) != incarnation:
+            replaced = owners.get(peer.address.endpoint, incarnation) != incarnation
+            if replaced or (incarnation not in present and not peer.linked):
                 peer.peer_gone()
             if peer.gone and peer.machine.live == 0:
                 del self._peers[incarnation]
@@ -84,6 +91,7 @@ class Peers:
                 task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
+        await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:

@@ -14,11 +14,21 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
+from baton.ids import Attempt, RequestId, RequestKey
+from cachestore.device_pool import layout_of
+from engine.block_manager import BlockManager, growth_blocks
+from engine.core import Engine
 from engine.sampler import filtered_scores, gumbel_noise, row_key
-from engine.types import SamplingParams
+from engine.scheduler import SchedulerConfig
+from engine.sequence import Sequence as EngineSequence
+from engine.sequence import SequenceMode
+from engine.torch_runner import TorchRunner
+from engine.types import NullSink, SamplingParams
+from kvtransfer.ledger import Ledger
 
 TIE_TOLERANCE = 5e-4
 """Scores closer than this tie.
@@ -120,9 +130,7 @@ class ReferenceModel:
                 f"a tie is below {TIE_TOLERANCE:.0e}. Answer {list(answer)}, expected {list(expected)}"
             )
             if best != answer[index]:
-                ties.append(
-                    Tie(prompt_len=len(prompt), index=index, token=answer[index], expected=best, gap=gap)
-                )
+                ties.append(Tie(prompt_len=len(prompt), index=index, token=answer[index], expected=best, gap=gap))
         return ties
 
     def draws(self, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> tuple[list[int], float]:
@@ -139,3 +147,45 @@ class ReferenceModel:
         lead = float((best_I2.values[:, 0] - best_I2.values[:, 1]).min())
         tokens: list[int] = best_I2.indices[:, 0].tolist()
         return tokens, lead
+
+
+class OneProcess:
+    """The same engine with nothing around it: one region, one ledger, no network, no handoff, no prefix hits."""
+
+    def __init__(self, folder: Path, *, block_size: int, num_blocks: int, tokens_per_step_max: int) -> None:
+        self._runner = TorchRunner.load(folder, block_size=block_size)
+        layout = layout_of(self._runner.kv_spec)
+        self._runner.bind(np.full(layout.region_bytes(num_blocks), 0xFF, dtype=np.uint8), num_blocks)
+        self._blocks = BlockManager(Ledger(num_blocks), block_size, b"one process")
+        limits = SchedulerConfig(tokens_per_step_max=tokens_per_step_max, sequences_max=16, waiting_max=16)
+        self._engine = Engine(self._runner, self._blocks, limits)
+
+    def answers(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[list[int]]:
+        """Answer all requests in one batch, as far as the scheduler lets them in together."""
+        sequences = [self._submit(f"request-{i}", list(prompt), params) for i, (prompt, params) in enumerate(requests)]
+        while (batch := self._engine.schedule()) is not None:
+            self._engine.postprocess(batch, self._engine.run(batch, NullSink()))
+        return [seq.tokens[seq.prompt_len :] for seq in sequences]
+
+    def _submit(self, name: str, prompt: list[int], params: SamplingParams) -> EngineSequence:
+        held = self._blocks.blocks_for(len(prompt))
+        growth = growth_blocks(
+            prompt_len=len(prompt),
+            known_len=len(prompt),
+            max_tokens=params.max_tokens,
+            context_len_max=self._runner.context_len_max,
+            block_size=self._blocks.block_size,
+            blocks_held=held,
+        )
+        seq = EngineSequence(
+            key=RequestKey(request=RequestId(name), attempt=Attempt(0)),
+            params=params,
+            tokens=prompt,
+            prompt_len=len(prompt),
+            computed=0,
+            block_table=self._blocks.admit([], held, promise_key=name, promise=growth),
+            promise_key=name,
+            mode=SequenceMode.COMPLETE,
+        )
+        self._engine.submit(seq)
+        return seq

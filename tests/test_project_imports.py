@@ -25,7 +25,9 @@ def test_imports_keep_their_direction() -> None:
 
 def test_a_router_process_loads_no_torch() -> None:
     """A fresh interpreter that imports all of a router has neither torch nor what reads weights."""
-    loaded = run("-c", "import router.main, sys; print(sorted({'torch', 'safetensors', 'transformers'} & set(sys.modules)))")
+    loaded = run(
+        "-c", "import router.main, sys; print(sorted({'torch', 'safetensors', 'transformers'} & set(sys.modules)))"
+    )
     assert (loaded.returncode, loaded.stdout) == (0, "[]\n"), loaded.stderr
 
 

@@ -39,6 +39,8 @@ class Bounds:
     """Connections break without a fence too."""
     forgets_pairs: bool = False
     """The books of a dead writer's pair are dropped as soon as they may be."""
+    writes_land_apart: bool = False
+    """CHANNEL: a write lands in a step of its own, not only together with its completion or the seal behind it."""
     receiver: type[ReceiverGrants] = ReceiverGrants
     writer: type[WriterGrants] = WriterGrants
     receiver_limits: ReceiverLimits = field(

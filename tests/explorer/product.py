@@ -73,6 +73,7 @@ class Product:
         self.data: list[Data] = []
         self._budget_ids: dict[Budget, int] = {}
         self.budgets: list[Budget] = []
+        self._closed: dict[tuple[int, int, int], int] = {}
         self.trying: Label = ("nothing", 0)
         """The step under way, for the trace of one that fails."""
         budget = Budget(asked=0, crashes_left=bounds.crashes_max, suspicions_left=bounds.suspicions_max)
@@ -213,7 +214,7 @@ class Product:
 
     def may_complete(self, state: State, handoff: HandoffView) -> bool:
         """Has the transport let go of the oldest outstanding write: landed, abandoned, or its connection broken?"""
-        if self.shm:
+        if self.shm or not self.bounds.writes_land_apart:
             return True
         under_way = sum(
             grant == handoff.grant and index != SEAL
@@ -226,7 +227,8 @@ class Product:
     def complete(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, handoff: HandoffView) -> State:
         """One write completes; in shm it is stored at the latest now, unless it was abandoned."""
         if not self.shm:
-            return self.writer_does(state, receiver, writer, handoff.complete)
+            landed = self._land_oldest(self.data[state[2]], receiver, writer, handoff)
+            return self.writer_does((*state[:2], landed, *state[3:]), receiver, writer, handoff.complete)
         data = self.data[state[2]]
         linked = any(c.open and c.writer == writer.writer and c.epoch == handoff.epoch for c in data.connections)
         if linked and handoff.state in (WriterState.WRITING, WriterState.COMMITTING):
@@ -237,6 +239,20 @@ class Product:
             else:
                 state = (*state[:2], self.data_id(stored), *state[3:])
         return self.writer_does(state, receiver, writer, handoff.complete)
+
+    def _land_oldest(self, data: Data, receiver: ReceiverInfo, writer: WriterInfo, handoff: HandoffView) -> int:
+        """The oldest write of the handoff on its open connection, landing if it still may."""
+        for place, c in enumerate(data.connections):
+            if not c.open or c.writer != writer.writer:
+                continue
+            for at, (grant, index) in enumerate(c.queue):
+                if grant == handoff.grant and index != SEAL:
+                    kept = replace(c, queue=c.queue[:at] + c.queue[at + 1 :])
+                    data = _replaced(data, place, kept)
+                    if self.receivers.admits(receiver, c.writer, c.epoch, grant):
+                        data = replace(data, owner=grant, landed=self._landed(data, grant) | 1 << index)
+                    return self.data_id(data)
+        return self.data_id(data)
 
     def _data_steps(
         self, state: State, receiver: ReceiverInfo, writer: WriterInfo
@@ -262,26 +278,49 @@ class Product:
         """What is oldest on this connection reaches the receiver. None: a write that it does not admit."""
         data = self.data[state[2]]
         connection = data.connections[place]
+        if not self.bounds.writes_land_apart:
+            return self._arrive_up_to_seal(state, receiver, writer, place)
         (grant, index), rest = connection.queue[0], connection.queue[1:]
+        without = _replaced(data, place, replace(connection, queue=rest))
         if index == SEAL:
-            event = self.messages.intern(
-                SealLanded(
-                    pair=pair_of(connection.writer),
-                    grant=grant,
-                    epoch=connection.epoch,
-                    writes=self.bounds.writes_per_grant,
-                    bytes_written=self.bounds.writes_per_grant * BYTES_PER_WRITE,
-                )
-            )
-            without = _replaced(data, place, replace(connection, queue=rest))
+            event = self._seal_landed(connection, grant)
             return self.receiver_does((*state[:2], self.data_id(without), *state[3:]), receiver, writer, event)
         if not self.receivers.admits(receiver, connection.writer, connection.epoch, grant):
             return None
-        if receiver.owner != grant:
-            raise Violation(f"a write of grant {grant.hex()} lands; the block is {_whose(receiver)}")
-        without = _replaced(data, place, replace(connection, queue=rest))
         landed = replace(without, owner=grant, landed=self._landed(data, grant) | 1 << index)
         return self._now(state, receiver, writer, self.data_id(landed), state[4])
+
+    def _arrive_up_to_seal(
+        self, state: State, receiver: ReceiverInfo, writer: WriterInfo, place: int
+    ) -> State | None:
+        """The next seal, and before it the writes ahead of it, all of which must be admitted.
+
+        Writes that land by themselves change nothing that a step asks for but the completion, which takes its write
+        along (see `complete`); that a write under way may land is checked in every state. One that landed before the
+        receiver ceased to admit it is like one that completes unlanded: no seal behind it has an effect any more.
+        """
+        data = self.data[state[2]]
+        connection = data.connections[place]
+        for at, (grant, index) in enumerate(connection.queue):
+            if index == SEAL:
+                without = _replaced(data, place, replace(connection, queue=connection.queue[at + 1 :]))
+                event = self._seal_landed(connection, grant)
+                return self.receiver_does((*state[:2], self.data_id(without), *state[3:]), receiver, writer, event)
+            if not self.receivers.admits(receiver, connection.writer, connection.epoch, grant):
+                return None
+            data = replace(data, owner=grant, landed=self._landed(data, grant) | 1 << index)
+        return None
+
+    def _seal_landed(self, connection: Connection, grant: GrantId) -> int:
+        return self.messages.intern(
+            SealLanded(
+                pair=pair_of(connection.writer),
+                grant=grant,
+                epoch=connection.epoch,
+                writes=self.bounds.writes_per_grant,
+                bytes_written=self.bounds.writes_per_grant * BYTES_PER_WRITE,
+            )
+        )
 
     def skip_abandoned(self, data: Data, place: int, writer: WriterInfo) -> Data | None:
         """Writes and seal of a handoff that was given up, and that have not left yet, never leave."""
@@ -388,8 +427,43 @@ class Product:
         return self._now(state, receiver, effect.to, data, state[4] | effect.sent)
 
     def _now(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, data: int, net: int) -> State:
-        minds = self.receivers.minds(receiver) | self.writers.minds(writer)
-        return receiver.id, writer.id, self._settled(data, receiver), state[3], net & minds & writer.alive
+        asked = (receiver.id, writer.id, net)
+        closed = self._closed.get(asked)
+        if closed is None:
+            closed = self._closed[asked] = self._close(receiver, writer, net)
+        return receiver.id, writer.id, self._settled(data, receiver), state[3], closed
+
+    def _close(self, receiver: ReceiverInfo, writer: WriterInfo, net: int) -> int:
+        """The network with every message added that a step sends which has no other effect, and without those that
+        matter no more.
+
+        What is possible with fewer messages in the network is possible with more. So the states before such a step
+        need no visit of their own.
+        """
+        while True:
+            minds = self.receivers.minds(receiver) | self.writers.minds(writer)
+            net &= minds & writer.alive
+            before = net
+            for event in writer.unanswered:
+                effect = self.writers.effect(writer, event)
+                if effect.to is writer:
+                    net |= effect.sent
+            rest = net
+            while rest:
+                bit = rest & -rest
+                rest ^= bit
+                number = bit.bit_length() - 1
+                if self.messages.items[number].to_receiver:
+                    heard = self.receivers.effect(receiver, number)
+                    net |= heard.sent if heard.to is receiver else 0
+                else:
+                    told = self.writers.effect(writer, number)
+                    net |= told.sent if told.to is writer else 0
+            # New messages may have been named meanwhile, so ask again.
+            minds = self.receivers.minds(receiver) | self.writers.minds(writer)
+            net &= minds & writer.alive
+            if net == before:
+                return net
 
     def _check_commit(self, data: Data, grant: GrantId) -> None:
         if self._landed(data, grant) != self.all_landed:
