@@ -49,6 +49,7 @@ class Answer:
     stats: inference_pb2.RequestStats
     batches: int
     """Messages with tokens."""
+    logprobs: list[common_pb2.TokenLogprobs]
 
 
 def make_request(
@@ -75,9 +76,7 @@ class Client:
         self._channel = grpc.aio.insecure_channel(endpoint)
         self.stub = inference_pb2_grpc.InferenceStub(self._channel)
 
-    async def generate(
-        self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any
-    ) -> Answer:
+    async def generate(self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any) -> Answer:
         """One streamed answer; `request` goes to `make_request`. Raises BatonError, AssertionError on a gap."""
         with rpc_errors(self.endpoint):
             return await collect(self.stub.Generate(make_request(prompt, **request), timeout=timeout_s))
@@ -100,6 +99,7 @@ async def collect(call: Any) -> Answer:
     """Read a Generate call to its end: started once, each token index once and in order, finished once and last."""
     ids: list[int] = []
     text, batches = "", 0
+    logprobs: list[common_pb2.TokenLogprobs] = []
     finished: inference_pb2.Finished | None = None
     started = 0
     async for event in call:
@@ -111,13 +111,14 @@ async def collect(call: Any) -> Answer:
                 assert event.tokens.first_index == len(ids), (event.tokens.first_index, len(ids))
                 ids.extend(event.tokens.ids)
                 text += event.tokens.text
+                logprobs.extend(event.tokens.logprobs)
                 batches += 1
             case "finished":
                 finished = event.finished
     assert started == 1, started
     assert finished is not None, "the stream ended without finished"
     assert finished.stats.output_tokens == len(ids)
-    return Answer(ids=ids, text=text, reason=finished.reason, stats=finished.stats, batches=batches)
+    return Answer(ids=ids, text=text, reason=finished.reason, stats=finished.stats, batches=batches, logprobs=logprobs)
 
 
 def mock_params(**changes: Any) -> SamplingParams:
