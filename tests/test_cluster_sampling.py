@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import pytest
 from batonpb import common_pb2
-from cluster_harness import Answer, RunningCluster, assert_conserved, error_of, make_request, running
 
 from baton.errors import BatonError, Reason
 from cli.reference import Reference
@@ -21,6 +20,7 @@ from engine.build import EngineKind
 from engine.demo_model import EOS_ID, DemoModelParams, write_demo_model
 from engine.types import SamplingParams, TokenLogprobs
 from engine.wire import logprobs_from_proto, params_from_proto
+from tests.cluster_harness import Answer, RunningCluster, assert_conserved, error_of, make_request, running
 
 VOCAB: Final = 600
 TOKENS: Final = 24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -10,8 +11,8 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason
 from baton.wire import ModelInfo
-from engine.types import SamplingParams
-from engine.wire import params_from_proto
+from engine.types import SamplingParams, TokenLogprobs
+from engine.wire import logprobs_from_proto, logprobs_to_proto, params_from_proto
 from router.request import check_request
 
 MODEL = ModelInfo(
@@ -70,6 +71,16 @@ def test_every_value_reaches_the_engine() -> None:
     assert params.logit_bias == ((0, -100.0), (99, 100.0))
     assert (params.min_tokens, params.logprobs) == (20, 20)
     assert params_from_proto(spec_of(logprobs=0)).logprobs == 0
+
+
+def test_log_probabilities_survive_the_wire() -> None:
+    """Every bit of them, with and without alternatives."""
+    for logprobs in (
+        TokenLogprobs(logprob=-0.1, top=((5, -0.1), (2**31, -1e-300))),
+        TokenLogprobs(logprob=-math.inf),
+    ):
+        message = common_pb2.TokenLogprobs.FromString(logprobs_to_proto(logprobs).SerializeToString())
+        assert logprobs_from_proto(message) == logprobs
 
 
 @pytest.mark.parametrize(
