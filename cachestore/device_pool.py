@@ -39,6 +39,7 @@ class DevicePool:
     model: ModelInfo
 
     def close(self) -> None:
+        self.runner.unbind()
         self.region.close()
 
 
@@ -90,12 +91,11 @@ async def open_device_pool(config: EngineConfig, *, name: str, progress: Progres
 
 def _poisoner(region: Region, layout: Layout, config: EngineConfig) -> Callable[[BlockId], None]:
     """Overwrites a freed block in every layer. 0xff bytes are NaN in every float type."""
-    records_LNR = region.array_U8[: layout.region_bytes(config.num_blocks)].reshape(
-        layout.num_layers, config.num_blocks, layout.record_bytes
-    )
+    nbytes, shape = layout.region_bytes(config.num_blocks), (layout.num_layers, config.num_blocks, layout.record_bytes)
 
     def poison(block: BlockId) -> None:
-        records_LNR[:, block] = POISON
+        # No view is kept: the region could not be closed then.
+        region.array_U8[:nbytes].reshape(shape)[:, block] = POISON
 
     return poison
 

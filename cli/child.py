@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
+from cli.invocation import ERROR_PREFIX
+
 SUPERVISOR_ENV: Final = "BATON_SUPERVISOR_PID"
 """Set for children: the process whose end is theirs too."""
 OUTPUT_LINE_BYTES_MAX: Final = 4096
@@ -116,11 +118,19 @@ class Child:
 
     def log_tail(self) -> str:
         """The last lines of its log, indented; empty where there are none."""
+        return "\n".join(f"  | {line}" for line in self._last_lines()[-LOG_TAIL_LINES_MAX:])
+
+    def own_words(self) -> str:
+        """The error that it ended with, where it said one to its user (see `cli.main`); else empty."""
+        lines = self._last_lines()
+        starts = [index for index, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
+        return "\n".join(lines[starts[-1] :]).removeprefix(ERROR_PREFIX) if starts else ""
+
+    def _last_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(0, size - LOG_TAIL_BYTES_MAX))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL_LINES_MAX:])
+            return log.read().decode(errors="replace").splitlines()
 
     def _read_output(self) -> None:
         try:

@@ -74,14 +74,14 @@ def demo(model_dir: Path, family: str, prefill: int, decode: int) -> int:
 
 async def _demo(model_dir: Path, family: str, spec: ClusterSpec) -> int:
     with StopSignals() as signals:
-        running = asyncio.ensure_future(_run(model_dir, family, spec))
+        running = asyncio.ensure_future(_run(model_dir, family, spec, signals))
         if not await signals.unless_stopped(running):
             click.echo("\nInterrupted; everything is stopped.", err=True)
             return EXIT_INTERRUPTED
         return running.result()
 
 
-async def _run(model_dir: Path, family: str, spec: ClusterSpec) -> int:
+async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSignals) -> int:
     try:
         params = DemoModelParams(family=FAMILIES[family])
         written = await asyncio.to_thread(write_demo_model, model_dir, params)
@@ -89,9 +89,10 @@ async def _run(model_dir: Path, family: str, spec: ClusterSpec) -> int:
         raise BatonError(Reason.BAD_CONFIG, str(error)) from error
     click.echo(f"Demo model {model_dir}: {'written' if written else 'there already'}.")
     spec.check()
+    click.echo("Starting the cluster, each line a process:")
     board = StartBoard(tuple(name for name, _ in spec.processes()), sys.stdout)
     cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
-    click.echo("Starting the cluster, each line a process:")
+    signals.at_second = cluster.abandon
     try:
         await cluster.start()
         results, leftovers = await _use(cluster)

@@ -84,7 +84,7 @@ async def wait_idle(directory: str, *, channels: Channels, nodes_expected: int) 
     give_up_s = loop.time() + IDLE_MS_MAX / 1e3
     while True:
         views = await view_nodes(directory, channels=channels, call_ms_max=STATUS_CALL_MS_MAX)
-        leftovers = [f"{view.record.name}: {what}" for view in views if (what := _held_by(view))]
+        leftovers = [f"{view.record.name}: {what}" for view in views if (what := held_by(view))]
         if len(views) != nodes_expected:
             leftovers.append(f"the directory knows {len(views)} nodes instead of {nodes_expected}")
         if not leftovers or loop.time() >= give_up_s:
@@ -92,7 +92,7 @@ async def wait_idle(directory: str, *, channels: Channels, nodes_expected: int) 
         await asyncio.sleep(IDLE_POLL_MS / 1e3)
 
 
-def _held_by(view: NodeView) -> str:
+def held_by(view: NodeView) -> str:
     """What the node holds that an idle one does not; empty for nothing."""
     status = view.status
     if status is None:

@@ -11,10 +11,7 @@ from baton.clock import SystemClock
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import check_positive
-from baton.log import get_log
 from baton.rpc import RpcLimits, RpcServer
-
-log = get_log("directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +43,7 @@ async def serve(
     try:
         port = await server.start(config.listen)
         server.set_ready(True)
-        endpoint = join_endpoint(split_endpoint(config.listen)[0], port)
-        log.info("directory ready", endpoint=endpoint)
-        on_ready(endpoint)
+        on_ready(join_endpoint(split_endpoint(config.listen)[0], port))
         await stop.wait()
         server.set_ready(False)
     finally:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from cli.child import tie_to_supervisor
-from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, Invocation
+from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, Invocation
 
 if TYPE_CHECKING:
     from baton.errors import BatonError
@@ -107,16 +107,16 @@ def run(arguments: list[str]) -> int:
 
 def _report(error: BatonError) -> int:
     """One message on stderr: what is wrong, which field, why for machines, when to try again."""
-    if error.reason.name in _USAGE_REASONS:
-        click.echo(f"error: {error.message}", err=True)
-        return EXIT_USAGE
+    usage = error.reason.name in _USAGE_REASONS
     facts = [f"reason {error.reason.name}"]
     if error.field is not None:
         facts.append(f"field {error.field}")
     if error.retry_after_ms is not None:
         facts.append(f"try again in {error.retry_after_ms} ms")
-    click.echo(f"error: {error.message} ({', '.join(facts)})", err=True)
-    return EXIT_ERROR
+    # The message of a process of our own (`cli.supervisor`) has its facts already.
+    plain = usage or "process" in error.metadata
+    click.echo(ERROR_PREFIX + error.message + ("" if plain else f" ({', '.join(facts)})"), err=True)
+    return EXIT_USAGE if usage else EXIT_ERROR
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
@@ -93,15 +94,21 @@ def _command(service: Service, ctx: click.Context, parameters: dict[str, object]
     config = load_config(service, toml_path=config_path(parameters), env=os.environ, flags=config_flags(parameters))
     set_up_logging(node=config.name, level=LogLevel(str(parameters[LOG_LEVEL_FLAG])))
     printer = ProgressPrinter(name=config.name, supervised=invocation.supervised, stdout=sys.stdout, stderr=sys.stderr)
-    stopped_early = asyncio.run(_serve(service, config, printer))
-    if stopped_early:
-        # A thread may be in the middle of reading a large model; the interpreter would wait for it.
-        sys.stderr.flush()
-        os._exit(0)
+    asyncio.run(_serve(service, config, printer))
+    _end_process()
 
 
-async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> bool:
-    """Run the service until a signal. True when the signal came before it was ready."""
+def _end_process() -> None:
+    """All is put away. What the interpreter would still do takes a second with torch; and after an early stop it would
+    wait for a thread that is in the middle of reading a large model."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> None:
+    """Run the service until a signal. One that comes before it is ready cancels it."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     ready = False
@@ -109,6 +116,7 @@ async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> boo
     def on_ready(endpoint: str) -> None:
         nonlocal ready
         ready = True
+        log.info("ready", endpoint=endpoint, pid=os.getpid())
         print(f"ready {config.name} {endpoint}", flush=True)
 
     def on_stop(signum: signal.Signals) -> None:
@@ -125,8 +133,8 @@ async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> boo
     except asyncio.CancelledError:
         if not stop.is_set() or ready:
             raise
-        return True
+        log.info("stopped before it was ready")
+        _end_process()
     finally:
         restore()
     log.info("stopped")
-    return False

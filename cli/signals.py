@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from types import FrameType
 from typing import Any
 
 from baton.lifecycle import install_signal_handlers
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP as the end of a wait. A second signal ends the process, and so its children, at once.
+    """SIGINT, SIGTERM and SIGHUP as the end of a wait. A second SIGINT or SIGTERM ends the process at once, with status
+    128 + signal, after a call of `at_second`.
 
     To be entered on the running loop, in the main thread.
     """
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
+        self.at_second: Callable[[], None] = lambda: None
+        """Called in a signal handler, between any two bytecodes: must not wait."""
 
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
-        self._restore = install_signal_handlers(self._loop, lambda _: self.stop.set())
+        self._restore = install_signal_handlers(self._loop, self._first)
         # A terminal that is closed; ignored already where the user asked for that (nohup).
         self._hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         if self._hangup:
@@ -32,6 +37,17 @@ class StopSignals:
         if self._hangup:
             self._loop.remove_signal_handler(signal.SIGHUP)
         self._restore()
+
+    def _first(self, _: signal.Signals) -> None:
+        self.stop.set()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._second)
+
+    def _second(self, signum: int, _: FrameType | None) -> None:
+        try:
+            self.at_second()
+        finally:
+            os._exit(128 + signum)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, object] | asyncio.Future[Any]) -> bool:
         """Wait for `work`; False when a signal comes first: then it has been cancelled and has ended."""

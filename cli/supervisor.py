@@ -60,7 +60,7 @@ class ClusterSpec:
     """Added to this process's environment for every child."""
     log_level: LogLevel = LogLevel.INFO
     log_dir: Path | None = None
-    """Made where it does not exist, and kept. None: a temporary folder, kept only where a child ended by itself."""
+    """Made where it does not exist, and kept. None: a temporary folder, kept only where a process failed."""
     start_ms_max: int = 300_000
     """From the first process started to the last one ready."""
     stop_grace_ms: int = 8_000
@@ -247,12 +247,12 @@ class Cluster:
         """Wait until a process ends by itself, and say which one, how, and what it logged last."""
         children = list(self._children.values())
         await asyncio.wait({child.exited for child in children}, return_when=asyncio.FIRST_COMPLETED)
-        return self._ended(next(child for child in children if not child.running), "by itself")
+        return self._ended(next(child for child in children if not child.running), "while the cluster was running")
 
     async def stop(self) -> list[str]:
         """Stop everything in the order router, prefill, decode, directory; says which processes did not stop well.
 
-        Idempotent. The temporary log folder is removed unless a process ended by itself or did not stop well.
+        Idempotent. The temporary log folder is removed unless a process failed or did not stop well.
         """
         problems: list[str] = []
         try:
@@ -266,10 +266,20 @@ class Cluster:
                 child.send_signal(signal.SIGKILL)
             raise
         finally:
-            if self._own_log_dir is not None and not self._keep_logs:
-                shutil.rmtree(self._own_log_dir, ignore_errors=True)
-                self._own_log_dir = None
+            if not self._keep_logs:
+                self._remove_own_logs()
         return problems
+
+    def abandon(self) -> None:
+        """Kill everything and remove the temporary log folder, now: for a process that is about to end. Never waits."""
+        for child in self._children.values():
+            child.send_signal(signal.SIGKILL)
+        self._remove_own_logs()
+
+    def _remove_own_logs(self) -> None:
+        if self._own_log_dir is not None:
+            shutil.rmtree(self._own_log_dir, ignore_errors=True)
+            self._own_log_dir = None
 
     def _stop_problem(self, child: Child, killed: Collection[Child]) -> str:
         """Empty where there is none: it has ended with status 0, or by SIGTERM before it could handle that."""
@@ -322,6 +332,9 @@ class Cluster:
         self._log_dir = self._own_log_dir or self.spec.log_dir
 
     def _ended(self, child: Child, when: str) -> ClusterError:
+        said = child.own_words()
+        if said and not child.ready.done():
+            return ClusterError(f"{child.name} could not start: {said}", process=child.name)
         self._keep_logs = True
         text = f"{child.name} {describe_exit(child.exited.result())} {when}."
         tail = child.log_tail()

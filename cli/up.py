@@ -159,6 +159,7 @@ async def _up(spec: ClusterSpec) -> int:
     board = StartBoard(names, sys.stderr)
     cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
     with StopSignals() as signals:
+        signals.at_second = cluster.abandon
         try:
             if not await signals.unless_stopped(cluster.start()):
                 return EXIT_INTERRUPTED

@@ -87,7 +87,7 @@ class DecodeNode:
         output = job.output
         try:
             async with asyncio.timeout_at(job.deadline_s):
-                if not await job.committed:
+                if not await asyncio.shield(job.committed):
                     return  # revoked or cancelled first: the receiver has dropped what it held
                 self._resume(job)
                 self.streams.open(output)
@@ -95,6 +95,13 @@ class DecodeNode:
         except TimeoutError:
             output.end(error="the request's deadline passed")
             self.receiver.cancel(job.key)
+        except Exception:
+            # A bug of ours ends this request, and says so to its router.
+            log.exception("request broke off", request=job.key.request)
+            output.end(error="internal error of the decode node; its log has the details")
+            self.receiver.cancel(job.key)
+            if not output.opened:
+                self.streams.open(output)
         finally:
             if job.committed.done() and job.committed.result():
                 self._engine.abort(job.key)

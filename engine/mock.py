@@ -115,6 +115,10 @@ class MockRunner:
         assert region_U8.size >= size, (region_U8.size, size)
         self._kv_LN2SD = region_U8[:size].reshape(shape)
 
+    def unbind(self) -> None:
+        """See `Runner.unbind`."""
+        self._kv_LN2SD = None
+
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
         """Compute the batch layer by layer, then draw. Raises nothing of its own but AssertionError."""
         for piece in batch.slices:

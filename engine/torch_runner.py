@@ -94,6 +94,10 @@ class TorchRunner:
         self._pool = KvPool(region_U8, num_blocks, self.kv_spec)
         self._attention = TorchAttention(self._pool)
 
+    def unbind(self) -> None:
+        """See `Runner.unbind`."""
+        self._pool = self._attention = None
+
     @torch.inference_mode()
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
         """See `Runner.run`. `sink.layer_done` comes as soon as the layer's K and V are in the region.

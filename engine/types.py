@@ -151,6 +151,10 @@ class Runner(Protocol):
         """
         ...
 
+    def unbind(self) -> None:
+        """Drop every view of the region, so that its owner can close it. Idempotent; `run` is not called afterwards."""
+        ...
+
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
         """Compute the batch, write its KV to the region, call `sink.layer_done` after each layer, draw tokens."""
         ...

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
@@ -586,6 +586,9 @@ class WriterPeer:
         return common_pb2.Header(sender=self.address.pair.writer, receiver=self.address.pair.receiver)
 
 
+_GRANT_REFUSALS = frozenset(refusal.value for refusal in Refusal)
+
+
 def _refusal(reply: transfer_pb2.ReserveReply, name: str) -> BatonError:
     if reply.WhichOneof("answer") == "busy":
         return BatonError(
@@ -593,4 +596,6 @@ def _refusal(reply: transfer_pb2.ReserveReply, name: str) -> BatonError:
             f"{name} has no room: {reply.busy.reason}.",
             retry_after_ms=reply.busy.retry_after_ms,
         )
-    return BatonError(Reason.INCOMPATIBLE_NODE, f"{name} refused: {reply.reject.reason}.")
+    if reply.reject.reason in _GRANT_REFUSALS:
+        return BatonError(Reason.INCOMPATIBLE_NODE, f"{name} refused: {reply.reject.reason}.")
+    return bad_field("prompt", f"{name} refused: {reply.reject.reason}.", reason=Reason.PROMPT_TOO_LONG)

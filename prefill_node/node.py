@@ -44,6 +44,7 @@ ASK_ELSEWHERE = frozenset(
         Reason.INCARNATION_MISMATCH,
         Reason.INCOMPATIBLE_NODE,
         Reason.HANDOFF_FAILED,
+        Reason.PROMPT_TOO_LONG,
         Reason.NODE_DRAINING,
         Reason.TOO_MANY_PEERS,
         Reason.TOO_MANY_CALLS,
@@ -142,7 +143,8 @@ class PrefillNode:
             yield _first_token(job, first)
             if first.finish is not None or job.handoff is None:
                 return
-            end = await job.handoff.ended
+            # Shielded: a cancel of this request must not cancel the future that the writer reports to.
+            end = await asyncio.shield(job.handoff.ended)
             if end is not HandoffEnd.COMMITTED:
                 raise _handoff_failed(job.handoff, end)
             yield self._handed_off(job, job.handoff)
@@ -178,6 +180,8 @@ class PrefillNode:
             if len(self._admitted) >= self.config.engine.sequences_max or need > self.ledger.available:
                 return
             self._queue.popleft()
+            if job.turn.done():
+                continue  # being cancelled: its own task gives it back
             self.ledger.promise(job.key, need)
             self._admitted[job.key] = job
             job.turn.set_result(None)
@@ -352,7 +356,13 @@ class PrefillNode:
         )
 
     def _measure(self, sink: StepSink) -> None:
-        """Prompt tokens a second, smoothed over about ten steps."""
+        """Prompt tokens a second, smoothed over about ten steps.
+
+        Only steps that fill half their budget count. A step of a few tokens costs nearly as much, and a node that has
+        had nothing else would say that it is slow, and then be given nothing that shows otherwise.
+        """
+        if 2 * sink.tokens < self.config.engine.tokens_per_step_max:
+            return
         seconds = self._loop.time() - sink.began_s
         rate = sink.tokens / max(seconds, 1e-6)
         self._tokens_per_s = rate if self._tokens_per_s == 0 else 0.9 * self._tokens_per_s + 0.1 * rate
@@ -418,4 +428,8 @@ def _logprobs(event: TokenEvent) -> common_pb2.TokenLogprobs | None:
 
 
 def _handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
-    return BatonError(Reason.HANDOFF_FAILED, f"The handoff to {handoff.peer.address.name} ended: {end.value}.")
+    lost = end in (HandoffEnd.LINK_LOST, HandoffEnd.PEER_GONE)
+    return BatonError(
+        Reason.PEER_UNREACHABLE if lost else Reason.HANDOFF_FAILED,
+        f"The handoff to {handoff.peer.address.name} ended: {end.value}. Send the request again.",
+    )

@@ -17,7 +17,7 @@ from baton.ids import Incarnation, RequestKey
 from baton.wire import NodeRecord
 
 RATE_UNKNOWN_TOKENS_PER_S = 1_000.0
-"""Assumed until a node has measured itself; only ratios between nodes matter."""
+"""Assumed while no node has measured itself; only ratios between nodes matter."""
 
 
 def chain_hashes(prompt: Sequence[int], block_size: int, salt: bytes) -> list[bytes]:
@@ -62,11 +62,20 @@ class Placement:
                 node.sent.clear()
 
     def pick(self, records: Sequence[NodeRecord], hashes: Sequence[bytes], prompt_tokens: int) -> NodeRecord:
-        """The node with the smallest expected TTFT; ties go to the emptiest, then by name. `records` is not empty."""
-        return min(records, key=lambda r: (self.expected_ttft_s(r, hashes, prompt_tokens), self._backlog(r), r.name))
+        """The node with the smallest expected TTFT; ties go to the emptiest, then by name. `records` is not empty.
 
-    def expected_ttft_s(self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int) -> float:
-        rate = record.load.prefill_tokens_per_s or RATE_UNKNOWN_TOKENS_PER_S
+        One that has not measured itself yet is taken to be as fast as the fastest, or it would never get to measure.
+        """
+        fastest = max(r.load.prefill_tokens_per_s for r in records) or RATE_UNKNOWN_TOKENS_PER_S
+
+        def rank(record: NodeRecord) -> tuple[float, int, str]:
+            rate = record.load.prefill_tokens_per_s or fastest
+            return self.expected_ttft_s(record, hashes, prompt_tokens, rate), self._backlog(record), record.name
+
+        return min(records, key=rank)
+
+    def expected_ttft_s(self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int, rate: float) -> float:
+        """`rate` is what the node computes, in tokens a second."""
         block_size = record.model.block_size if record.model is not None else 1
         uncached = prompt_tokens - self.cached_blocks(record.incarnation, hashes) * block_size
         return (self._backlog(record) + max(1, uncached)) / rate

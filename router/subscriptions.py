@@ -126,9 +126,10 @@ class DecodeSubscription:
         loop = asyncio.get_running_loop()
         broken_s: float | None = None
         while True:
+            wake = self._wake
             try:
                 with rpc_errors(self.name):
-                    call = self._stub.Subscribe(self._requests())
+                    call = self._stub.Subscribe(self._requests(wake))
                     await call.wait_for_connection()
                     broken_s = None
                     async for batch in call:
@@ -138,6 +139,10 @@ class DecodeSubscription:
                     self.fail_all(_lost(self.name, "it has restarted"))
                     return
                 log.info("stream broken", node=self.name, error=error.message)
+            finally:
+                # A broken stream's writer ends here, or it would wake up for, and lose, what the next one has to say.
+                self._wake = asyncio.Event()
+                wake.set()
             broken_s = loop.time() if broken_s is None else broken_s
             if (loop.time() - broken_s) * 1000 > self._lost_ms:
                 self.fail_all(_lost(self.name, f"it has been out of reach for {self._lost_ms} ms"))
@@ -159,20 +164,24 @@ class DecodeSubscription:
             elif message.HasField("error"):
                 inbox.fail(BatonError(Reason.HANDOFF_FAILED, f"{self.name} gave the request up: {message.error}."))
 
-    async def _requests(self) -> AsyncIterator[decode_pb2.SubscribeRequest]:
+    async def _requests(self, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
+        """What this router says on one stream, until another stream has taken over."""
         opening = decode_pb2.SubscribeOpen(header=self._header())
         for key, inbox in self._inboxes.items():
             cursor = opening.cursors.add(next_index=len(inbox.tokens))
             cursor.key.request, cursor.key.attempt = key.request, key.attempt
         yield decode_pb2.SubscribeRequest(open=opening)
         while True:
-            await self._wake.wait()
-            self._wake.clear()
-            dones, self._dones = self._dones, []
-            message = decode_pb2.SubscribeDone()
-            for key in dones:
-                message.keys.add(request=key.request, attempt=key.attempt)
-            yield decode_pb2.SubscribeRequest(done=message)
+            if self._dones:
+                dones, self._dones = self._dones, []
+                message = decode_pb2.SubscribeDone()
+                for key in dones:
+                    message.keys.add(request=key.request, attempt=key.attempt)
+                yield decode_pb2.SubscribeRequest(done=message)
+            await wake.wait()
+            if wake is not self._wake:
+                return
+            wake.clear()
 
     def _header(self) -> common_pb2.Header:
         return common_pb2.Header(sender=self._own, receiver=self.incarnation)

@@ -9,6 +9,10 @@ from tokenizers import Tokenizer
 
 from baton.errors import BatonError, Reason
 
+WINDOW_TOKENS_MAX = 32
+"""Tokens that may be decoded again and again while the text does not become whole."""
+UNFINISHED_BYTES_MAX = 3
+"""A UTF-8 character has at most four bytes; decoders show one replacement for each unfinished byte, or one for all."""
 _REPLACEMENT = "\ufffd"
 
 
@@ -46,33 +50,54 @@ class TextCodec:
 class TextStream:
     """Turns the tokens of one answer into text as they come, never half a character.
 
-    Decodes from the last point where the text was whole, so that each token is decoded a bounded number of times and
-    tokens that only read right after their predecessor (a leading space) do.
+    Decodes from a little before the last point where the text was whole, so that tokens which only read right after
+    their predecessor (a leading space) do. No token is decoded more than a bounded number of times.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._ids: list[int] = []
-        self._prefix = 0
-        self._read = 0
+        self._prefix = 0  # decoding starts at this token
+        self._whole = 0  # up to this token the text was whole, at the end of some push
+        self._shown = 0  # characters of decode(ids[prefix:]) that have been given out
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that became whole with these tokens; what ends in half a character is held back."""
-        self._ids.extend(ids)
-        before = self._decode(self._ids[self._prefix : self._read])
-        now = self._decode(self._ids[self._prefix :])
-        if now.endswith(_REPLACEMENT) or len(now) <= len(before):
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return now[len(before) :]
+        """Text that became whole with these tokens; what may be the beginning of a character is held back."""
+        self._ids.extend(token for token in ids if token not in self._special)
+        now = self._decode(self._prefix)
+        settled = len(now) - _unsettled(now)
+        new = now[self._shown : settled]
+        self._shown = max(self._shown, settled)
+        if new and settled == len(now):
+            self._prefix, self._whole = self._whole, len(self._ids)
+            self._shown = len(self._decode(self._prefix))
+        elif len(self._ids) - self._prefix > WINDOW_TOKENS_MAX:
+            self._shorten(now)
+        return new
 
     def flush(self) -> str:
         """What was held back, when nothing more comes."""
-        before = self._decode(self._ids[self._prefix : self._read])
-        now = self._decode(self._ids[self._prefix :])
-        self._prefix = self._read = len(self._ids)
-        return now[len(before) :]
+        rest = self._decode(self._prefix)[self._shown :]
+        self._prefix = self._whole = len(self._ids)
+        self._shown = 0
+        return rest
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _shorten(self, now: str) -> None:
+        """The text has not been whole for long (bytes that are no UTF-8): start later, where that changes nothing."""
+        for start in range(len(self._ids) - 1, len(self._ids) - WINDOW_TOKENS_MAX, -1):
+            before = self._decode(self._prefix, start)
+            if len(before) <= self._shown and before + self._decode(start) == now:
+                self._prefix = self._whole = start
+                self._shown -= len(before)
+                return
+
+    def _decode(self, start: int, stop: int | None = None) -> str:
+        text: str = self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True)
         return text
+
+
+def _unsettled(text: str) -> int:
+    """How many characters at the end may still change: those that stand for the bytes of an unfinished one."""
+    tail = text[-UNFINISHED_BYTES_MAX:]
+    return len(tail) - len(tail.rstrip(_REPLACEMENT))

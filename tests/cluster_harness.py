@@ -267,7 +267,7 @@ async def wait_for(
     """Poll until `holds()`; fail with the story when it does not within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
-            while not await holds():
+            while not await holds():  # noqa: ASYNC110 - another process has no event to wait on
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise AssertionError(f"waited {timeout_s:g} s in vain for {what}\n{story()}") from None

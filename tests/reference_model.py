@@ -34,8 +34,8 @@ TIE_TOLERANCE = 5e-4
 """Scores closer than this tie.
 
 Each of two computations in float32 is off by at most some d from exact scores, so they can disagree about two tokens
-only if these are less than 4d apart. d is measured against float64 by `rounding`: 5e-5 at 2,000 tokens, where the scores
-themselves have a spread of 3 and the best two are 0.9 apart on average.
+only if these are less than 4d apart. d is measured against float64 by `rounding`: up to 5e-5 at 2,000 tokens, where the
+scores themselves have a spread of 3 and the best two are 0.9 apart on average.
 """
 GENERATE_BATCH_MAX = 16
 

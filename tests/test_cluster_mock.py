@@ -8,16 +8,27 @@ from collections.abc import Iterator
 
 import pytest
 from batonpb import common_pb2
-from cluster_harness import RunningCluster, assert_conserved, mock_spec, mock_tokens, random_prompt, running
+
+from tests.cluster_harness import RunningCluster, assert_conserved, mock_spec, mock_tokens, random_prompt, running
 
 BLOCK = 16
 CHUNK = 512
 AT_ONCE = 16
-LENGTHS = (
-    [1, 2, 3, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK, 7 * BLOCK + 9]
-    + [CHUNK - BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + BLOCK, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1]
-    + [3 * CHUNK - 1, 3 * CHUNK + 1, 1999, 2000]
-)
+AROUND_BLOCKS = [
+    1,
+    2,
+    3,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK - 1,
+    2 * BLOCK,
+    2 * BLOCK + 1,
+    5 * BLOCK,
+    7 * BLOCK + 9,
+]
+AROUND_CHUNKS = [CHUNK - BLOCK, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + BLOCK, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1]
+LENGTHS = [*AROUND_BLOCKS, *AROUND_CHUNKS, 3 * CHUNK - 1, 3 * CHUNK + 1, 1999, 2000]
 
 
 @pytest.fixture(scope="module")

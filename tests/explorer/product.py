@@ -42,6 +42,10 @@ class Connection:
     open: bool
     queue: tuple[tuple[GrantId, int], ...] = ()
 
+    def is_link(self, writer: int, epoch: Epoch) -> bool:
+        """The connection on which this writer can post in this epoch."""
+        return self.open and self.writer == writer and self.epoch == epoch
+
 
 @dataclass(frozen=True, slots=True)
 class Data:
@@ -73,6 +77,9 @@ class Product:
         self.data: list[Data] = []
         self._budget_ids: dict[Budget, int] = {}
         self.budgets: list[Budget] = []
+        self._settled_data: dict[tuple[int, int], int] = {}
+        self._puts: dict[tuple[int, int, Epoch, tuple[tuple[GrantId, int], ...]], int] = {}
+        self._breaks: dict[tuple[int, int, Epoch | None], int] = {}
         self._closed: dict[tuple[int, int, int], int] = {}
         self.trying: Label = ("nothing", 0)
         """The step under way, for the trace of one that fails."""
@@ -80,7 +87,7 @@ class Product:
         self.no_data = self.data_id(Data())
         self.start: State = (
             self.receivers.start.id,
-            self.writers.process(0).id,
+            self.writers.start(0).id,
             self.no_data,
             self.budget_id(budget),
             0,
@@ -101,6 +108,12 @@ class Product:
         return number
 
     # Safety in every state.
+
+    def rank(self, state: State) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
+        """Of two states with the same first part, the one with more in each of the second can do all that the other
+        can: messages in the network, crashes and suspicions still to come."""
+        budget = self.budgets[state[3]]
+        return (*state[:3], budget.asked), (state[4], budget.crashes_left, budget.suspicions_left)
 
     def check(self, state: State) -> None:
         """Every write that may still reach the block belongs to the one grant whose writer owns the block."""
@@ -124,19 +137,19 @@ class Product:
     # Steps.
 
     def steps(self, state: State) -> Iterator[tuple[Label, State]]:
-        """All that can happen next. Raises Violation where a step itself breaks an invariant."""
+        """All that can happen next and that changes anything (`_close` has seen to the rest). Raises Violation where a step itself breaks an invariant."""
         if state[0] == DEAD:
             yield from self._steps_of_orphan(state)
             return
         receiver = self.receivers.by_id[state[0]]
         writer = self.writers.by_id[state[1]]
-        yield from self._deliveries(state, receiver, writer)
+        yield from self.deliveries(state, receiver, writer)
         yield from self._receiver_steps(state, receiver, writer)
         yield from self._writer_steps(state, receiver, writer)
         yield from self._data_steps(state, receiver, writer)
         yield from self._crashes(state, receiver, writer)
 
-    def _deliveries(
+    def deliveries(
         self, state: State, receiver: ReceiverInfo, writer: WriterInfo
     ) -> Iterator[tuple[Label, State]]:
         rest = state[4]
@@ -146,8 +159,12 @@ class Product:
             rest ^= bit
             number = bit.bit_length() - 1
             if items[number].to_receiver:
-                yield ("to receiver", number), self.receiver_does(state, receiver, writer, number)
-            else:
+                effect = receiver.effects.get(number)
+                if effect is None or effect.to is not receiver:
+                    yield ("to receiver", number), self.receiver_does(state, receiver, writer, number)
+                continue
+            told = writer.effects.get(number)
+            if told is None or told.to is not writer:
                 yield ("to writer", number), self.writer_does(state, receiver, writer, number)
 
     def _receiver_steps(
@@ -158,7 +175,9 @@ class Product:
         budget = self.budgets[state[3]]
         for events in receiver.lets_go[: budget.asked]:
             for event in events:
-                yield ("receiver", event), self.receiver_does(state, receiver, writer, event)
+                effect = receiver.effects.get(event)
+                if effect is None or effect.to is not receiver:
+                    yield ("receiver", event), self.receiver_does(state, receiver, writer, event)
         if budget.suspicions_left:
             less = replace(budget, suspicions_left=budget.suspicions_left - 1)
             poorer = (*state[:3], self.budget_id(less), state[4])
@@ -177,7 +196,9 @@ class Product:
         self, state: State, receiver: ReceiverInfo, writer: WriterInfo
     ) -> Iterator[tuple[Label, State]]:
         for event in writer.local:
-            yield ("writer", event), self.writer_does(state, receiver, writer, event)
+            told = writer.effects.get(event)
+            if told is None or told.to is not writer:
+                yield ("writer", event), self.writer_does(state, receiver, writer, event)
         budget = self.budgets[state[3]]
         if budget.asked < len(self.writers.asks) and writer.can_ask:
             event = self.writers.asks[budget.asked]
@@ -195,15 +216,12 @@ class Product:
         """Post the next write, connecting for it if need be; after the last one, say so."""
         if handoff.writes == self.bounds.writes_per_grant:
             return ("writer", handoff.all_posted), self.writer_does(state, receiver, writer, handoff.all_posted)
-        data = self.data[state[2]]
-        connected = any(
-            c.open and c.writer == writer.writer and c.epoch == handoff.epoch for c in data.connections
-        )
+        connected = any(c.is_link(writer.writer, handoff.epoch) for c in self.data[state[2]].connections)
         if not connected and not self._accepts_connection(receiver, writer, handoff):
             lost = self.messages.intern(LinkLost(epoch=handoff.epoch))
             return ("writer", lost), self.lose_link(state, receiver, writer, handoff.epoch)
         item = () if self.shm else ((handoff.grant, handoff.writes),)
-        posted = (*state[:2], self._put(data, writer.writer, handoff.epoch, item), *state[3:])
+        posted = (*state[:2], self._put(state[2], writer.writer, handoff.epoch, item), *state[3:])
         return ("writer", handoff.post), self.writer_does(posted, receiver, writer, handoff.post)
 
     def _accepts_connection(self, receiver: ReceiverInfo, writer: WriterInfo, handoff: HandoffView) -> bool:
@@ -230,14 +248,14 @@ class Product:
             landed = self._land_oldest(self.data[state[2]], receiver, writer, handoff)
             return self.writer_does((*state[:2], landed, *state[3:]), receiver, writer, handoff.complete)
         data = self.data[state[2]]
-        linked = any(c.open and c.writer == writer.writer and c.epoch == handoff.epoch for c in data.connections)
+        linked = any(c.is_link(writer.writer, handoff.epoch) for c in data.connections)
         if linked and handoff.state in (WriterState.WRITING, WriterState.COMMITTING):
             index = handoff.writes - handoff.outstanding
-            stored = replace(data, owner=handoff.grant, landed=self._landed(data, handoff.grant) | 1 << index)
+            landed = self._landed(data, handoff.grant) | 1 << index
+            stored = self.data_id(replace(data, owner=handoff.grant, landed=landed))
             if handoff.state is WriterState.COMMITTING and handoff.outstanding == 1:
-                state = (*state[:2], self._put(stored, writer.writer, handoff.epoch, ((handoff.grant, SEAL),)), *state[3:])
-            else:
-                state = (*state[:2], self.data_id(stored), *state[3:])
+                stored = self._put(stored, writer.writer, handoff.epoch, ((handoff.grant, SEAL),))
+            state = (*state[:2], stored, *state[3:])
         return self.writer_does(state, receiver, writer, handoff.complete)
 
     def _land_oldest(self, data: Data, receiver: ReceiverInfo, writer: WriterInfo, handoff: HandoffView) -> int:
@@ -336,13 +354,9 @@ class Product:
 
     def lose_link(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, epoch: Epoch) -> State:
         """The writer's connection of this epoch is gone; what is under way on it may still arrive."""
-        data = self.data[state[2]]
-        closed = tuple(
-            replace(c, open=False) if c.writer == writer.writer and c.epoch == epoch else c for c in data.connections
-        )
         event = self.messages.intern(LinkLost(epoch=epoch))
-        closed_id = self.data_id(replace(data, connections=closed))
-        return self.writer_does((*state[:2], closed_id, *state[3:]), receiver, writer, event)
+        broken = self._broken(state[2], writer.writer, epoch)
+        return self.writer_does((*state[:2], broken, *state[3:]), receiver, writer, event)
 
     def fence_may_complete(self, state: State, writer: WriterInfo, fenced: int, epoch: Epoch) -> bool:
         if not self.shm or fenced < writer.writer:
@@ -357,16 +371,14 @@ class Product:
         if budget.crashes_left == 0:
             return
         left = self.budget_id(replace(budget, crashes_left=budget.crashes_left - 1))
-        data = self.data[state[2]]
-        broken = tuple(replace(c, open=False) for c in data.connections)
-        started = self.writers.process(writer.writer + 1)
+        started = self.writers.start(writer.writer + 1)
         yield (
             ("writer crashes and restarts", 0),
             self._now(
                 (*state[:3], left, state[4]),
                 receiver,
                 started,
-                self.data_id(replace(data, connections=broken)),
+                self._broken(state[2], writer.writer, None),
                 state[4],
             ),
         )
@@ -374,17 +386,10 @@ class Product:
         # that pair and the machine for the new one have nothing in common from here on: each is followed by itself.
         yield (
             ("receiver crashes and restarts", 0),
-            (self.receivers.start.id, self.writers.process(0).id, self.no_data, left, 0),
+            (self.receivers.start.id, self.writers.start(0).id, self.no_data, left, 0),
         )
-        to_writer = state[4] & self.writers.minds(writer) & self._to_writer(writer)
+        to_writer = state[4] & self.writers.minds(writer) & writer.hears
         yield ("receiver crashes, its writer goes on", 0), (DEAD, state[1], self.no_data, state[3], to_writer)
-
-    def _to_writer(self, writer: WriterInfo) -> int:
-        mask = 0
-        for number, message in enumerate(self.messages.items):
-            if not message.to_receiver and message.writer == writer.writer:
-                mask |= 1 << number
-        return mask
 
     def _steps_of_orphan(self, state: State) -> Iterator[tuple[Label, State]]:
         """A writer whose receiver process is dead. Its writes reach nobody: a broken connection, a dead mapping."""
@@ -423,8 +428,15 @@ class Product:
         for grant in effect.seals:
             handoff = effect.to.by_grant[grant]
             if not self.shm or not handoff.outstanding:
-                data = self._put(self.data[data], writer.writer, handoff.epoch, ((grant, SEAL),))
+                data = self._put(data, writer.writer, handoff.epoch, ((grant, SEAL),))
         return self._now(state, receiver, effect.to, data, state[4] | effect.sent)
+
+    def calmed(self, state: State, data: int, budget: int) -> State:
+        """This state with another data path and budget, and with no message left but those of calls still repeated."""
+        if state[0] == DEAD:
+            return DEAD, state[1], data, budget, 0
+        receiver, writer = self.receivers.by_id[state[0]], self.writers.by_id[state[1]]
+        return self._now((*state[:3], budget, 0), receiver, writer, data, 0)
 
     def _now(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, data: int, net: int) -> State:
         asked = (receiver.id, writer.id, net)
@@ -472,22 +484,48 @@ class Product:
     def _landed(self, data: Data, grant: GrantId) -> int:
         return data.landed if data.owner == grant else 0
 
-    def _put(self, data: Data, writer: int, epoch: Epoch, items: tuple[tuple[GrantId, int], ...]) -> int:
+    def _put(self, number: int, writer: int, epoch: Epoch, items: tuple[tuple[GrantId, int], ...]) -> int:
         """Behind all that is under way on the open connection of this epoch, which is made if there is none."""
-        for place, c in enumerate(data.connections):
-            if c.open and c.writer == writer and c.epoch == epoch:
-                return self.data_id(_replaced(data, place, replace(c, queue=c.queue + items)))
-        made = Connection(writer=writer, epoch=epoch, open=True, queue=items)
-        return self.data_id(replace(data, connections=(*data.connections, made)))
+        asked = (number, writer, epoch, items)
+        put = self._puts.get(asked)
+        if put is None:
+            data = self.data[number]
+            at = next((i for i, c in enumerate(data.connections) if c.is_link(writer, epoch)), None)
+            if at is None:
+                made = Connection(writer=writer, epoch=epoch, open=True, queue=items)
+                put = self.data_id(replace(data, connections=(*data.connections, made)))
+            else:
+                longer = replace(data.connections[at], queue=data.connections[at].queue + items)
+                put = self.data_id(_replaced(data, at, longer))
+            self._puts[asked] = put
+        return put
+
+    def _broken(self, number: int, writer: int, epoch: Epoch | None) -> int:
+        """With the writer's connection of this epoch closed; all of them for None."""
+        asked = (number, writer, epoch)
+        broken = self._breaks.get(asked)
+        if broken is None:
+            data = self.data[number]
+            hit = [c.writer == writer and (epoch is None or c.epoch == epoch) for c in data.connections]
+            connections = tuple(
+                replace(c, open=False) if h else c for c, h in zip(data.connections, hit, strict=True)
+            )
+            broken = self._breaks[asked] = self.data_id(replace(data, connections=connections))
+        return broken
 
     def _settled(self, number: int, receiver: ReceiverInfo) -> int:
         """Without what matters no more: bytes of a past owner, connections with nothing to come."""
-        data = self.data[number]
-        if not data.connections and data.owner is None:
+        if number == self.no_data:
             return number
-        owner, landed = (data.owner, data.landed) if data.owner == receiver.owner else (None, 0)
-        connections = tuple(c for c in data.connections if self._matters(c, receiver))
-        return self.data_id(Data(tuple(sorted(connections, key=_order)), owner, landed))
+        asked = (number, receiver.id)
+        settled = self._settled_data.get(asked)
+        if settled is None:
+            data = self.data[number]
+            owner, landed = (data.owner, data.landed) if data.owner == receiver.owner else (None, 0)
+            connections = tuple(c for c in data.connections if self._matters(c, receiver))
+            settled = self.data_id(Data(tuple(sorted(connections, key=_order)), owner, landed))
+            self._settled_data[asked] = settled
+        return settled
 
     def _matters(self, connection: Connection, receiver: ReceiverInfo) -> bool:
         """An idle connection matters where a fence waits for its end. A broken one that the receiver admits no more,

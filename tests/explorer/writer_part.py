@@ -94,6 +94,8 @@ class WriterInfo:
     over: bool
     effects: dict[int, WriterEffect]
     alive: int = 0
+    """Messages that somebody is there to receive; `hears`: this writer."""
+    hears: int = 0
     minds: int = 0
     minds_known: int = 0
 
@@ -106,14 +108,18 @@ class WriterPart:
         self._messages = messages
         self._infos: dict[WriterProcess, WriterInfo] = {}
         self.by_id: list[WriterInfo] = []
+        self._started: dict[int, WriterInfo] = {}
         self.steps_seen: set[tuple[WriterState, WriterStep, WriterState]] = set()
         self._make = _recorded(bounds.writer, self.steps_seen)
         self.asks = [messages.intern(HandoffAsked(key=k)) for k in bounds.keys]
         self.peer_gone = messages.intern(PeerGone())
 
-    def process(self, writer: int) -> WriterInfo:
+    def start(self, writer: int) -> WriterInfo:
         """The `writer`-th process, just started."""
-        return self._info(WriterProcess(writer, save_writer(self._make(self._bounds.writer_limits))))
+        if writer not in self._started:
+            machine = self._make(self._bounds.writer_limits)
+            self._started[writer] = self._info(WriterProcess(writer, save_writer(machine)))
+        return self._started[writer]
 
     def effect(self, info: WriterInfo, event: int) -> WriterEffect:
         known = info.effects.get(event)
@@ -125,8 +131,11 @@ class WriterPart:
         """Messages that may change this writer now or later, or whose answer it waits for, as a mask."""
         items = self._messages.items
         for i in range(info.minds_known, len(items)):
-            if not items[i].to_receiver and items[i].writer == info.writer or items[i].to_receiver:
+            if items[i].to_receiver:
                 info.alive |= 1 << i
+            elif items[i].writer == info.writer:
+                info.alive |= 1 << i
+                info.hears |= 1 << i
             if items[i].writer == info.writer and self._minds(info, items[i].event):
                 info.minds |= 1 << i
         info.minds_known = len(items)

@@ -1,0 +1,144 @@
+"""One child process: what it says, how it ends, how it is made to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.child import Child, ChildProgress, describe_exit, stop_children
+
+WAIT_S_MAX = 60
+ENDLESS_MS = 60_000
+SAYS_READY = "print('ready node-0 127.0.0.1:4242', flush=True)"
+SLEEPS = "import time; time.sleep(600)"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SAYS_READY}; {SLEEPS}"
+POLITE = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {SAYS_READY}; {SLEEPS}"
+
+
+def play(scene: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(WAIT_S_MAX):
+            await scene
+
+    asyncio.run(limited())
+
+
+def make(tmp_path: Path, script: str, on_progress: Callable[[ChildProgress], None] = lambda progress: None) -> Child:
+    return Child(
+        name="node-0",
+        command=[sys.executable, "-c", script],
+        env=os.environ,
+        log_path=tmp_path / "node-0.log",
+        on_progress=on_progress,
+    )
+
+
+def test_a_child_tells_progress_and_readiness(tmp_path: Path) -> None:
+    """Lines of progress come first, then the endpoint; the rest of its output is of no interest."""
+
+    async def scene() -> None:
+        told: list[ChildProgress] = []
+        progress = """print('progress {"what": "loading", "done": 1, "total": 4}', flush=True)"""
+        child = make(tmp_path, f"{progress}; print('hello'); {SAYS_READY}; {SLEEPS}", told.append)
+        assert await child.wait_ready()
+        assert child.ready.result() == "127.0.0.1:4242"
+        assert told == [ChildProgress(what="loading", done=1, total=4)]
+        assert await stop_children([child], grace_ms=ENDLESS_MS) == []
+        assert child.exited.result() == -signal.SIGTERM
+
+    play(scene())
+
+
+def test_a_child_ends_before_it_is_ready(tmp_path: Path) -> None:
+    """Its status and the end of its log are there to be shown."""
+
+    async def scene() -> None:
+        child = make(tmp_path, "import sys; [print(i, file=sys.stderr) for i in range(100)]; sys.exit(3)")
+        assert not await child.wait_ready()
+        assert child.exited.result() == 3
+        assert child.log_tail() == "\n".join(f"  | {i}" for i in range(85, 100))
+        assert child.own_words() == ""
+        child.send_signal(signal.SIGTERM)
+
+    play(scene())
+
+
+def test_a_child_that_says_what_is_wrong(tmp_path: Path) -> None:
+    """What follows the last `error: ` of its log is its message, of however many lines."""
+
+    async def scene() -> None:
+        child = make(tmp_path, r"import sys; sys.stderr.write('12:00 INFO\nerror: Wrong:\n  --a: b\n'); sys.exit(2)")
+        assert not await child.wait_ready()
+        assert child.own_words() == "Wrong:\n  --a: b"
+
+    play(scene())
+
+
+def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    """It ignores SIGTERM: after the grace time it is killed, and named."""
+
+    async def scene() -> None:
+        child = make(tmp_path, DEAF)
+        assert await child.wait_ready()
+        assert await stop_children([child], grace_ms=1) == [child]
+        assert child.exited.result() == -signal.SIGKILL
+
+    play(scene())
+
+
+def test_a_stopped_child_can_still_end_well(tmp_path: Path) -> None:
+    """SIGSTOP keeps a process from hearing SIGTERM; it is continued."""
+
+    async def scene() -> None:
+        child = make(tmp_path, POLITE)
+        assert await child.wait_ready()
+        child.send_signal(signal.SIGSTOP)
+        assert await stop_children([child], grace_ms=ENDLESS_MS) == []
+        assert child.exited.result() == 0
+
+    play(scene())
+
+
+def test_stopping_is_interrupted(tmp_path: Path) -> None:
+    """The stop itself is cancelled while it waits for a deaf child: that child is killed, not left."""
+
+    async def scene() -> None:
+        child = make(tmp_path, DEAF)
+        assert await child.wait_ready()
+        stopping = asyncio.ensure_future(stop_children([child], grace_ms=ENDLESS_MS))
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert await child.exited == -signal.SIGKILL
+
+    play(scene())
+
+
+def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
+    """The system's refusal comes at once, with nothing left open."""
+
+    async def scene() -> None:
+        with pytest.raises(FileNotFoundError):
+            Child(
+                name="node-0",
+                command=[str(tmp_path / "nothing")],
+                env=os.environ,
+                log_path=tmp_path / "node-0.log",
+                on_progress=lambda progress: None,
+            )
+
+    play(scene())
+
+
+def test_how_an_exit_is_described() -> None:
+    assert describe_exit(0) == "exited with status 0"
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-99) == "was killed by signal 99"

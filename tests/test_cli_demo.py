@@ -1,0 +1,83 @@
+"""The demo finds a wrong answer, and what one process computes is right by its own measure."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+from batonpb import common_pb2, inference_pb2
+
+from cli.client import Answer, SamplingChoice
+from cli.demo_check import find_mismatches
+from cli.demo_prompts import FIRST_WAVE, SECOND_WAVE, DemoRequest
+from cli.reference import Reference
+from engine.demo_model import DemoModelParams, write_demo_model
+from engine.types import SamplingParams
+
+GREEDY = DemoRequest(
+    name="greedy", prompt="Where does the road lead?", sampling=SamplingChoice(temperature=0, max_tokens=6)
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    write_demo_model(folder, DemoModelParams(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2))
+    return folder
+
+
+def answered(reference: Reference) -> Answer:
+    """What a faultless cluster answers to GREEDY."""
+    prompt = reference.encode(GREEDY.prompt)
+    ids = reference.answer(prompt, SamplingParams(temperature=0, top_k=0, top_p=1, seed=0, max_tokens=6))
+    assert len(ids) == 6
+    return Answer(
+        request_id="r",
+        ids=tuple(ids),
+        text=reference.decode(ids),
+        reason=common_pb2.FINISH_REASON_LENGTH,
+        stats=inference_pb2.RequestStats(prompt_tokens=len(prompt)),
+    )
+
+
+def test_a_wrong_answer_is_found(model: Path) -> None:
+    """Right, one token other than it should be, one too few, other text, another prompt: each is told apart."""
+    reference = Reference(model, num_blocks=16, compute_threads=1)
+    right = answered(reference)
+    other = (*right.ids[:3], right.ids[3] + 1, *right.ids[4:])
+    answers = {
+        "right": right,
+        "token": dataclasses.replace(right, ids=other),
+        "short": dataclasses.replace(right, ids=right.ids[:5]),
+        "text": dataclasses.replace(right, text="something else"),
+        "prompt": dataclasses.replace(right, stats=inference_pb2.RequestStats(prompt_tokens=1)),
+    }
+    pairs = [(dataclasses.replace(GREEDY, name=name), answer) for name, answer in answers.items()]
+    found = {m.name: m.what for m in asyncio.run(find_mismatches(pairs, model=model, compute_threads=1))}
+    assert found == {
+        "token": f"output token 3 is {other[3]}, one process draws {right.ids[3]}",
+        "short": f"output token 5 is None, one process draws {right.ids[5]}",
+        "text": f"the text is 'something else', its tokens say {right.text!r}",
+        "prompt": f"the prompt has {right.stats.prompt_tokens} tokens, the router counted 1",
+    }
+
+
+def test_the_reference_repeats_itself(model: Path) -> None:
+    """The same request twice, with others before it, gives the same tokens: nothing is left of earlier ones."""
+    reference = Reference(model, num_blocks=16, compute_threads=1)
+    first = answered(reference)
+    params = SamplingParams(temperature=1, top_k=0, top_p=1, seed=3, max_tokens=20)
+    reference.answer(reference.encode("Hello! Good morning."), params)
+    assert answered(reference) == first
+
+
+def test_the_demo_requests() -> None:
+    """Names are unique, every answer can be computed again, and the parts that the demo promises are there."""
+    requests = [*FIRST_WAVE, *SECOND_WAVE]
+    assert len({request.name for request in requests}) == len(requests)
+    assert all(request.sampling.temperature == 0 or request.sampling.seed is not None for request in requests)
+    assert sum(request.unary for request in requests) == 1
+    assert not FIRST_WAVE[0].unary
+    assert not SECOND_WAVE[0].unary

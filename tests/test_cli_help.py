@@ -1,0 +1,65 @@
+"""Every command says what it does, with an example, and every configuration key is a flag."""
+
+from __future__ import annotations
+
+import re
+
+import click
+import pytest
+
+from baton.config import describe, flag_name
+from cli.main import cli, run
+from cli.services import Service, config_class
+
+COMMANDS = cli.list_commands(click.Context(cli))
+
+
+def test_the_commands() -> None:
+    """The list of commands is the one in the documentation."""
+    assert COMMANDS == [
+        "up", "generate", "nodes", "directory", "router", "prefill", "decode", "demo-model", "demo",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`baton COMMAND --help` ends well and shows a line that can be typed."""
+    assert run([command, "--help"]) == 0
+    assert re.search(rf"Example:\n    baton {command} ", capsys.readouterr().out)
+
+
+def test_the_group_has_an_example_and_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "Example:\n    baton demo-model " in shown
+    assert [name for name in COMMANDS if not re.search(rf"^  {name} +[A-Z].*\.$", shown, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_summary_in_the_list_is_how_the_help_begins(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The list is written by hand, so that it needs no import; each line fits its command's own text."""
+    run(["--help"])
+    summary = re.search(rf"^  {command} +(.*)$", capsys.readouterr().out, re.MULTILINE)
+    found = cli.get_command(click.Context(cli), command)
+    assert summary is not None and found is not None and found.help is not None
+    assert found.help.split()[0] == summary[1].split()[0]
+
+
+@pytest.mark.parametrize("service", list(Service))
+def test_every_key_is_a_flag(service: Service) -> None:
+    """The options of a service are its configuration keys, plus --config and --log-level."""
+    command = cli.get_command(click.Context(cli), service.value)
+    assert command is not None
+    flags = [option for parameter in command.params for option in parameter.opts]
+    keys = [flag_name(key.key) for key in describe(config_class(service))]
+    assert flags == [*keys, "--config", "--log-level"]
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert re.fullmatch(r"baton, version \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve"]) == 2
+    assert "No such command 'serve'" in capsys.readouterr().err

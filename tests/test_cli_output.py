@@ -1,0 +1,158 @@
+"""What the commands write while they work: answers as they come, progress, tables, the demo's verdict."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import click
+import pytest
+from batonpb import common_pb2, directory_pb2, inference_pb2, node_pb2
+
+from baton.ids import Incarnation, NodeName
+from baton.lifecycle import Lifecycle
+from baton.wire import NodeRecord, Role
+from cli.child import ChildProgress
+from cli.demo_check import held_by
+from cli.generate import IntegerList, StreamPrinter
+from cli.nodes import NodeView
+from cli.service import ProgressPrinter
+from cli.table import format_table
+from cli.up import StartBoard
+
+Tokens = inference_pb2.Tokens
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def printed(*tokens: inference_pb2.Tokens, as_ids: bool = False, as_text: bool = False) -> list[str]:
+    """What is on the screen after each message, and at the end."""
+    screen = io.StringIO()
+    printer = StreamPrinter(screen, as_ids=as_ids, as_text=as_text)
+    seen = []
+    for message in tokens:
+        printer.show(message)
+        seen.append(screen.getvalue())
+    printer.end()
+    return [*seen, screen.getvalue()]
+
+
+def test_text_is_written_as_it_comes() -> None:
+    messages = [Tokens(ids=[5], text="the"), Tokens(ids=[6], text=""), Tokens(ids=[7, 8], text=" sea")]
+    assert printed(*messages, as_text=True) == ["the", "the", "the sea", "the sea\n"]
+    assert printed(*messages) == ["the", "the", "the sea", "the sea\n"]
+    assert printed(*messages, as_ids=True) == ["5", "5 6", "5 6 7 8", "5 6 7 8\n"]
+
+
+def test_half_a_character_is_no_reason_to_show_ids() -> None:
+    """The first tokens of an answer may be bytes of one character: they are held back until it shows."""
+    assert printed(Tokens(ids=[1]), Tokens(ids=[2, 3]), Tokens(ids=[4], text="日")) == ["", "", "日", "日\n"]
+
+
+def test_ids_where_there_is_no_text() -> None:
+    """Four tokens without text: there is no tokenizer, and from here on ids come as they are drawn."""
+    assert printed(Tokens(ids=[1, 2]), Tokens(ids=[3, 4]), Tokens(ids=[5])) == [
+        "",
+        "1 2 3 4",
+        "1 2 3 4 5",
+        "1 2 3 4 5\n",
+    ]
+    assert printed(Tokens(ids=[1, 2])) == ["", "1 2\n"]
+
+
+def test_nothing_is_written_for_no_answer() -> None:
+    assert printed(as_text=True) == [""]
+
+
+@pytest.mark.parametrize(("text", "ids"), [("1", (1,)), ("1,2, 3", (1, 2, 3)), ("4294967295", (4294967295,))])
+def test_token_ids_are_read(text: str, ids: tuple[int, ...]) -> None:
+    assert IntegerList().convert(text, None, None) == ids
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "-1", "4294967296", "1.5", "a"])
+def test_what_is_no_list_of_token_ids_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        IntegerList().convert(text, None, None)
+
+
+def test_progress_of_a_service() -> None:
+    """For a supervisor JSON, a percent at a time; for people a line every 25 percent, or one that is rewritten."""
+    steps = [("loading", done, 1000) for done in (0, 4, 10, 249, 250, 999, 1000)] + [("prefaulting", 0, 0)]
+
+    def run(stderr: io.StringIO, *, supervised: bool) -> tuple[list[str], str]:
+        stdout = io.StringIO()
+        printer = ProgressPrinter(name="decode-0", supervised=supervised, stdout=stdout, stderr=stderr)
+        for step in steps:
+            printer(*step)
+        return stdout.getvalue().splitlines(), stderr.getvalue()
+
+    lines, nothing = run(io.StringIO(), supervised=True)
+    told = [ChildProgress(**json.loads(line.removeprefix("progress "))) for line in lines]
+    assert [progress.done for progress in told] == [0, 10, 249, 250, 999, 1000, 0]
+    assert nothing == ""
+
+    assert run(io.StringIO(), supervised=False) == (
+        [],
+        "decode-0: loading 0%\ndecode-0: loading 25%\ndecode-0: loading 75%\ndecode-0: loading 100%\n"
+        "decode-0: prefaulting 100%\n",
+    )
+
+    _, screen = run(Terminal(), supervised=False)
+    assert screen.count("\n") == 2
+    assert screen.endswith("\r\x1b[Kdecode-0: loading 100%\n\r\x1b[Kdecode-0: prefaulting 100%\n")
+
+
+def test_the_board_on_a_terminal_rewrites_lines() -> None:
+    """Two processes: the cursor goes up to the line of the one that changes, and back."""
+    screen = Terminal()
+    board = StartBoard(("directory", "decode-0"), screen)
+    board.progress("decode-0", ChildProgress(what="loading", done=1, total=2))
+    board.ready("directory", "127.0.0.1:7070")
+    assert screen.getvalue() == (
+        "  directory  starting\n  decode-0   starting\n"
+        "\x1b[1A\r\x1b[K  decode-0   loading 50%\x1b[1B\r"
+        "\x1b[2A\r\x1b[K  directory  ready at 127.0.0.1:7070\x1b[2B\r"
+    )
+
+
+def test_the_board_elsewhere_tells_what_takes_long() -> None:
+    """A line for each that is ready; progress only two seconds after the last line of the same process."""
+    now_s = 0.0
+    lines = io.StringIO()
+    board = StartBoard(("directory", "decode-0"), lines, now_s=lambda: now_s)
+    for now_s in (0.5, 1.9, 2.1, 3.0, 4.2):
+        board.progress("decode-0", ChildProgress(what="loading", done=int(now_s * 10), total=50))
+    board.ready("decode-0", "127.0.0.1:9")
+    assert lines.getvalue() == (
+        "  decode-0   loading 42%\n  decode-0   loading 84%\n  decode-0   ready at 127.0.0.1:9\n"
+    )
+
+
+def test_a_table() -> None:
+    """Columns as wide as their widest cell, numbers to the right, no spaces at the ends of lines."""
+    table = format_table(("NAME", "N", "WHY"), [["a", "10", ""], ["bcdef", "7", "so"]], right={1})
+    assert table == "NAME    N  WHY\na      10\nbcdef   7  so"
+
+
+def test_what_a_node_holds() -> None:
+    """An idle node holds nothing, however much it has cached; anything else is named with its count."""
+    record = NodeRecord(
+        name=NodeName("decode-0"), role=Role.DECODE, incarnation=Incarnation(7), endpoint="127.0.0.1:9",
+        lifecycle=Lifecycle.READY,
+    )  # fmt: skip
+    idle = common_pb2.BlockCounts(cached=5, free=3)
+    busy = common_pb2.BlockCounts(held=1, writer_owned=2, quarantined=3, promised=4)
+
+    def view(blocks: common_pb2.BlockCounts, **counts: int) -> NodeView:
+        own = directory_pb2.NodeRecord(load=directory_pb2.NodeLoad(blocks=blocks))
+        return NodeView(record=record, status=node_pb2.NodeStatus(record=own, **counts))  # type: ignore[arg-type]
+
+    assert held_by(view(idle)) == ""
+    assert held_by(view(busy, requests=5, grants_received=6, conservation_errors=7)) == (
+        "5 requests, 6 grants received, 1 blocks held, 2 blocks owned by a writer, 3 blocks quarantined, "
+        "4 blocks promised, 7 conservation errors"
+    )
+    assert held_by(NodeView(record=record, status=None, problem="gone")) == "does not answer: gone"

@@ -1,0 +1,129 @@
+"""A cluster under the supervisor, in this process: what the cluster tests and the demo build on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.config import ConfigError
+from baton.errors import InvalidField
+from baton.rpc_client import ChannelLimits, Channels
+from cli.nodes import view_nodes
+from cli.services import Service
+from cli.supervisor import Cluster, ClusterError, ClusterSpec
+from engine.build import EngineKind
+
+WAIT_S_MAX = 120
+CALL_MS_MAX = 10_000
+
+
+def play(scene: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(WAIT_S_MAX):
+            await scene
+
+    asyncio.run(limited())
+
+
+def test_a_node_dies_and_is_started_again(tmp_path: Path) -> None:
+    """`watch` names the dead one; started again, it is another process under the same name."""
+
+    async def scene() -> None:
+        async with Cluster(ClusterSpec(engine=EngineKind.MOCK, blocks=32, log_dir=tmp_path)) as cluster:
+            assert cluster.names == ("directory", "router-0", "prefill-0", "decode-0")
+            assert sorted(cluster.endpoints) == sorted(cluster.pids) == sorted(cluster.names)
+            pid = cluster.pids["decode-0"]
+            watching = asyncio.ensure_future(cluster.watch())
+            cluster.send_signal("decode-0", signal.SIGKILL)
+            error = await watching
+            assert isinstance(error, ClusterError)
+            assert error.process == "decode-0"
+            assert error.message.startswith("decode-0 was killed by SIGKILL while the cluster was running.")
+            assert await cluster.wait_exit("decode-0") == -signal.SIGKILL
+            await cluster.start_process("decode-0")
+            assert cluster.pids["decode-0"] != pid
+            assert "process ready" in cluster.log_text("decode-0")
+            assert await cluster.stop() == []
+
+    play(scene())
+
+
+def test_flags_reach_their_processes(tmp_path: Path) -> None:
+    """Settings of a service go to all of its nodes, those of a node to that one; both go before the spec's own."""
+
+    async def scene() -> None:
+        spec = ClusterSpec(
+            engine=EngineKind.MOCK,
+            prefill=1,
+            decode=2,
+            blocks=32,
+            flags={Service.DECODE: {"engine.num_blocks": 48}},
+            node_flags={"decode-1": {"engine.num_blocks": 64}},
+            log_dir=tmp_path / "logs",
+        )
+        channels = Channels(limits=ChannelLimits())
+        async with Cluster(spec) as cluster:
+            views = await view_nodes(cluster.directory, channels=channels, call_ms_max=CALL_MS_MAX)
+            await channels.close()
+        free = {view.record.name: view.status.record.load.blocks.free for view in views if view.status is not None}
+        assert free == {"decode-0": 48, "decode-1": 64, "prefill-0": 32, "router-0": 0}
+        assert (tmp_path / "logs" / "prefill-0.log").is_file()
+
+    play(scene())
+
+
+def test_one_process_cannot_start() -> None:
+    """A node of a broken setting: its own words, and all others are stopped again."""
+
+    async def scene() -> None:
+        flags = {Service.DECODE: {"listen": "nowhere.invalid:0"}}
+        cluster = Cluster(ClusterSpec(engine=EngineKind.MOCK, blocks=32, flags=flags))
+        with pytest.raises(ClusterError, match=r"^decode-0 could not start: Cannot listen on nowhere\.invalid:0: "):
+            await cluster.start()
+        assert await cluster.wait_exit("decode-0") == 1
+        others = [await cluster.wait_exit(name) for name in cluster.names if name != "decode-0"]
+        assert set(others) <= {0, -signal.SIGTERM}
+        assert not cluster.log_dir.exists()
+
+    play(scene())
+
+
+def test_starting_is_cancelled() -> None:
+    """In the middle of starting: the processes begun are stopped before the cancellation goes on."""
+
+    async def scene() -> None:
+        directory_ready = asyncio.Event()
+        cluster = Cluster(
+            ClusterSpec(engine=EngineKind.MOCK, blocks=32), on_ready=lambda name, endpoint: directory_ready.set()
+        )
+        starting = asyncio.ensure_future(cluster.start())
+        await directory_ready.wait()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert [name for name in cluster.pids if (await cluster.wait_exit(name)) not in (0, -signal.SIGTERM)] == []
+        assert not cluster.log_dir.exists()
+
+    play(scene())
+
+
+def test_a_spec_is_checked() -> None:
+    """Numbers, names of processes, and the settings of all of them, before anything is started."""
+    with pytest.raises(InvalidField, match="prefill must be positive"):
+        ClusterSpec(prefill=0)
+    with pytest.raises(InvalidField, match="names no process of this cluster: decode-7"):
+        ClusterSpec(node_flags={"decode-7": {}})
+    with pytest.raises(ConfigError, match=r"--engine-block-size: .*got 'x'"):
+        ClusterSpec(engine=EngineKind.MOCK, flags={Service.PREFILL: {"engine.block_size": "x"}}).check()
+    ClusterSpec(engine=EngineKind.MOCK).check()
+
+
+def test_cores_are_shared_out() -> None:
+    """All engines together compute with no more threads than there are cores, each with one at least."""
+    assert ClusterSpec(prefill=32, decode=32).compute_threads() == 1
+    assert ClusterSpec(threads=3).compute_threads() == 3

@@ -1,0 +1,247 @@
+"""`baton up` with the mock engine, as a user runs it: it serves, it stops, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cli_harness import BATON, RUN_S_MAX, Foreground, clean_env, is_free, run_baton, taken_port
+
+MOCK = ("up", "--engine-kind", "mock", "--blocks", "64", "--listen", "127.0.0.1:0", "--directory-listen", "127.0.0.1:0")
+READY = "Ctrl-C stops it."
+SLOW_TOKENS = {"BATON_DECODE_ENGINE__MOCK_LAYER_DELAY_MS": "20"}
+
+
+def endpoints(up: Foreground) -> dict[str, str]:
+    """By name, as `up` shows them."""
+    return dict(re.findall(r"^  (\S+) +ready at (\S+)$", up.err, re.MULTILINE))
+
+
+def assert_nothing_left(up: Foreground, used: dict[str, str]) -> None:
+    assert up.processes() == []
+    assert [endpoint for endpoint in used.values() if not is_free(endpoint)] == []
+    assert up.files() == []
+
+
+def test_a_cluster_serves_and_stops(tmp_path: Path) -> None:
+    """Two prefill and two decode nodes: `nodes` lists them, `generate` gets the same answer both ways, Ctrl-C ends
+    all of it."""
+    with Foreground(*MOCK, "--prefill", "2", "--decode", "2", folder=tmp_path) as up:
+        up.wait_for(READY)
+        used = endpoints(up)
+        names = ["decode-0", "decode-1", "directory", "prefill-0", "prefill-1", "router-0"]
+        assert sorted(used) == sorted(up.children()) == names
+        sessions = {os.getsid(pid) for pid in up.children().values()}
+        assert len(sessions) == 6
+        assert os.getsid(up.process.pid) not in sessions
+
+        prompt = ["--router", used["router-0"], "--token-ids", "5,6,7,8,9", "--max-tokens", "7", "--temperature", "0"]
+        streamed, unary = run_baton("generate", *prompt, "--stats"), run_baton("generate", *prompt, "--no-stream")
+        assert (streamed.returncode, unary.returncode, unary.stderr) == (0, 0, "")
+        assert re.fullmatch(r"\d+( \d+){6}\n", streamed.stdout)
+        assert streamed.stdout == unary.stdout
+        assert re.search(r"^prefill node +prefill-[01]$", streamed.stderr, re.MULTILINE)
+        assert re.search(r"^decode node +decode-[01]$", streamed.stderr, re.MULTILINE)
+        assert re.search(r"^answer +7 tokens$", streamed.stderr, re.MULTILINE)
+
+        text = run_baton("generate", "-", "--router", used["router-0"], stdin="hello")
+        assert (text.returncode, text.stdout) == (1, "")
+        assert text.stderr.endswith(" (reason NO_TOKENIZER, field text)\n")
+
+        listed = run_baton("nodes", "--directory", used["directory"])
+        assert (listed.returncode, listed.stderr) == (0, "")
+        head, *rows = [line.split() for line in listed.stdout.splitlines()]
+        assert head[:5] == ["NAME", "ROLE", "STATE", "ENDPOINT", "INCARNATION"]
+        assert [(row[0], row[2], row[3]) for row in rows] == [
+            (name, "ready", used[name]) for name in names if name != "directory"
+        ]
+        assert [row[-1] for row in rows] == ["0", "0", "0", "0", "-"]
+
+        assert up.stop(signal.SIGINT) == 0
+        assert up.err.endswith("Stopping ...\nStopped.\n")
+        assert_nothing_left(up, used)
+
+
+def test_ctrl_c_in_the_middle_of_starting(tmp_path: Path) -> None:
+    """The directory is ready and the others are not: everything is stopped, and the status says interrupted."""
+    with Foreground(*MOCK, "--prefill", "2", "--decode", "2", folder=tmp_path) as up:
+        up.wait_for("  directory  ready at ")
+        used = endpoints(up)
+        assert up.stop(signal.SIGINT) == 130
+        assert READY not in up.out
+        assert_nothing_left(up, used)
+
+
+def test_a_child_is_killed(tmp_path: Path) -> None:
+    """The one that died is named, with its log; all others are stopped; the log folder asked for is kept."""
+    logs = tmp_path / "logs"
+    with Foreground(*MOCK, "--log-dir", str(logs), folder=tmp_path) as up:
+        up.wait_for(READY)
+        used = endpoints(up)
+        os.kill(up.children()["decode-0"], signal.SIGKILL)
+        assert up.wait() == 1
+        assert "error: decode-0 was killed by SIGKILL while the cluster was running. The end of its log" in up.err
+        assert f"({logs}/decode-0.log):\n  | " in up.err
+        assert re.search(r"^  \| .* INFO decode-0 process ready ", up.err, re.MULTILINE)
+        assert_nothing_left(up, used)
+        assert sorted(path.name for path in logs.iterdir()) == [
+            "decode-0.log", "directory.log", "prefill-0.log", "router-0.log",
+        ]  # fmt: skip
+
+
+def test_a_closed_terminal_and_a_stopped_child(tmp_path: Path) -> None:
+    """SIGHUP is as good as Ctrl-C; a child that somebody has stopped (SIGSTOP) is continued so that it can end."""
+    with Foreground(*MOCK, folder=tmp_path) as up:
+        up.wait_for(READY)
+        used = endpoints(up)
+        os.kill(up.children()["prefill-0"], signal.SIGSTOP)
+        assert up.stop(signal.SIGHUP) == 0
+        assert_nothing_left(up, used)
+
+
+def test_the_supervisor_is_killed(tmp_path: Path) -> None:
+    """SIGKILL leaves `up` no time for anything: the kernel ends its children."""
+    with Foreground(*MOCK, folder=tmp_path) as up:
+        up.wait_for(READY)
+        used = endpoints(up)
+        assert sorted(up.children()) == ["decode-0", "directory", "prefill-0", "router-0"]
+        up.process.kill()
+        up.wait()
+        assert up.wait_all_ended() == []
+        assert [endpoint for endpoint in used.values() if not is_free(endpoint)] == []
+
+
+def test_the_supervisor_is_killed_while_it_starts(tmp_path: Path) -> None:
+    """The children have hardly begun to run, and end as well."""
+    with Foreground(*MOCK, folder=tmp_path) as up:
+        up.wait_for("  directory  ready at ")
+        up.process.kill()
+        up.wait()
+        assert up.wait_all_ended() == []
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    """The router cannot listen: its own words come through, and nothing keeps running."""
+    with (
+        taken_port() as endpoint,
+        Foreground(*MOCK[:-4], "--listen", endpoint, "--directory-listen", "127.0.0.1:0", folder=tmp_path) as up,
+    ):
+        assert up.wait() == 1
+        last = up.err.splitlines()[-1]
+        assert last.startswith(f"error: router-0 could not start: Cannot listen on {endpoint}: the port is in use. ")
+        assert last.endswith(" (reason PORT_IN_USE, field listen)")
+        assert up.processes() == []
+        assert up.files() == []
+
+
+def test_too_slow_to_start(tmp_path: Path) -> None:
+    """The time for starting is over: the processes that were not ready are named."""
+    with Foreground(*MOCK, "--start-ms-max", "1", folder=tmp_path) as up:
+        assert up.wait() == 1
+        assert (
+            "error: directory, router-0, prefill-0, decode-0 did not become ready within 1 ms (start_ms_max)." in up.err
+        )
+        assert up.processes() == []
+        assert up.files() == []
+
+
+def test_a_user_cancels_a_request(tmp_path: Path) -> None:
+    """Ctrl-C in `generate` while tokens come: it ends as interrupted, and both nodes let go of the request."""
+    with Foreground(*MOCK, folder=tmp_path, env=SLOW_TOKENS) as up:
+        up.wait_for(READY)
+        used = endpoints(up)
+        command = [
+            *BATON,
+            "generate",
+            "--router",
+            used["router-0"],
+            "--token-ids",
+            "5,6,7",
+            "--max-tokens",
+            "500",
+            "--ids",
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_env()) as client:
+            assert client.stdout is not None
+            assert client.stdout.read(1).isdigit()
+            client.send_signal(signal.SIGINT)
+            _, told = client.communicate(timeout=RUN_S_MAX)
+            assert (client.returncode, told) == (130, b"Cancelled.\n")
+        held = [nodes_row(used["directory"], name) for name in ("decode-0", "prefill-0")]
+        assert held == [["0", "0", "0", "0", "0", "0"]] * 2
+        assert up.stop(signal.SIGINT) == 0
+
+
+@contextmanager
+def generating(router: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`baton generate` in the middle of an answer; killed at the end."""
+    prompt = ["--token-ids", "5,6,7", "--max-tokens", "500", "--ids"]
+    command = [*BATON, "generate", "--router", router, *prompt]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_env()) as client:
+        try:
+            assert client.stdout is not None
+            assert client.stdout.read(1).isdigit()
+            yield client
+        finally:
+            client.kill()
+
+
+def nodes_row(directory: str, name: str) -> list[str]:
+    """Waiting, running, held, writer-owned, quarantined blocks and grants of one node, once they are all 0 or
+    RUN_S_MAX is over."""
+    for _ in range(round(RUN_S_MAX)):
+        listed = run_baton("nodes", "--directory", directory).stdout
+        row = next(line.split() for line in listed.splitlines() if line.startswith(f"{name} "))
+        found = [*row[5:7], *row[9:13]]
+        if set(found) == {"0"}:
+            break
+    return found
+
+
+def test_an_unreachable_node_is_shown(tmp_path: Path) -> None:
+    """A node that does not answer (stopped, but still in the directory) has a line that says so."""
+    flags = {"BATON_PREFILL_MEMBERSHIP__TTL_MS": "60000"}
+    with Foreground(*MOCK, folder=tmp_path, env=flags) as up:
+        up.wait_for(READY)
+        used = endpoints(up)
+        os.kill(up.children()["prefill-0"], signal.SIGSTOP)
+        listed = run_baton("nodes", "--directory", used["directory"], "--timeout", "0.5")
+        assert listed.returncode == 0
+        row = next(line.split() for line in listed.stdout.splitlines() if line.startswith("prefill-0 "))
+        assert row[2] == "unreachable"
+        assert re.search(r"^prefill-0: unreachable: ", listed.stdout, re.MULTILINE)
+        assert up.stop(signal.SIGINT) == 0
+
+
+def test_a_second_ctrl_c(tmp_path: Path) -> None:
+    """The router gives a running request ten minutes to end: the second Ctrl-C kills everything and leaves no file."""
+    patient = {"BATON_ROUTER_STOP_GRACE_MS": "600000", "BATON_DECODE_ENGINE__MOCK_LAYER_DELAY_MS": "1000"}
+    with Foreground(*MOCK, "--stop-grace-ms", "600000", folder=tmp_path, env=patient) as up:
+        up.wait_for(READY)
+        used = endpoints(up)
+        with generating(used["router-0"]):
+            up.process.send_signal(signal.SIGINT)
+            up.wait_for("Stopping ...")
+            assert sorted(up.children()) == ["decode-0", "directory", "prefill-0", "router-0"]
+            assert up.stop(signal.SIGINT) == 130
+            assert up.wait_all_ended() == []
+        assert_nothing_left(up, used)
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_middle_of_the_demo(tmp_path: Path) -> None:
+    """The demo has just started its cluster: nothing is left but the model it has written."""
+    model = tmp_path / "model"
+    with Foreground("demo", "--model-dir", str(model), "--prefill", "1", "--decode", "1", folder=tmp_path) as demo:
+        demo.wait_for("  directory  ready at ")
+        assert demo.stop(signal.SIGINT) == 130
+        assert demo.err == "\nInterrupted; everything is stopped.\n"
+        assert demo.processes() == []
+        assert demo.files() == []

@@ -1,0 +1,157 @@
+"""router.text: what is streamed, put together, is the text of the whole answer, and never half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from baton.errors import BatonError, Reason
+from router.text import WINDOW_TOKENS_MAX, TextCodec
+
+REPLACEMENT = "\ufffd"
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+WORDS = ["Ġthe", "Ġriver", "er", "ing", "Ġa"]
+BEGIN = "<|begin|>"
+
+
+def byte_level() -> Tokenizer:
+    """256 bytes and a few words; nothing of a character beyond ASCII is one token."""
+    vocabulary = {token: index for index, token in enumerate([*ALPHABET, *WORDS])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BEGIN])
+    return tokenizer
+
+
+TOKENIZER = byte_level()
+CODEC = TextCodec(TOKENIZER)
+VOCAB = TOKENIZER.get_vocab_size()
+
+
+def whole(ids: Sequence[int]) -> str:
+    text: str = TOKENIZER.decode(list(ids), skip_special_tokens=True)
+    return text
+
+
+def streamed(batches: Sequence[Sequence[int]]) -> list[str]:
+    """What each batch of tokens adds, and last what the end adds."""
+    stream = CODEC.stream()
+    return [*(stream.push(batch) for batch in batches), stream.flush()]
+
+
+def cut(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """`ids` in pieces of the given sizes, over and over."""
+    pieces, start, turn = [], 0, 0
+    while start < len(ids):
+        pieces.append(list(ids[start : start + sizes[turn % len(sizes)]]))
+        start += sizes[turn % len(sizes)]
+        turn += 1
+    return pieces
+
+
+@given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_any_text_streams_back_whole(text: str, sizes: list[int]) -> None:
+    """Text of any script, a byte per token, in batches of any size: the pieces are the text, none ends in half."""
+    pieces = streamed(cut(CODEC.encode(text), sizes))
+    assert "".join(pieces) == text
+    if REPLACEMENT not in text:
+        assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@given(ids=st.lists(st.integers(0, VOCAB - 1), max_size=150), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_any_tokens_stream_as_they_decode(ids: list[int], sizes: list[int]) -> None:
+    """Random tokens, most of them no valid UTF-8, special ones among them: the pieces are the decoded whole."""
+    assert "".join(streamed(cut(ids, sizes))) == whole(ids)
+
+
+def test_an_emoji_comes_with_its_last_byte() -> None:
+    """Four tokens for one fox: nothing, nothing, nothing, fox."""
+    ids = list(CODEC.encode("a🦊b"))
+    assert len(ids) == 6
+    assert streamed([[token] for token in ids]) == ["a", "", "", "", "🦊", "b", ""]
+
+
+def test_an_answer_that_ends_in_half_a_character_shows_it_at_the_end() -> None:
+    """max_tokens cut a character: the replacement character comes with the flush, as in the decoded whole."""
+    ids = list(CODEC.encode("ok🦊"))[:-1]
+    assert streamed([ids]) == ["ok", REPLACEMENT]
+
+
+def test_garbage_does_not_hold_the_stream_back() -> None:
+    """A thousand bytes that begin no character: all but the last three are out long before the end."""
+    continuation = CODEC.encode("🦊")[-1]
+    pieces = streamed([[continuation]] * 1_000)
+    assert pieces == ["", "", "", *[REPLACEMENT] * 997, REPLACEMENT * 3]
+
+
+class Decoded:
+    """A tokenizer that remembers how many tokens each call of `decode` got."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def get_added_tokens_decoder(self) -> Any:
+        return TOKENIZER.get_added_tokens_decoder()
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        self.sizes.append(len(ids))
+        return whole(ids)
+
+
+@pytest.mark.parametrize("text", ["a" * 2_000, "é🦊" * 300, "<|begin|>" * 2_000])
+def test_long_answers_are_decoded_in_short_pieces(text: str) -> None:
+    """Whatever 2,000 tokens are, no call decodes more than the window."""
+    for ids in (CODEC.encode(text), [CODEC.encode("🦊")[-1]] * 2_000):
+        counting = Decoded()
+        stream = TextCodec(cast(Tokenizer, counting)).stream()
+        assert "".join(stream.push([token]) for token in ids) + stream.flush() == whole(ids)
+        assert max(counting.sizes) <= WINDOW_TOKENS_MAX + 1
+        assert sum(counting.sizes) < len(ids) * 2 * WINDOW_TOKENS_MAX
+
+
+def test_special_tokens_are_not_text() -> None:
+    """A mark in the middle of a character's bytes or between words adds nothing."""
+    mark = TOKENIZER.token_to_id(BEGIN)
+    assert mark is not None
+    fox = list(CODEC.encode("🦊"))
+    assert streamed([[mark]]) == ["", ""]
+    assert "".join(streamed([[mark], *([token] for token in fox), [mark]])) == "🦊"
+
+
+def test_streams_do_not_share_state() -> None:
+    """Two answers interleaved, each in the middle of a character."""
+    first, second = CODEC.stream(), CODEC.stream()
+    fox, sun = list(CODEC.encode("🦊")), list(CODEC.encode("☀"))
+    assert [first.push(fox[:2]), second.push(sun[:1]), first.push(fox[2:]), second.push(sun[1:])] == ["", "", "🦊", "☀"]
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    """The error has the path of the missing file and the field of the configuration."""
+    with pytest.raises(BatonError, match=r"tokenizer\.json does not exist") as caught:
+        TextCodec.load(tmp_path)
+    assert (caught.value.reason, caught.value.field) == (Reason.MODEL_MISSING, "model")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "not json"])
+def test_a_broken_tokenizer_is_named(tmp_path: Path, content: str) -> None:
+    """tokenizer.json is there and is none: BROKEN, with the path."""
+    (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+    with pytest.raises(BatonError, match="not a usable tokenizer") as caught:
+        TextCodec.load(tmp_path)
+    assert (caught.value.reason, caught.value.field) == (Reason.MODEL_BROKEN, "model")
+
+
+def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
+    """Encoding and decoding are those of the file."""
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec.load(tmp_path)
+    assert list(codec.encode("Hé")) == TOKENIZER.encode("Hé").ids
+    stream = codec.stream()
+    assert stream.push(codec.encode("Hé")) + stream.flush() == "Hé"
