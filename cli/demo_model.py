@@ -11,7 +11,12 @@ from baton.errors import BatonError, Reason
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ModelError, ModelFamily
 
-FAMILIES: Final = {"llama": ModelFamily.LLAMA, "qwen3": ModelFamily.QWEN3}
+FAMILIES: Final = {
+    "llama": ModelFamily.LLAMA,
+    "mistral": ModelFamily.MISTRAL,
+    "qwen2": ModelFamily.QWEN2,
+    "qwen3": ModelFamily.QWEN3,
+}
 
 
 @click.command("demo-model")

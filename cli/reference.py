@@ -15,7 +15,7 @@ from engine.build import EngineConfig, EngineKind, build_runner
 from engine.core import Engine
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceMode
-from engine.types import NullSink, SamplingParams
+from engine.types import NullSink, SamplingParams, TokenLogprobs
 from kvtransfer.ledger import Ledger
 from router.text import TextCodec
 
@@ -48,12 +48,19 @@ class Reference:
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """The output tokens. Every prompt token is computed here: no prefix is taken from the cache."""
+        return [token for token, _ in self.draw(prompt, params)]
+
+    def draw(
+        self, prompt: Sequence[int], params: SamplingParams, *, output: Sequence[int] = ()
+    ) -> list[tuple[int, TokenLogprobs | None]]:
+        """What comes after `output`, which an earlier try has drawn; with log-probabilities where `params` ask."""
         blocks, engine = self._blocks, self._engine
         self._answered += 1
-        held = blocks.blocks_for(len(prompt))
+        known = [*prompt, *output]
+        held = blocks.blocks_for(len(known))
         growth = growth_blocks(
             prompt_len=len(prompt),
-            known_len=len(prompt),
+            known_len=len(known),
             max_tokens=params.max_tokens,
             context_len_max=self._context_len_max,
             block_size=blocks.block_size,
@@ -63,7 +70,7 @@ class Reference:
         sequence = EngineSequence(
             key=RequestKey(request=RequestId(f"reference-{self._answered}"), attempt=Attempt(0)),
             params=params,
-            tokens=list(prompt),
+            tokens=known,
             prompt_len=len(prompt),
             computed=0,
             block_table=blocks.admit([], held, promise_key=_PROMISE, promise=growth),
@@ -71,6 +78,8 @@ class Reference:
             mode=SequenceMode.COMPLETE,
         )
         engine.submit(sequence)
+        drawn = []
         while (batch := engine.schedule()) is not None:
-            engine.postprocess(batch, engine.run(batch, NullSink()))
-        return sequence.tokens[len(prompt) :]
+            events = engine.postprocess(batch, engine.run(batch, NullSink()))
+            drawn += [(event.token, event.logprobs) for event in events if event.token is not None]
+        return drawn

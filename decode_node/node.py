@@ -22,7 +22,7 @@ from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner, SamplingParams
-from engine.wire import FINISH_TO_PROTO, key_from_proto, params_from_proto
+from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto, params_from_proto
 from kvtransfer.grant_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
@@ -47,6 +47,7 @@ class Job:
     committed: asyncio.Future[bool]
     """True at the commit, False when the grant is over without one."""
     first_token: int = -1
+    first_logprobs: common_pb2.TokenLogprobs | None = None
 
 
 class DecodeNode:
@@ -174,6 +175,8 @@ class DecodeNode:
         job = self._jobs.get(grant)
         if job is not None and not job.committed.done():
             job.first_token = request.first_token
+            if request.HasField("first_logprobs"):
+                job.first_logprobs = request.first_logprobs
         return await self.receiver.commit(
             CommitAsked(pair=pair, grant=grant, writes=request.writes, bytes_written=request.bytes_written)
         )
@@ -238,7 +241,7 @@ class DecodeNode:
                 continue
             routers.add(job.output.router)
             if event.token is not None:
-                job.output.tokens.append(event.token)
+                job.output.append(event.token, logprobs_to_proto(event.logprobs) if event.logprobs else None)
             if event.finish is FinishReason.ABORTED:
                 job.output.end(error="the engine gave the request up")
             elif event.finish is not None:
@@ -316,7 +319,7 @@ class DecodeNode:
         """Give the committed sequence to the engine, with references of its own to every block."""
         table = [*job.prefix, *job.blocks]
         self._blocks.hold(table)
-        job.output.tokens.append(job.first_token)
+        job.output.append(job.first_token, job.first_logprobs)
         self._engine.resume(
             Sequence(
                 key=job.key,

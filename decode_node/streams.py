@@ -23,6 +23,8 @@ class RequestOutput:
     key: RequestKey
     router: Incarnation
     tokens: list[int]
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    """One for each token where the request asks for them, else empty."""
     finish: common_pb2.FinishReason | None = None
     error: str | None = None
     opened: bool = False
@@ -30,6 +32,12 @@ class RequestOutput:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)
     """The router has it all, or wants no more of it."""
+
+    def append(self, token: int, logprobs: common_pb2.TokenLogprobs | None) -> None:
+        self.tokens.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            assert len(self.logprobs) == len(self.tokens), self.key
 
     def end(self, *, finish: common_pb2.FinishReason | None = None, error: str | None = None) -> None:
         """Idempotent: the first end counts."""
@@ -151,7 +159,7 @@ class TokenStreams:
             ended = output.ended.is_set() and key not in subscription.told_end
             if not new and not ended:
                 continue
-            message = batch.requests.add(first_index=cursor, ids=new)
+            message = batch.requests.add(first_index=cursor, ids=new, logprobs=output.logprobs[cursor:])
             message.key.request, message.key.attempt = key.request, key.attempt
             subscription.cursors[key] = cursor + len(new)
             if ended:

@@ -85,7 +85,8 @@ class TorchAttention:
         runs_2Kn = (blocks_n * 2 + k_or_v) * spec.num_kv_heads + heads
         mask_TC = None
         if s.start > 0 and num_rows > 1:
-            mask_TC = torch.full((num_rows, s.stop), float("-inf"), device=device).triu_(diagonal=s.start + 1)
+            hidden_TC = torch.full((num_rows, s.stop), float("-inf"), device=device, dtype=self.pool.dtype)
+            mask_TC = hidden_TC.triu_(diagonal=s.start + 1)
         return _SequencePlan(
             first_row=first_row,
             num_rows=num_rows,

@@ -11,6 +11,7 @@ from pathlib import Path
 from baton.errors import BatonError, InvalidField, Reason
 from engine.mock import MockConfig, MockRunner
 from engine.model_config import (
+    ComputeDtype,
     ModelError,
     ModelFolderError,
     QuantisedCheckpointError,
@@ -33,6 +34,10 @@ class EngineConfig:
 
     kind: EngineKind = field(default=EngineKind.MODEL, metadata={"help": "model, or mock (tests of the protocol)"})
     model: str = field(default="", metadata={"help": "folder of a Hugging Face model, or its name on the hub"})
+    dtype: ComputeDtype = field(
+        default=ComputeDtype.AUTO,
+        metadata={"help": "auto (bfloat16 if the weights are, else float32), float32, or bfloat16; KV cache too"},
+    )
     block_size: int = field(default=16, metadata={"help": "token positions in a block"})
     num_blocks: int = field(default=1024, metadata={"help": "blocks in the region"})
     compute_threads: int = field(default=1, metadata={"help": "threads of this process that compute"})
@@ -110,6 +115,6 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
 
     configure_threads(config.compute_threads)
     folder: Path = resolve_model(config.model)
-    runner = TorchRunner.load(folder, block_size=config.block_size, progress=progress)
+    runner = TorchRunner.load(folder, block_size=config.block_size, dtype=config.dtype, progress=progress)
     name = Path(config.model).name if Path(config.model).is_dir() else config.model
     return BuiltEngine(runner=runner, model_name=name, fingerprint=checkpoint_fingerprint(folder))

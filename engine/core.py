@@ -12,7 +12,7 @@ from baton.ids import RequestKey
 from engine.block_manager import BlockManager, growth_blocks
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, Runner, SequenceSlice, StepResult
+from engine.types import Batch, FinishReason, KvSink, Runner, SequenceSlice, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class TokenEvent:
     index: int
     """Index of `token` among the output; without a token, how many output tokens there are."""
     finish: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    """Of `token`, where the request asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,22 +214,31 @@ class Engine:
         self._tokens_drawn += 1
         finish = self._finish_reason(seq, token)
         if finish is not None or seq.mode is SequenceMode.PREFILL_ONLY:
-            return self._leave(seq, token, finish)
-        return TokenEvent(seq=seq, token=token, index=seq.output_count - 1, finish=None)
+            return self._leave(seq, token, finish, result.logprobs.get(seq.key))
+        return TokenEvent(
+            seq=seq,
+            token=token,
+            index=seq.output_count - 1,
+            finish=None,
+            logprobs=result.logprobs.get(seq.key),
+        )
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         params = seq.params
-        if token in params.stop_token_ids or (not params.ignore_eos and token in self._runner.eos_token_ids):
+        ends = token in params.stop_token_ids or (not params.ignore_eos and token in self._runner.eos_token_ids)
+        if ends and seq.output_count > params.min_tokens:
             return FinishReason.STOP
         if seq.output_count >= params.max_tokens or len(seq.tokens) >= self._runner.context_len_max:
             return FinishReason.LENGTH
         return None
 
-    def _leave(self, seq: Sequence, token: int | None, finish: FinishReason | None) -> TokenEvent:
+    def _leave(
+        self, seq: Sequence, token: int | None, finish: FinishReason | None, logprobs: TokenLogprobs | None = None
+    ) -> TokenEvent:
         self._scheduler.remove(seq)
         if seq.mode is SequenceMode.COMPLETE:
             self._blocks.release(seq.block_table)
             seq.block_table.clear()
             self._blocks.ledger.unpromise(seq.promise_key)
         index = seq.output_count if token is None else seq.output_count - 1
-        return TokenEvent(seq=seq, token=token, index=index, finish=finish)
+        return TokenEvent(seq=seq, token=token, index=index, finish=finish, logprobs=logprobs)

@@ -33,6 +33,14 @@ LOGIT_STD = 3.0
 """Spread of the scores: the best two of 2,048 are about 0.8 apart, rounding in float32 is about 1e-5."""
 
 
+_MODEL_TYPES = {
+    ModelFamily.LLAMA: "llama",
+    ModelFamily.MISTRAL: "mistral",
+    ModelFamily.QWEN2: "qwen2",
+    ModelFamily.QWEN3: "qwen3",
+}
+
+
 class DemoModelError(ModelError):
     """The demo model cannot be written there, or not with these sizes."""
 
@@ -122,9 +130,9 @@ def _write_files(folder: Path, params: DemoModelParams) -> None:
 
 
 def _config(params: DemoModelParams) -> dict[str, Any]:
-    return {
+    config: dict[str, Any] = {
         "architectures": [params.family.value],
-        "model_type": {ModelFamily.LLAMA: "llama", ModelFamily.QWEN3: "qwen3"}[params.family],
+        "model_type": _MODEL_TYPES[params.family],
         "vocab_size": params.vocab_size,
         "hidden_size": params.hidden_size,
         "intermediate_size": params.intermediate_size,
@@ -142,6 +150,9 @@ def _config(params: DemoModelParams) -> dict[str, Any]:
         "eos_token_id": EOS_ID,
         "dtype": "float32",
     }
+    if params.family is ModelFamily.MISTRAL:
+        config["sliding_window"] = None
+    return config
 
 
 def _unprintable_ids(tokenizer: Tokenizer) -> list[int]:
@@ -163,7 +174,9 @@ def _tensors(config: dict[str, Any], seed: int, quiet_ids: list[int]) -> dict[st
     tensors = {}
     for name, shape in shapes.items():
         noise = random.standard_normal(shape, dtype=np.float32)
-        if len(shape) == 1:
+        if name.endswith(".bias"):
+            tensors[name] = np.float32(0.5) * noise
+        elif len(shape) == 1:
             tensors[name] = 1.0 + np.float32(0.1) * noise
         else:
             gain = LOGIT_STD if name in (EMBEDDING, LM_HEAD) else 1.5

@@ -41,6 +41,10 @@ class KvPool:
     def device(self) -> torch.device:
         return self.kv_LN2KSD.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kv_LN2KSD.dtype
+
     def map_slots(self, batch: Batch) -> SlotMapping:
         """Where the new tokens of a batch go; once per step, for all layers."""
         block_size = self.spec.block_size

@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from engine.types import Batch, KvSink, KvSpec, SamplingParams, SequenceSlice, StepResult
+from engine.types import Batch, KvSink, KvSpec, SamplingParams, SequenceSlice, StepResult, TokenLogprobs
 
 _BLAKE2B_BYTES_MAX = 64
 
@@ -82,6 +82,11 @@ def _draw(last_slots: bytes, context_digests: bytes, params: SamplingParams, ind
     return token
 
 
+def _certain(token: int, asked: int | None) -> TokenLogprobs | None:
+    """The mock model has no doubts."""
+    return None if asked is None else TokenLogprobs(logprob=0.0, top=((token, 0.0),)[:asked])
+
+
 class MockRunner:
     """An `engine.types.Runner` on NumPy. The result of a sequence never depends on what else is in the batch."""
 
@@ -124,7 +129,11 @@ class MockRunner:
             for piece in batch.slices:
                 self._write(piece, layer)
             sink.layer_done(layer)
-        return StepResult(sampled={piece.key: self._sample(piece) for piece in batch.slices if piece.sample})
+        sampled = {piece.key: self._sample(piece) for piece in batch.slices if piece.sample}
+        logprobs = {p.key: _certain(sampled[p.key], p.params.logprobs) for p in batch.slices if p.sample}
+        return StepResult(
+            sampled=sampled, logprobs={key: found for key, found in logprobs.items() if found is not None}
+        )
 
     def _check(self, piece: SequenceSlice) -> None:
         assert 0 <= piece.start < piece.stop <= len(piece.tokens), (piece.key, piece.start, piece.stop)

@@ -5,16 +5,20 @@ function of (seed, choice, output index, token id), so a request that is resumed
 (DESIGN I6). The functions from the key to the noise are part of what nodes of different versions must agree on: do not
 change them.
 
-Shape suffixes: B rows   R rows with a filter   V vocabulary.
+Shape suffixes: B rows   R some of them   V vocabulary   C candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
+from engine.filters import candidates, filtered_scores, has_filter
+from engine.penalties import adjust, has_adjustment
 from engine.types import SamplingParams
+
+__all__ = ["filtered_scores", "gumbel_noise", "gumbel_noise_of", "noise_bits", "row_key", "sample"]
 
 _MASK64 = 2**64 - 1
 # Constants of splitmix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
@@ -23,46 +27,84 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
 
-def sample(logits_BV: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]) -> torch.Tensor:
+def sample(
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    *,
+    tokens: Sequence[Sequence[int]] = (),
+    eos_token_ids: Collection[int] = (),
+) -> torch.Tensor:
     """Draw one token for each row -> int64 [B]. Mutates nothing.
 
-    temperature 0 takes the highest score, the lowest id among equals. Otherwise the order is temperature, top_k, top_p;
-    the nucleus includes the token that crosses top_p, and equal scores rank by token id.
+    In this order: logit_bias, min_tokens, repetition, frequency and presence penalty; temperature; min_p, top_k, top_p;
+    the draw. temperature 0 takes the highest score of the first group, the lowest id among equals. `tokens` are each
+    row's prompt and output, `output_indices` how many of them are output; they and the end-of-sequence tokens are used
+    by rows with penalties or min_tokens.
     """
     assert len(params) == len(output_indices) == logits_BV.shape[0], (len(params), len(output_indices), logits_BV.shape)
-    if all(p.temperature == 0 for p in params):
+    adjusted = {i for i, p in enumerate(params) if has_adjustment(p, output_indices[i])}
+    hard = [i for i, p in enumerate(params) if p.temperature > 0 or i in adjusted]
+    if not hard:
         return logits_BV.argmax(dim=-1)
-    device = logits_BV.device
+    # Every other row is greedy, whose argmax needs no float64.
+    easy = [i for i in range(len(params)) if params[i].temperature == 0 and i not in adjusted]
+    tokens_B = torch.empty(len(params), dtype=torch.int64, device=logits_BV.device)
+    if easy:
+        tokens_B[easy] = logits_BV[easy].argmax(dim=-1)
+    scores_RV = logits_BV[hard].to(torch.float64)
+    if adjusted:
+        _adjust(scores_RV, hard, adjusted, params, tokens, output_indices, eos_token_ids)
+    tokens_B[hard] = _draw(scores_RV, [params[i] for i in hard], [output_indices[i] for i in hard])
+    return tokens_B
+
+
+def _adjust(
+    scores_RV: torch.Tensor,
+    rows: Sequence[int],
+    adjusted: Collection[int],
+    params: Sequence[SamplingParams],
+    tokens: Sequence[Sequence[int]],
+    output_indices: Sequence[int],
+    eos_token_ids: Collection[int],
+) -> None:
+    assert len(tokens) == len(params), "penalties and min_tokens need the rows' tokens"
+    where = [i for i, row in enumerate(rows) if row in adjusted]
+    changed = [rows[i] for i in where]
+    part_RV = scores_RV[where]
+    adjust(
+        part_RV,
+        [params[row] for row in changed],
+        [tokens[row] for row in changed],
+        [output_indices[row] for row in changed],
+        eos_token_ids,
+    )
+    scores_RV[where] = part_RV
+
+
+def _draw(scores_BV: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]) -> torch.Tensor:
+    """`scores_BV` are the caller's to lose."""
+    device, vocab_size = scores_BV.device, scores_BV.shape[1]
     # Greedy rows go through unscaled, unfiltered and without noise: subtracting the maximum keeps their argmax.
-    scores_BV = logits_BV.to(torch.float64)
-    scores_BV = scores_BV - scores_BV.amax(dim=-1, keepdim=True)
+    scores_BV -= scores_BV.amax(dim=-1, keepdim=True)
     scores_BV /= torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float64, device=device)[:, None]
-
-    filtered = [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
+    keys = [row_key(p.seed, p.choice, index) for p, index in zip(params, output_indices, strict=True)]
+    filtered = [i for i, p in enumerate(params) if p.temperature > 0 and has_filter(p)]
+    drawn = [i for i, p in enumerate(params) if p.temperature > 0 and not has_filter(p)]
+    if drawn:
+        scores_BV[drawn] += gumbel_noise([keys[i] for i in drawn], vocab_size, device)
+    tokens_B = torch.empty(len(params), dtype=torch.int64, device=device)
+    whole = [i for i in range(len(params)) if not (params[i].temperature > 0 and has_filter(params[i]))]
+    if whole:
+        tokens_B[whole] = scores_BV[whole].argmax(dim=-1)
     if filtered:
-        rows_R = torch.tensor(filtered, device=device)
-        scores_BV[rows_R] = filtered_scores(scores_BV[rows_R], [params[i] for i in filtered])
-
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
-    keys = [row_key(params[i].seed, params[i].choice, output_indices[i]) for i in drawn]
-    scores_BV[torch.tensor(drawn, device=device)] += gumbel_noise(keys, logits_BV.shape[1], device)
-    return scores_BV.argmax(dim=-1)
-
-
-def filtered_scores(scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """-inf where top_k or top_p excludes a token. top_p is of the probability that top_k has left."""
-    device, vocab_size = scores_RV.device, scores_RV.shape[1]
-    top_k_R = torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=device)
-    top_p_R = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
-    ranked_RV, ids_RV = torch.sort(scores_RV, dim=-1, descending=True, stable=True)
-    ranks_V = torch.arange(vocab_size, device=device)
-    ranked_RV = ranked_RV.masked_fill(ranks_V >= top_k_R[:, None], float("-inf"))
-    probabilities_RV = ranked_RV.softmax(dim=-1)
-    before_RV = probabilities_RV.cumsum(dim=-1) - probabilities_RV
-    # top_p 1 is off, whatever the sum rounds to; the first token is always kept.
-    outside_RV = (before_RV >= top_p_R[:, None]) & (top_p_R[:, None] < 1) & (ranks_V > 0)
-    ranked_RV = ranked_RV.masked_fill(outside_RV, float("-inf"))
-    return torch.empty_like(scores_RV).scatter_(-1, ids_RV, ranked_RV)
+        rows = torch.tensor(filtered, device=device)
+        for part in candidates(scores_BV[rows], [params[i] for i in filtered]):
+            part_keys = [keys[filtered[i]] for i in part.rows_R.tolist()]
+            noisy_RC = part.scores_RC + gumbel_noise_of(part_keys, part.ids_RC)
+            best_R1 = noisy_RC.amax(dim=-1, keepdim=True)
+            tokens_B[rows[part.rows_R]] = part.ids_RC.masked_fill(noisy_RC < best_R1, vocab_size).amin(dim=-1)
+    return tokens_B
 
 
 def row_key(seed: int, choice: int, output_index: int) -> int:
@@ -75,8 +117,12 @@ def row_key(seed: int, choice: int, output_index: int) -> int:
 
 def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise of every token for draws with the given `row_key`s -> float64 [B, V]."""
-    uniform_BV = noise_bits(keys, vocab_size, device).to(torch.float64).add_(0.5).mul_(2.0**-52)
-    return uniform_BV.log_().neg_().log_().neg_()
+    return _gumbel(noise_bits(keys, vocab_size, device))
+
+
+def gumbel_noise_of(keys: Sequence[int], ids_RC: torch.Tensor) -> torch.Tensor:
+    """The same noise, of the given tokens of each row only -> float64 [R, C]."""
+    return _gumbel(_noise_bits(keys, ids_RC))
 
 
 def noise_bits(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -84,13 +130,20 @@ def noise_bits(keys: Sequence[int], vocab_size: int, device: torch.device | str 
 
     52 and not 53: `(bits + 0.5) / 2**52` is then exact in float64 and strictly between 0 and 1.
     """
-    keys_B1 = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)[:, None]
-    counters_V = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device)
-    z_BV = keys_B1 + counters_V * _signed(_GOLDEN)
+    return _noise_bits(keys, torch.arange(vocab_size, dtype=torch.int64, device=device)[None, :])
+
+
+def _gumbel(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-52).log_().neg_().log_().neg_()
+
+
+def _noise_bits(keys: Sequence[int], ids_RC: torch.Tensor) -> torch.Tensor:
+    keys_R1 = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=ids_RC.device)[:, None]
+    z_RC = keys_R1 + (ids_RC + 1) * _signed(_GOLDEN)
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
-        z_BV.bitwise_xor_(_shift_right(z_BV, shift)).mul_(_signed(multiplier))
-    z_BV.bitwise_xor_(_shift_right(z_BV, _SHIFTS[-1]))
-    return _shift_right(z_BV, 12)
+        z_RC.bitwise_xor_(_shift_right(z_RC, shift)).mul_(_signed(multiplier))
+    z_RC.bitwise_xor_(_shift_right(z_RC, _SHIFTS[-1]))
+    return _shift_right(z_RC, 12)
 
 
 def _mix(z: int) -> int:

@@ -1,4 +1,4 @@
-"""Runs a Hugging Face model over the paged region, in float32. Shape suffixes as in engine/types.py."""
+"""Runs a Hugging Face model over the paged region, in float32 or bfloat16. Shape suffixes as in engine/types.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from engine.attention import AttentionBackend, TorchAttention
 from engine.checkpoint import Progress, load_tensors
 from engine.kv_pool import KvPool
-from engine.model_config import ModelConfig, load_model_config
+from engine.logprobs import token_logprobs
+from engine.model_config import ComputeDtype, ModelConfig, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.weights import weight_shapes
 from engine.sampler import sample
@@ -39,7 +40,12 @@ class TorchRunner:
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Takes the float32 tensors of `weight_shapes(config)`; those on `device` already are not copied."""
+        """Takes the tensors of `weight_shapes(config)`; those on `device` already are not copied.
+
+        All are of one type, float32 or bfloat16, which is the type of the KV cache too.
+        """
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        assert dtypes <= {torch.float32} or dtypes <= {torch.bfloat16}, dtypes
         self.config = config
         self.device = torch.device(device)
         self.kv_spec = KvSpec(
@@ -47,7 +53,7 @@ class TorchRunner:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=block_size,
-            dtype="float32",
+            dtype=str(dtypes.pop()).removeprefix("torch."),
         )
         self.vocab_size = config.vocab_size
         self.context_len_max = config.context_len_max
@@ -62,6 +68,7 @@ class TorchRunner:
         folder: Path,
         *,
         block_size: int,
+        dtype: ComputeDtype = ComputeDtype.AUTO,
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
     ) -> TorchRunner:
@@ -71,7 +78,8 @@ class TorchRunner:
             ModelError: the folder, its config or its weights cannot be used.
         """
         config = load_model_config(folder)
-        tensors = load_tensors(folder, weight_shapes(config), progress=progress)
+        torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
+        tensors = load_tensors(folder, weight_shapes(config), dtype=torch_dtype, progress=progress)
         return cls(config=config, tensors=tensors, block_size=block_size, device=device)
 
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
@@ -104,8 +112,19 @@ class TorchRunner:
             return StepResult()
         rows_B = torch.tensor([row for _, row in drawn], device=self.device)
         logits_BV = self._decoder.logits(x_TE[rows_B])
-        tokens_B = sample(logits_BV, [s.params for s, _ in drawn], [s.output_index for s, _ in drawn])
-        return StepResult(sampled={s.key: token for (s, _), token in zip(drawn, tokens_B.tolist(), strict=True)})
+        params = [s.params for s, _ in drawn]
+        tokens_B = sample(
+            logits_BV,
+            params,
+            [s.output_index for s, _ in drawn],
+            tokens=[s.tokens for s, _ in drawn],
+            eos_token_ids=self.eos_token_ids,
+        )
+        logprobs = token_logprobs(logits_BV, tokens_B, params)
+        return StepResult(
+            sampled={s.key: token for (s, _), token in zip(drawn, tokens_B.tolist(), strict=True)},
+            logprobs={drawn[row][0].key: found for row, found in logprobs.items()},
+        )
 
     @torch.inference_mode()
     def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:

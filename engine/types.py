@@ -28,8 +28,9 @@ class FinishReason(Enum):
 class SamplingParams:
     """How one request draws its tokens. Validated once, in the router; here it is trusted.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 switch the filter off. The seed is always set: the router draws one
-    when the client gives none, so that a resumed request meets the same noise.
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 are off: such a
+    parameter changes nothing. The order in which they apply is `engine.sampler.sample`'s. The seed is always set: the
+    router draws one when the client gives none, so that a resumed request meets the same noise.
     """
 
     temperature: float
@@ -40,6 +41,30 @@ class SamplingParams:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    """Tokens less probable than this fraction of the best one's probability are out."""
+    repetition_penalty: float = 1.0
+    """Scores of tokens of prompt and output: positive ones divided by this, negative ones multiplied."""
+    presence_penalty: float = 0.0
+    """Taken from the scores of tokens of the output."""
+    frequency_penalty: float = 0.0
+    """Taken from the scores of tokens of the output, times how often each is there."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its score); each id once."""
+    min_tokens: int = 0
+    """So many tokens are drawn before one that ends the answer may be."""
+    logprobs: int | None = None
+    """How many of the best tokens to tell the log-probabilities of, besides the drawn one's; None: none at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities by the model's own scores, before temperature, penalties and filters."""
+
+    logprob: float
+    """Of the token that was drawn."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the best tokens, best first, equal ones by id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +116,8 @@ class StepResult:
     """One entry for each slice with `sample`, in batch order."""
 
     sampled: dict[RequestKey, int] = field(default_factory=dict)
+    logprobs: dict[RequestKey, TokenLogprobs] = field(default_factory=dict)
+    """Of the sampled tokens, for the requests that ask."""
 
 
 class KvSink(Protocol):

@@ -1,11 +1,11 @@
-"""Sampling parameters: frozen values here, protocol buffers on the wire. Pure."""
+"""Sampling parameters and log-probabilities: frozen values here, protocol buffers on the wire. Pure."""
 
 from __future__ import annotations
 
 from batonpb import common_pb2
 
 from baton.ids import Attempt, RequestId, RequestKey
-from engine.types import FinishReason, SamplingParams
+from engine.types import FinishReason, SamplingParams, TokenLogprobs
 
 FINISH_TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -23,7 +23,27 @@ def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
         max_tokens=spec.max_tokens,
         stop_token_ids=frozenset(spec.stop_token_ids),
         ignore_eos=spec.ignore_eos,
+        min_p=spec.min_p,
+        repetition_penalty=spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0,
+        presence_penalty=spec.presence_penalty,
+        frequency_penalty=spec.frequency_penalty,
+        logit_bias=tuple(sorted(spec.logit_bias.items())),
+        min_tokens=spec.min_tokens,
+        logprobs=spec.logprobs if spec.HasField("logprobs") else None,
     )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token for token, _ in logprobs.top],
+        top_logprobs=[value for _, value in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = zip(message.top_ids, message.top_logprobs, strict=True)
+    return TokenLogprobs(logprob=message.logprob, top=tuple(top))
 
 
 def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:

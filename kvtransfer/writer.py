@@ -115,6 +115,7 @@ class Handoff:
     """Request id and trace context, sent along with the calls of this handoff."""
     sources_released: Callable[[], None]
     first_token: int = -1
+    first_logprobs: common_pb2.TokenLogprobs | None = None
     grant: GrantId = GrantId(b"")
     epoch: Epoch = Epoch(0)
     dst_blocks: list[BlockId]
@@ -138,9 +139,9 @@ class Handoff:
     def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
         return self.peer.plan_step(self, src_blocks_B, dst_blocks_B, layers)
 
-    def all_posted(self, first_token: int) -> None:
+    def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
-        self.first_token = first_token
+        self.first_token, self.first_logprobs = first_token, first_logprobs
         self.peer.handle(AllPosted(number=self.number))
 
     def cancel(self) -> None:
@@ -542,6 +543,7 @@ class WriterPeer:
             writes=instruction.writes,
             bytes_written=instruction.bytes_written,
             first_token=handoff.first_token,
+            first_logprobs=handoff.first_logprobs,
         )
         try:
             with rpc_errors(self.address.endpoint):

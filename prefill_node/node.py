@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from batonpb import prefill_pb2, transfer_pb2
+from batonpb import common_pb2, prefill_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, Incarnation, RequestKey
@@ -25,8 +25,8 @@ from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceMode
-from engine.types import Batch, FinishReason, KvSink, Runner, SamplingParams, SequenceSlice
-from engine.wire import FINISH_TO_PROTO, key_from_proto, params_from_proto
+from engine.types import Batch, KvSink, Runner, SamplingParams, SequenceSlice
+from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto, params_from_proto
 from kvtransfer.grant_messages import HandoffEnd
 from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
@@ -140,9 +140,9 @@ class PrefillNode:
                 job.handoff = await self._reserve(job)
                 yield _granted(job.handoff)
             self._start(job)
-            token, finish = await self._first_token(job)
-            yield _first_token(job, token, finish)
-            if finish is not None or job.handoff is None:
+            first = await self._first_token(job)
+            yield _first_token(job, first)
+            if first.finish is not None or job.handoff is None:
                 return
             # Shielded: a cancel of this request must not cancel the future that the writer reports to.
             end = await asyncio.shield(job.handoff.ended)
@@ -248,7 +248,7 @@ class PrefillNode:
         self._engine.submit(job.seq)
         self.engine_loop.wake()
 
-    async def _first_token(self, job: Job) -> tuple[int, FinishReason | None]:
+    async def _first_token(self, job: Job) -> TokenEvent:
         """Wait for the engine; a handoff that ends before the last layer is posted ends the request at once."""
         waits: set[asyncio.Future[Any]] = {job.drawn}
         if job.handoff is not None:
@@ -260,7 +260,7 @@ class PrefillNode:
         event = job.drawn.result()
         if event.token is None:
             raise BatonError(Reason.INTERNAL, "The engine gave this request up; the node's log says why.")
-        return event.token, event.finish
+        return event
 
     def _post(self, job: Job, handoff: Handoff, end_block: int) -> StepWrites | None:
         """Plan writes of the prompt's blocks from `next_block` to `end_block`, all layers. None if there are none."""
@@ -301,7 +301,7 @@ class PrefillNode:
             return
         job.computed_s = self._loop.time()
         if event.token is not None and job.handoff is not None and event.finish is None:
-            job.handoff.all_posted(event.token)
+            job.handoff.all_posted(event.token, _logprobs(event))
         if not job.drawn.done():
             job.drawn.set_result(event)
 
@@ -414,12 +414,18 @@ def _granted(handoff: Handoff) -> prefill_pb2.PrefillEvent:
     )
 
 
-def _first_token(job: Job, token: int, finish: FinishReason | None) -> prefill_pb2.PrefillEvent:
-    assert job.seq is not None
-    event = prefill_pb2.FirstToken(token=token, prompt_tokens_cached=job.seq.cached_tokens)
-    if finish is not None:
-        event.finish = FINISH_TO_PROTO[finish]
+def _first_token(job: Job, first: TokenEvent) -> prefill_pb2.PrefillEvent:
+    assert job.seq is not None and first.token is not None
+    event = prefill_pb2.FirstToken(
+        token=first.token, prompt_tokens_cached=job.seq.cached_tokens, logprobs=_logprobs(first)
+    )
+    if first.finish is not None:
+        event.finish = FINISH_TO_PROTO[first.finish]
     return prefill_pb2.PrefillEvent(first_token=event)
+
+
+def _logprobs(event: TokenEvent) -> common_pb2.TokenLogprobs | None:
+    return None if event.logprobs is None else logprobs_to_proto(event.logprobs)
 
 
 def _handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:

@@ -33,6 +33,10 @@ PLACE_AGAIN = frozenset({Reason.DECODE_FULL, Reason.QUEUE_FULL, Reason.TOO_MANY_
 """Nobody has taken the request yet and somebody may soon: looked for again until `placement_wait_ms_max` is over."""
 
 
+TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
+"""Index of the first token, token ids, and their log-probabilities (one each, or none at all)."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """One client request."""
@@ -103,10 +107,13 @@ class RouterNode:
             yield _started(job)
             text = self._codec.stream() if self._codec is not None else None
             async with aclosing(self._tokens(job)) as batches:
-                async for first_index, ids in batches:
+                async for first_index, ids, logprobs in batches:
                     yield inference_pb2.GenerateEvent(
                         tokens=inference_pb2.Tokens(
-                            first_index=first_index, ids=ids, text=text.push(ids) if text is not None else ""
+                            first_index=first_index,
+                            ids=ids,
+                            text=text.push(ids) if text is not None else "",
+                            logprobs=logprobs,
                         )
                     )
             rest = text.flush() if text is not None else ""
@@ -117,7 +124,7 @@ class RouterNode:
         finally:
             self.requests -= 1
 
-    async def _tokens(self, job: Job) -> AsyncGenerator[tuple[int, list[int]], None]:
+    async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
         """Try until an attempt is taken; then its tokens in order. Nothing is tried again once a token is out."""
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for attempt in range(1 << 30):
@@ -134,7 +141,7 @@ class RouterNode:
                 log.info("placed again", request=job.id, attempt=attempt, reason=error.message)
             await asyncio.sleep(self.config.placement_retry_ms / 1000 * self._rng.uniform(0.5, 1.5))
 
-    async def _attempt(self, job: Job, key: RequestKey) -> AsyncGenerator[tuple[int, list[int]], None]:
+    async def _attempt(self, job: Job, key: RequestKey) -> AsyncGenerator[TokenPart, None]:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
         attempt = Try(inbox=Inbox(key=key))
         inbox = attempt.inbox
@@ -149,7 +156,7 @@ class RouterNode:
                 new = inbox.tokens[given:]
                 if new:
                     job.token_times_s += [self._loop.time()] * len(new)
-                    yield given, new
+                    yield given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
             if inbox.error is not None:
                 raise inbox.error
@@ -193,7 +200,8 @@ class RouterNode:
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
             stats.prompt_tokens_cached = event.first_token.prompt_tokens_cached
-            inbox.put(0, [event.first_token.token])
+            has_logprobs = event.first_token.HasField("logprobs")
+            inbox.put(0, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else [])
             if event.first_token.HasField("finish"):
                 stats.decode_node = ""
                 inbox.end(event.first_token.finish)

@@ -14,6 +14,11 @@ from baton.wire import ModelInfo
 
 TEMPERATURE_MAX = 100.0
 STOP_TOKEN_IDS_MAX = 64
+REPETITION_PENALTY_MAX = 100.0
+PENALTY_MAX = 2.0
+LOGIT_BIAS_MAX = 100.0
+LOGIT_BIAS_TOKENS_MAX = 1024
+LOGPROBS_MAX = 20
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -46,6 +51,7 @@ def check_request(
         )
     prompt = _prompt(request, model, encode)
     sampling = request.sampling
+    max_tokens = _max_tokens(sampling, max_tokens_default, model.context_len_max - len(prompt))
     return CheckedRequest(
         prompt=prompt,
         sampling=common_pb2.SamplingSpec(
@@ -53,9 +59,16 @@ def check_request(
             top_k=_top_k(sampling, model),
             top_p=_top_p(sampling),
             seed=sampling.seed if sampling.HasField("seed") else rng.getrandbits(64),
-            max_tokens=_max_tokens(sampling, max_tokens_default, model.context_len_max - len(prompt)),
+            max_tokens=max_tokens,
             stop_token_ids=_stop_token_ids(sampling, model),
             ignore_eos=sampling.ignore_eos,
+            min_p=_min_p(sampling),
+            repetition_penalty=_repetition_penalty(sampling),
+            presence_penalty=_penalty("presence_penalty", sampling.presence_penalty),
+            frequency_penalty=_penalty("frequency_penalty", sampling.frequency_penalty),
+            logit_bias=_logit_bias(sampling, model),
+            min_tokens=_min_tokens(sampling, max_tokens),
+            logprobs=_logprobs(sampling),
         ),
     )
 
@@ -133,3 +146,53 @@ def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[
     if ids and ids[-1] >= model.vocab_size:
         raise _out_of_range("stop_token_ids", ids[-1], f"ids below the vocabulary of {model.vocab_size}")
     return ids
+
+
+def _min_p(sampling: inference_pb2.Sampling) -> float:
+    value = sampling.min_p
+    if not 0 <= value <= 1:
+        raise _out_of_range("min_p", value, "from 0 (off) to 1")
+    return value
+
+
+def _repetition_penalty(sampling: inference_pb2.Sampling) -> float | None:
+    """None where it is off."""
+    value = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    if not 0 < value <= REPETITION_PENALTY_MAX:
+        raise _out_of_range("repetition_penalty", value, f"above 0 and at most {REPETITION_PENALTY_MAX:g} (1 is off)")
+    return value if value != 1 else None
+
+
+def _penalty(name: str, value: float) -> float:
+    if not -PENALTY_MAX <= value <= PENALTY_MAX:
+        raise _out_of_range(name, value, f"from -{PENALTY_MAX:g} to {PENALTY_MAX:g} (0 is off)")
+    return value
+
+
+def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int, float]:
+    biases = dict(sampling.logit_bias)
+    if len(biases) > LOGIT_BIAS_TOKENS_MAX:
+        raise _out_of_range("logit_bias", f"{len(biases)} tokens long", f"at most {LOGIT_BIAS_TOKENS_MAX} tokens long")
+    for token, bias in sorted(biases.items()):
+        if token >= model.vocab_size:
+            raise _out_of_range(
+                "logit_bias", f"for token {token}", f"for ids below the vocabulary of {model.vocab_size}"
+            )
+        if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
+            allowed = f"from -{LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}"
+            raise _out_of_range("logit_bias", f"{bias} for token {token}", allowed)
+    return biases
+
+
+def _min_tokens(sampling: inference_pb2.Sampling, max_tokens: int) -> int:
+    if sampling.min_tokens > max_tokens:
+        raise _out_of_range("min_tokens", sampling.min_tokens, f"at most max_tokens, which is {max_tokens} here")
+    return sampling.min_tokens
+
+
+def _logprobs(sampling: inference_pb2.Sampling) -> int | None:
+    if not sampling.HasField("logprobs"):
+        return None
+    if sampling.logprobs > LOGPROBS_MAX:
+        raise _out_of_range("logprobs", sampling.logprobs, f"at most {LOGPROBS_MAX} alternatives")
+    return sampling.logprobs

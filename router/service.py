@@ -54,6 +54,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 elif kind == "tokens":
                     response.ids.extend(event.tokens.ids)
                     response.text += event.tokens.text
+                    response.logprobs.extend(event.tokens.logprobs)
                 else:
                     response.reason = event.finished.reason
                     response.stats.CopyFrom(event.finished.stats)

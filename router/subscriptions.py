@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
@@ -27,12 +27,17 @@ class Inbox:
 
     key: RequestKey
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    """One for each token where the request asks for them, else empty."""
     finish: common_pb2.FinishReason | None = None
     error: BatonError | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def put(self, first_index: int, ids: list[int]) -> None:
-        """Take tokens in. A gap is a bug of the sender: the request fails rather than skips a token."""
+    def put(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
+        """Take tokens in, and their log-probabilities if there are any.
+
+        A gap is a bug of the sender: the request fails rather than skips a token.
+        """
         have = len(self.tokens)
         if first_index > have:
             self.fail(
@@ -40,6 +45,7 @@ class Inbox:
             )
             return
         self.tokens.extend(ids[have - first_index :])
+        self.logprobs.extend(logprobs[have - first_index :])
         self.news.set()
 
     def end(self, finish: common_pb2.FinishReason) -> None:
@@ -152,7 +158,7 @@ class DecodeSubscription:
                 self._dones.append(key)
                 self._wake.set()
                 continue
-            inbox.put(message.first_index, list(message.ids))
+            inbox.put(message.first_index, list(message.ids), message.logprobs)
             if message.HasField("finish"):
                 inbox.end(message.finish)
             elif message.HasField("error"):

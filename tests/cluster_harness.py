@@ -49,6 +49,7 @@ class Answer:
     stats: inference_pb2.RequestStats
     batches: int
     """Messages with tokens."""
+    logprobs: list[common_pb2.TokenLogprobs]
 
 
 def make_request(
@@ -98,6 +99,7 @@ async def collect(call: Any) -> Answer:
     """Read a Generate call to its end: started once, each token index once and in order, finished once and last."""
     ids: list[int] = []
     text, batches = "", 0
+    logprobs: list[common_pb2.TokenLogprobs] = []
     finished: inference_pb2.Finished | None = None
     started = 0
     async for event in call:
@@ -109,13 +111,14 @@ async def collect(call: Any) -> Answer:
                 assert event.tokens.first_index == len(ids), (event.tokens.first_index, len(ids))
                 ids.extend(event.tokens.ids)
                 text += event.tokens.text
+                logprobs.extend(event.tokens.logprobs)
                 batches += 1
             case "finished":
                 finished = event.finished
     assert started == 1, started
     assert finished is not None, "the stream ended without finished"
     assert finished.stats.output_tokens == len(ids)
-    return Answer(ids=ids, text=text, reason=finished.reason, stats=finished.stats, batches=batches)
+    return Answer(ids=ids, text=text, reason=finished.reason, stats=finished.stats, batches=batches, logprobs=logprobs)
 
 
 def mock_params(**changes: Any) -> SamplingParams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from engine.mock import MockConfig, MockRunner, mock_reference
 from engine.scheduler import EngineFullError
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult
+from engine.types import Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult, TokenLogprobs
 from tests.engine_bench import SMALL, Node, key_of, params_of
 
 WAIT_S = 20
@@ -64,6 +65,33 @@ def test_end_of_sequence_stops_unless_ignored() -> None:
     assert (node.tokens("ends"), node.finish("ends")) == (reference[: at + 1], [FinishReason.STOP])
     assert (node.tokens("on"), node.finish("on")) == (reference, [FinishReason.LENGTH])
     node.assert_nothing_held()
+
+
+def test_nothing_ends_before_min_tokens() -> None:
+    """A model that does not hold its end token back (the mock): one that comes too early is a token like any other."""
+    config = MockConfig(num_layers=2, vocab_size=6, block_size=4, draws_eos=True)
+    reference = mock_reference([1, 2], params_of(), 30, config=config)
+    ends = [i for i, token in enumerate(reference) if token == 0]
+    for min_tokens, at in ((0, ends[0]), (ends[0], ends[0]), (ends[0] + 1, ends[1]), (ends[1], ends[1])):
+        node = Node(config)
+        node.submit("eos", [1, 2], replace(params_of(30), min_tokens=min_tokens))
+        node.submit("stop", [1, 2], replace(params_of(30, stop_token_ids=frozenset({0})), min_tokens=min_tokens))
+        node.run()
+        for name in ("eos", "stop"):
+            assert (node.tokens(name), node.finish(name)) == (reference[: at + 1], [FinishReason.STOP])
+
+
+def test_events_carry_the_log_probabilities_that_are_asked_for() -> None:
+    """One with each token, the last one too; none for the request beside it that asks for none."""
+    node = Node()
+    node.submit("asks", [1, 2, 3], replace(params_of(4), logprobs=2))
+    node.submit("does not", [1, 2, 3], params_of(4))
+    node.run()
+    asked = [event for event in node.events if event.seq.key == key_of("asks")]
+    expected = [TokenLogprobs(logprob=0.0, top=((token, 0.0),)) for token in node.tokens("asks")]
+    assert [event.logprobs for event in asked] == expected
+    assert len(expected) == 4
+    assert all(event.logprobs is None for event in node.events if event.seq.key == key_of("does not"))
 
 
 def test_prefill_here_decode_there() -> None:

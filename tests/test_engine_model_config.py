@@ -124,13 +124,21 @@ def test_a_missing_key_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("error", "changes", "message"),
     [
-        (UnsupportedArchitectureError, {"architectures": ["GPT2LMHeadModel"]}, "LlamaForCausalLM, Qwen3ForCausalLM"),
+        (
+            UnsupportedArchitectureError,
+            {"architectures": ["GPT2LMHeadModel"]},
+            "LlamaForCausalLM, MistralForCausalLM, Qwen2",
+        ),
         (UnsupportedActivationError, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (UnsupportedAttentionError, {"use_sliding_window": True, "sliding_window": 64}, "sliding_attention"),
         (UnsupportedAttentionError, {"layer_types": ["full_attention", "chunked_attention"]}, "use chunked_attention"),
         (QuantisedCheckpointError, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        (UnsupportedRopeError, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope type 'linear'"),
-        (UnsupportedRopeError, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: rope type 'yarn'"),
+        (UnsupportedRopeError, {"rope_scaling": {"type": "longrope"}}, "rope_scaling: rope type 'longrope'"),
+        (UnsupportedRopeError, {"rope_parameters": {"rope_type": "mrope"}}, "rope_parameters: rope type 'mrope'"),
+        (ConfigFileError, {"rope_scaling": {"type": "linear"}}, "rope_scaling: key factor is missing"),
+        (ConfigFileError, {"rope_scaling": {"type": "dynamic", "factor": 0}}, "factor must be a positive number"),
+        (ConfigFileError, {"rope_scaling": {"type": "yarn", "beta_fast": 1, "beta_slow": 2}}, "beta_fast >= beta_slow"),
+        (ConfigFileError, {"rope_scaling": {"type": "yarn", "truncate": 1}}, "truncate must be true or false"),
         (UnsupportedRopeError, {"rope_parameters": {"full_attention": {}}}, "per layer type .full_attention."),
         (UnsupportedRopeError, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (ConfigFileError, {"rope_parameters": LLAMA3_SCALING | {"factor": None}}, "key factor is missing"),
@@ -150,6 +158,63 @@ def test_what_cannot_be_run_is_refused_by_name(error: type[ModelError], changes:
     """Each error has its own type, is a ModelError, and names the key."""
     with pytest.raises(error, match=message):
         parse(LLAMA, **changes)
+
+
+QWEN2: dict[str, Any] = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
+MISTRAL: dict[str, Any] = LLAMA | {"architectures": ["MistralForCausalLM"]}
+
+
+def test_biases_follow_the_family() -> None:
+    """Qwen2 has biases on q, k and v whatever the config says, Mistral has none; elsewhere the config says."""
+    for config, asked, expected in (
+        (LLAMA, True, (True, True)),
+        (QWEN3, True, (True, True)),
+        (QWEN2, False, (True, False)),
+        (MISTRAL, True, (False, False)),
+    ):
+        parsed = parse(config, attention_bias=asked, sliding_window=None)
+        assert (parsed.attention_bias, parsed.output_bias) == expected, parsed.family
+        assert not parse(config, mlp_bias=config is not LLAMA, sliding_window=None).mlp_bias
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "refused"),
+    [
+        (MISTRAL, {}, True),  # of 4096, in a longer context
+        (MISTRAL, {"sliding_window": None}, False),
+        (MISTRAL, {"sliding_window": 511}, True),
+        (MISTRAL, {"sliding_window": 512}, False),
+        (MISTRAL, {"sliding_window": 511, "layer_types": ["full_attention"] * 3}, True),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 511, "max_window_layers": 2}, True),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 511, "max_window_layers": 3}, False),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 511}, False),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 0}, False),
+        (QWEN2, {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}, False),
+        (QWEN3, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, True),
+        (QWEN3, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, True),
+        (
+            QWEN3,
+            {"use_sliding_window": True, "sliding_window": 512, "layer_types": ["sliding_attention"] * 3},
+            False,
+        ),
+    ],
+)
+def test_a_window_is_refused_where_it_would_hide_something(
+    config: dict[str, Any], changes: dict[str, Any], refused: bool
+) -> None:
+    """A window of the whole context, one that is off, and one that no layer uses are fine; any other is refused."""
+    context = {"max_position_embeddings": 32_768} if not changes else {}
+    if not refused:
+        assert parse(config, **changes).context_len_max == 512
+        return
+    with pytest.raises(UnsupportedAttentionError, match=r"layers use sliding_attention.*whole context is supported"):
+        parse(config, **changes, **context)
+
+
+def test_the_refusal_of_a_window_names_its_size() -> None:
+    """Mistral 7B v0.1: a window of 4,096 in a context of 32,768."""
+    with pytest.raises(UnsupportedAttentionError, match=r"sliding_window 4096, max_position_embeddings 32768"):
+        parse(MISTRAL, sliding_window=4096, max_position_embeddings=32_768)
 
 
 def test_a_window_that_is_switched_off_is_no_obstacle() -> None:

@@ -1,4 +1,4 @@
-"""One decoder for Llama and Qwen3: they differ only in the norm of queries and keys, which Qwen3 has.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: they differ only in biases and in the norm of queries and keys.
 
 Shape suffixes as in engine/types.py. The batch is flat: tokens of all sequences one after another, [T].
 """
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from engine.model_config import ModelConfig
 from engine.models import weights
-from engine.models.layers import Linear, rms_norm, rotary_angles, rotary_frequencies, rotate, swiglu
+from engine.models.layers import Linear, rms_norm, swiglu
+from engine.models.rotary import attention_factor, rotary_angles, rotary_frequencies, rotate
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q_THD, k_TKD, v_TKD) -> out_THD: keeps K and V of the new tokens and attends over all tokens so far."""
@@ -48,6 +49,7 @@ class Decoder:
         self.lm_head_VE = self.embedding_VE if config.tie_word_embeddings else tensors[weights.LM_HEAD]
         self.layers = tuple(_layer(tensors, weights.layer_prefix(layer)) for layer in range(config.num_layers))
         self.frequencies = rotary_frequencies(config.rope, config.head_dim).to(self.embedding_VE.device)
+        self.rope_factor = attention_factor(config.rope)
 
     def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
         """Token ids -> [T, E], what goes into layer 0."""
@@ -55,7 +57,7 @@ class Decoder:
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotary cosines and sines of a batch, the same for all layers."""
-        return rotary_angles(positions_T, self.frequencies)
+        return rotary_angles(positions_T, self.frequencies, factor=self.rope_factor, dtype=self.embedding_VE.dtype)
 
     def run_layer(
         self, layer: int, x_TE: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], attend: Attend

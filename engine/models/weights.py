@@ -35,7 +35,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
     for name, matrix in attention.items():
         shapes[f"self_attn.{name}.weight"] = matrix
-        if config.attention_bias:
+        if config.output_bias if name == "o_proj" else config.attention_bias:
             shapes[f"self_attn.{name}.bias"] = matrix[:1]
     if config.qk_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)

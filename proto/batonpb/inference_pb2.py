@@ -25,31 +25,35 @@ _sym_db = _symbol_database.Default()
 from batonpb import common_pb2 as batonpb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61tonpb/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf4\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x06H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\x98\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x08\n\x06promptB\x08\n\x06_model\"\x8a\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"8\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"Y\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12%\n\x05stats\x18\x02 \x01(\x0b\x32\x16.baton.v1.RequestStats\"\xa1\x02\n\x0cRequestStats\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x16\n\x0e\x62locks_written\x18\x04 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x05 \x01(\r\x12\x15\n\rbytes_written\x18\x06 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x1c\n\x14prompt_tokens_cached\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x0f\n\x07ttft_ms\x18\n \x01(\x01\x12\x13\n\x0bitl_mean_ms\x18\x0b \x01(\x01\x12\x1a\n\x12handoff_exposed_ms\x18\x0c \x01(\x01\"\x90\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12&\n\x06reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12%\n\x05stats\x18\x05 \x01(\x0b\x32\x16.baton.v1.RequestStats2\x95\x01\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x46\n\rGenerateUnary\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61tonpb/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe9\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x06H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x35\n\nlogit_bias\x18\x0c \x03(\x0b\x32!.baton.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobs\"\x98\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x08\n\x06promptB\x08\n\x06_model\"\x8a\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"c\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"Y\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12%\n\x05stats\x18\x02 \x01(\x0b\x32\x16.baton.v1.RequestStats\"\xa1\x02\n\x0cRequestStats\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x16\n\x0e\x62locks_written\x18\x04 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x05 \x01(\r\x12\x15\n\rbytes_written\x18\x06 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x1c\n\x14prompt_tokens_cached\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x0f\n\x07ttft_ms\x18\n \x01(\x01\x12\x13\n\x0bitl_mean_ms\x18\x0b \x01(\x01\x12\x1a\n\x12handoff_exposed_ms\x18\x0c \x01(\x01\"\xbb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12&\n\x06reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12%\n\x05stats\x18\x05 \x01(\x0b\x32\x16.baton.v1.RequestStats\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs2\x95\x01\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x46\n\rGenerateUnary\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batonpb.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_TOKENIDS']._serialized_start=59
   _globals['_TOKENIDS']._serialized_end=82
   _globals['_SAMPLING']._serialized_start=85
-  _globals['_SAMPLING']._serialized_end=329
-  _globals['_GENERATEREQUEST']._serialized_start=332
-  _globals['_GENERATEREQUEST']._serialized_end=484
-  _globals['_GENERATEEVENT']._serialized_start=487
-  _globals['_GENERATEEVENT']._serialized_end=625
-  _globals['_STARTED']._serialized_start=627
-  _globals['_STARTED']._serialized_end=679
-  _globals['_TOKENS']._serialized_start=681
-  _globals['_TOKENS']._serialized_end=737
-  _globals['_FINISHED']._serialized_start=739
-  _globals['_FINISHED']._serialized_end=828
-  _globals['_REQUESTSTATS']._serialized_start=831
-  _globals['_REQUESTSTATS']._serialized_end=1120
-  _globals['_GENERATERESPONSE']._serialized_start=1123
-  _globals['_GENERATERESPONSE']._serialized_end=1267
-  _globals['_INFERENCE']._serialized_start=1270
-  _globals['_INFERENCE']._serialized_end=1419
+  _globals['_SAMPLING']._serialized_end=702
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=475
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=523
+  _globals['_GENERATEREQUEST']._serialized_start=705
+  _globals['_GENERATEREQUEST']._serialized_end=857
+  _globals['_GENERATEEVENT']._serialized_start=860
+  _globals['_GENERATEEVENT']._serialized_end=998
+  _globals['_STARTED']._serialized_start=1000
+  _globals['_STARTED']._serialized_end=1052
+  _globals['_TOKENS']._serialized_start=1054
+  _globals['_TOKENS']._serialized_end=1153
+  _globals['_FINISHED']._serialized_start=1155
+  _globals['_FINISHED']._serialized_end=1244
+  _globals['_REQUESTSTATS']._serialized_start=1247
+  _globals['_REQUESTSTATS']._serialized_end=1536
+  _globals['_GENERATERESPONSE']._serialized_start=1539
+  _globals['_GENERATERESPONSE']._serialized_end=1726
+  _globals['_INFERENCE']._serialized_start=1729
+  _globals['_INFERENCE']._serialized_end=1878
 # @@protoc_insertion_point(module_scope)

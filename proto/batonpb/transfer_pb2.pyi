@@ -116,18 +116,20 @@ class RenewReply(_message.Message):
     def __init__(self, renewed: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("header", "grant", "writes", "bytes_written", "first_token")
+    __slots__ = ("header", "grant", "writes", "bytes_written", "first_token", "first_logprobs")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     WRITES_FIELD_NUMBER: _ClassVar[int]
     BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     grant: bytes
     writes: int
     bytes_written: int
     first_token: int
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., grant: _Optional[bytes] = ..., writes: _Optional[int] = ..., bytes_written: _Optional[int] = ..., first_token: _Optional[int] = ...) -> None: ...
+    first_logprobs: _common_pb2.TokenLogprobs
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., grant: _Optional[bytes] = ..., writes: _Optional[int] = ..., bytes_written: _Optional[int] = ..., first_token: _Optional[int] = ..., first_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("committed", "reason")
