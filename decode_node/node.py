@@ -110,6 +110,8 @@ class DecodeNode:
             del self._jobs[job.grant]
             if not output.opened:
                 self._forget(job)
+        if not output.opened:
+            return
         self.streams.notify(output.router)
         try:
             async with asyncio.timeout(self.config.finished_ms_max / 1000):
@@ -275,7 +277,7 @@ class DecodeNode:
         for job in list(self._by_key.values()):
             self.cancel(job.key, "this node is shutting down")
         if self._lives:
-            await asyncio.wait(self._lives)
+            await asyncio.wait(self._lives, timeout=self.config.stop_grace_ms / 1000)
 
     # Small helpers.
 
@@ -318,7 +320,7 @@ class DecodeNode:
     def _resume(self, job: Job) -> None:
         """Give the committed sequence to the engine, with references of its own to every block."""
         table = [*job.prefix, *job.blocks]
-        self._blocks.hold(table)
+        self._blocks.hold(table)  # before the engine has it: nothing between here and resume may fail
         job.output.append(job.first_token, job.first_logprobs)
         self._engine.resume(
             Sequence(

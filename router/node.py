@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
@@ -86,7 +88,9 @@ class RouterNode:
         self._rng = rng
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
-        self._cancels: set[asyncio.Task[None]] = set()
+        self._calls: Counter[str] = Counter()
+        """Running prefill calls by endpoint, endpoints without one included."""
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, *, request_id: RequestId, trace: Traceparent, deadline_s: float
@@ -103,7 +107,7 @@ class RouterNode:
             )
         self.requests += 1
         try:
-            job = self._check(request, request_id, trace, deadline_s)
+            job = self._check(request, await self._encode(request), request_id, trace, deadline_s)
             yield _started(job)
             text = self._codec.stream() if self._codec is not None else None
             async with aclosing(self._tokens(job)) as batches:
@@ -176,6 +180,7 @@ class RouterNode:
             record, hashes = self._place(job)
             placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt))
             job.stats.prefill_node = record.name
+            self._calls[record.endpoint] += 1
             try:
                 stub = prefill_pb2_grpc.PrefillStub(self._channels.get(record.endpoint))
                 with rpc_errors(record.name):
@@ -187,9 +192,14 @@ class RouterNode:
                     async for event in events:
                         self._take(job, attempt, event)
             finally:
+                self._calls[record.endpoint] -= 1
                 placed()
         except BatonError as error:
             inbox.fail(error)
+        except Exception:
+            # A bug of ours ends this request, and no other.
+            log.exception("prefill call broke off", request=job.id)
+            inbox.fail(BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details."))
 
     def _take(self, job: Job, attempt: Try, event: prefill_pb2.PrefillEvent) -> None:
         stats, inbox = job.stats, attempt.inbox
@@ -219,9 +229,7 @@ class RouterNode:
             return
         subscription.remove(inbox)
         if inbox.finish is None:
-            task = self._loop.create_task(self._cancel(subscription, inbox.key))
-            self._cancels.add(task)
-            task.add_done_callback(self._cancels.discard)
+            self._spawn(self._cancel(subscription, inbox.key))
 
     async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
         """Bounded tries; a node that answers none of them is left to its own timers."""
@@ -239,18 +247,36 @@ class RouterNode:
     async def close(self) -> None:
         for subscription in self._subscriptions.values():
             await subscription.close()
-        await asyncio.gather(*self._cancels, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def follow_directory(self, records: Sequence[NodeRecord]) -> None:
-        """New load reports; streams to decode processes that are gone and serve nothing are dropped."""
-        self.placement.update(self._prefill_nodes())
+        """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
+        prefill_nodes = self._prefill_nodes()
+        self.placement.update(prefill_nodes)
+        for endpoint in self._calls.keys() - {record.endpoint for record in prefill_nodes}:
+            if self._calls[endpoint] == 0:
+                del self._calls[endpoint]
+                self._spawn(self._channels.drop(endpoint))
         alive = {record.incarnation for record in records}
         for incarnation, subscription in list(self._subscriptions.items()):
             if incarnation not in alive and subscription.idle:
                 del self._subscriptions[incarnation]
-                task = self._loop.create_task(subscription.close())
-                self._cancels.add(task)
-                task.add_done_callback(self._cancels.discard)
+                self._spawn(self._drop(subscription))
+
+    async def _drop(self, subscription: DecodeSubscription) -> None:
+        await subscription.close()
+        if all(other.endpoint != subscription.endpoint for other in self._subscriptions.values()):
+            await self._channels.drop(subscription.endpoint)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_over)
+
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("task broke off", exc_info=task.exception())
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
@@ -266,13 +292,30 @@ class RouterNode:
     def _ready(self) -> list[NodeRecord]:
         return [r for r in self._prefill_nodes() if r.lifecycle is Lifecycle.READY and r.model is not None]
 
+    async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
+        """Token ids of a text prompt, off the loop: a long text takes seconds, and others' tokens must flow."""
+        if self._codec is None or request.WhichOneof("prompt") != "text":
+            return ()
+        if len(request.text) > self.config.prompt_chars_max:
+            raise bad_field(
+                "text",
+                f"The prompt has {len(request.text)} characters; at most {self.config.prompt_chars_max} are taken.",
+                reason=Reason.PROMPT_TOO_LONG,
+            )
+        return await asyncio.to_thread(self._codec.encode, request.text)
+
     def _check(
-        self, request: inference_pb2.GenerateRequest, request_id: RequestId, trace: Traceparent, deadline_s: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        encoded: Sequence[int],
+        request_id: RequestId,
+        trace: Traceparent,
+        deadline_s: float,
     ) -> Job:
         checked = check_request(
             request,
             model=self.model(),
-            encode=self._codec.encode if self._codec is not None else None,
+            encode=(lambda _text: encoded) if self._codec is not None else None,
             max_tokens_default=self.config.max_tokens_default,
             rng=self._rng,
         )
