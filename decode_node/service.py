@@ -60,6 +60,8 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
 
     async def Reserve(self, request: transfer_pb2.ReserveRequest, context: Any) -> transfer_pb2.ReserveReply:
         pair = self._pair(request.header)
+        if not request.key.request:
+            raise bad_field("key.request", "A Reserve needs a request id.")
         if not request.prompt:
             raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
         if not self._takes_requests():

@@ -31,8 +31,31 @@ from router.text import TextCodec
 
 log = get_log("router")
 
-PLACE_AGAIN = frozenset({Reason.DECODE_FULL, Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS, Reason.NODE_DRAINING})
+PLACE_AGAIN = frozenset(
+    {
+        Reason.DECODE_FULL,
+        Reason.QUEUE_FULL,
+        Reason.TOO_MANY_CALLS,
+        Reason.NODE_DRAINING,
+        Reason.NO_PREFILL_NODE,
+        Reason.NO_DECODE_NODE,
+        Reason.PEER_UNREACHABLE,
+        Reason.INCARNATION_MISMATCH,
+    }
+)
 """Nobody has taken the request yet and somebody may soon: looked for again until `placement_wait_ms_max` is over."""
+ASK_ANOTHER = frozenset(
+    {
+        Reason.QUEUE_FULL,
+        Reason.TOO_MANY_CALLS,
+        Reason.NODE_DRAINING,
+        Reason.PEER_UNREACHABLE,
+        Reason.INCARNATION_MISMATCH,
+    }
+)
+"""The prefill node's own trouble: the next try goes to another one where there is one."""
+PLACEMENT_DOUBLINGS_MAX = 4
+"""The pause between two looks doubles this often."""
 
 
 TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
@@ -50,8 +73,14 @@ class Job:
     checked: CheckedRequest
     began_s: float
     deadline_s: float
+    give_up_s: float
+    """Until then it may look for a node that takes it."""
     stats: inference_pb2.RequestStats
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
+    granted: bool = False
+    """A decode node has taken it: from here on it is not placed again."""
+    avoid: set[Incarnation] = field(default_factory=set)
+    """Prefill processes that did not answer this request."""
     token_times_s: list[float] = field(default_factory=list)
 
 
@@ -107,7 +136,7 @@ class RouterNode:
             )
         self.requests += 1
         try:
-            job = self._check(request, await self._encode(request), request_id, trace, deadline_s)
+            job = await self._take_in(request, request_id, trace, deadline_s)
             yield _started(job)
             text = self._codec.stream() if self._codec is not None else None
             async with aclosing(self._tokens(job)) as batches:
@@ -130,7 +159,6 @@ class RouterNode:
 
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
         """Try until an attempt is taken; then its tokens in order. Nothing is tried again once a token is out."""
-        give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for attempt in range(1 << 30):
             key = RequestKey(request=job.id, attempt=Attempt(attempt))
             try:
@@ -139,11 +167,14 @@ class RouterNode:
                         yield batch
                 return
             except BatonError as error:
-                retry = error.reason in PLACE_AGAIN and not job.token_times_s
-                if not retry or self._loop.time() >= give_up_s:
+                if error.reason not in PLACE_AGAIN or job.granted or self._loop.time() >= job.give_up_s:
                     raise
                 log.info("placed again", request=job.id, attempt=attempt, reason=error.message)
-            await asyncio.sleep(self.config.placement_retry_ms / 1000 * self._rng.uniform(0.5, 1.5))
+            await self._pause(attempt)
+
+    async def _pause(self, attempt: int) -> None:
+        pause_ms = self.config.placement_retry_ms << min(attempt, PLACEMENT_DOUBLINGS_MAX)
+        await asyncio.sleep(pause_ms / 1000 * self._rng.uniform(0.5, 1.5))
 
     async def _attempt(self, job: Job, key: RequestKey) -> AsyncGenerator[TokenPart, None]:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
@@ -191,6 +222,10 @@ class RouterNode:
                     )
                     async for event in events:
                         self._take(job, attempt, event)
+            except BatonError as error:
+                if error.reason in ASK_ANOTHER:
+                    job.avoid.add(record.incarnation)
+                raise
             finally:
                 self._calls[record.endpoint] -= 1
                 placed()
@@ -205,10 +240,12 @@ class RouterNode:
         stats, inbox = job.stats, attempt.inbox
         kind = event.WhichOneof("event")
         if kind == "granted":
+            job.granted = True
             attempt.subscription = self._subscription(event.granted)
             attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
+            job.granted = True
             stats.prompt_tokens_cached = event.first_token.prompt_tokens_cached
             has_logprobs = event.first_token.HasField("logprobs")
             inbox.put(0, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else [])
@@ -304,6 +341,17 @@ class RouterNode:
             )
         return await asyncio.to_thread(self._codec.encode, request.text)
 
+    async def _take_in(
+        self, request: inference_pb2.GenerateRequest, request_id: RequestId, trace: Traceparent, deadline_s: float
+    ) -> Job:
+        """Check the request, against the model of a cluster that may still be coming up."""
+        give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
+        for attempt in range(1 << 30):
+            if self._ready() or self._loop.time() >= give_up_s:
+                break
+            await self._pause(attempt)
+        return self._check(request, await self._encode(request), request_id, trace, deadline_s, give_up_s)
+
     def _check(
         self,
         request: inference_pb2.GenerateRequest,
@@ -311,6 +359,7 @@ class RouterNode:
         request_id: RequestId,
         trace: Traceparent,
         deadline_s: float,
+        give_up_s: float,
     ) -> Job:
         checked = check_request(
             request,
@@ -326,6 +375,7 @@ class RouterNode:
             checked=checked,
             began_s=self._loop.time(),
             deadline_s=deadline_s,
+            give_up_s=give_up_s,
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
 
@@ -333,7 +383,10 @@ class RouterNode:
         model = self.model()
         hashes = chain_hashes(job.checked.prompt, model.block_size, b"")
         fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
-        return self.placement.pick(fit, hashes, len(job.checked.prompt)), hashes
+        untried = [r for r in fit if r.incarnation not in job.avoid]
+        if not untried:
+            job.avoid.clear()
+        return self.placement.pick(untried or fit, hashes, len(job.checked.prompt)), hashes
 
     def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
