@@ -14,7 +14,7 @@ from typing import Final
 import click
 from batonpb import inference_pb2
 
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc_client import ChannelLimits, Channels
 from cli.client import Answer, InferenceClient
 from cli.demo_check import IDLE_MS_MAX, Mismatch, find_mismatches, wait_idle
@@ -62,14 +62,18 @@ def demo(model_dir: Path, family: str, prefill: int, decode: int) -> int:
     Example:
       baton demo --prefill 2 --decode 2
     """
-    return asyncio.run(_demo(model_dir, family, ClusterSpec(
-        prefill=prefill,
-        decode=decode,
-        model=str(model_dir),
-        engine=EngineKind.MODEL,
-        blocks=NODE_BLOCKS,
-        flags={service: {"engine.poison_freed": True} for service in (Service.PREFILL, Service.DECODE)},
-    )))  # fmt: skip
+    try:
+        spec = ClusterSpec(
+            prefill=prefill,
+            decode=decode,
+            model=str(model_dir),
+            engine=EngineKind.MODEL,
+            blocks=NODE_BLOCKS,
+            flags={service: {"engine.poison_freed": True} for service in (Service.PREFILL, Service.DECODE)},
+        )
+    except InvalidField as error:
+        raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
+    return asyncio.run(_demo(model_dir, family, spec))
 
 
 async def _demo(model_dir: Path, family: str, spec: ClusterSpec) -> int:
@@ -149,20 +153,44 @@ async def _send_all(cluster: Cluster, channels: Channels) -> tuple[list[_Result]
 async def _send_wave(client: InferenceClient, wave: Sequence[DemoRequest]) -> list[_Result]:
     screen = _Screen(wave[0].name)
 
-    async def send(request: DemoRequest) -> _Result:
+    async def answer_of(request: DemoRequest) -> Answer:
         message = inference_pb2.GenerateRequest(text=request.prompt, sampling=request.sampling.to_proto())
         if request.unary:
-            answer = await client.generate_unary(message)
-        else:
-            live = request.name == screen.live
-            answer = await client.generate(message, (lambda tokens: screen.show(tokens.text)) if live else None)
+            return await client.generate_unary(message)
+        live = request.name == screen.live
+        return await client.generate(message, (lambda tokens: screen.show(tokens.text)) if live else None)
+
+    async def send(request: DemoRequest) -> _Result:
+        try:
+            answer = await answer_of(request)
+        except BatonError as error:
+            raise _named(error, request.name) from error
         screen.ended(request, answer)
         return _Result(request=request, answer=answer)
 
     screen.begin(wave[0])
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(send(request)) for request in wave]
+    failure: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(send(request)) for request in wave]
+    except* BatonError as failed:
+        failure = failed.exceptions[0]  # the others were cancelled, or failed together with it
+    if failure is not None:
+        click.echo("")  # the line of an answer that will not go on
+        raise failure
     return [task.result() for task in tasks]
+
+
+def _named(error: BatonError, request: str) -> BatonError:
+    """The same error, of the demo's request of this name."""
+    return BatonError(
+        error.reason,
+        f"The demo's request {request} failed: {error.message}",
+        code=error.code,
+        field=error.field,
+        retry_after_ms=error.retry_after_ms,
+        metadata=error.metadata,
+    )
 
 
 @dataclass(slots=True)

@@ -17,16 +17,32 @@ FAMILIES: Final = {
     "qwen2": ModelFamily.QWEN2,
     "qwen3": ModelFamily.QWEN3,
 }
+# More than anybody tries things with. All of them at once make a model of about 7 GB.
+LAYERS_MAX: Final = 64
+HIDDEN_SIZE_MAX: Final = 4096
+VOCAB_SIZE_MAX: Final = 1 << 17
+CONTEXT_MAX: Final = 1 << 20
 
 
 @click.command("demo-model")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--family", type=click.Choice(list(FAMILIES)), default="llama", show_default=True, help="Architecture.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Same seed, same model.")
-@click.option("--layers", type=int, default=4, show_default=True, help="Number of layers.")
-@click.option("--hidden-size", type=int, default=256, show_default=True, help="Width of the model.")
-@click.option("--vocab-size", type=int, default=2048, show_default=True, help="Tokens of the tokenizer.")
-@click.option("--context", type=int, default=4096, show_default=True, help="Longest prompt and answer together.")
+@click.option(
+    "--layers", type=click.IntRange(1, LAYERS_MAX), default=4, show_default=True, help="Number of layers.",
+)  # fmt: skip
+@click.option(
+    "--hidden-size", type=click.IntRange(1, HIDDEN_SIZE_MAX), default=256, show_default=True,
+    help="Width of the model.",
+)  # fmt: skip
+@click.option(
+    "--vocab-size", type=click.IntRange(1, VOCAB_SIZE_MAX), default=2048, show_default=True,
+    help="Tokens of the tokenizer.",
+)  # fmt: skip
+@click.option(
+    "--context", type=click.IntRange(1, CONTEXT_MAX), default=4096, show_default=True,
+    help="Longest prompt and answer together.",
+)  # fmt: skip
 def demo_model(
     folder: Path, family: str, seed: int, layers: int, hidden_size: int, vocab_size: int, context: int
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 import click
 from batonpb import common_pb2, inference_pb2
@@ -18,6 +19,21 @@ from cli.signals import StopSignals
 HELD_TOKENS_MAX: Final = 4
 """Tokens without text that are held back before an answer counts as one without text: a character of UTF-8 has at most
 four bytes, so a tokenizer shows something by then."""
+
+TIMEOUT_S_MAX: Final = 86_400.0
+
+
+class Seconds(click.FloatRange):
+    """A time above 0 and up to TIMEOUT_S_MAX."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True, max=TIMEOUT_S_MAX)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):  # which is in no range and outside of none
+            self.fail(f"'{value}' is no time", param, ctx)
+        return seconds
 
 
 class IntegerList(click.ParamType[tuple[int, ...]]):
@@ -92,8 +108,8 @@ class StreamPrinter:
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token.")
 @click.option("--model", help="Refuse an answer of any other model.")
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True,
-    metavar="SECONDS", help="How long the whole answer may take.",
+    "--timeout", "timeout_s", type=Seconds(), default=300.0, show_default=True, metavar="SECONDS",
+    help="How long the whole answer may take.",
 )  # fmt: skip
 @click.option("--ids", is_flag=True, help="Print token ids even where there is text.")
 @click.option("--stats", is_flag=True, help="Say on stderr what happened to the request.")
@@ -120,11 +136,13 @@ def generate(
     """
     if (prompt is None) == (token_ids is None):
         raise click.UsageError("Give either a PROMPT or --token-ids.")
+    _check_utf8(router, "--router")
+    _check_utf8(model or "", "--model")
     request = inference_pb2.GenerateRequest(sampling=_sampling(sampling).to_proto(), model=model)
     if token_ids is not None:
         request.token_ids.ids.extend(token_ids)
     else:
-        request.text = sys.stdin.read() if prompt == "-" else str(prompt)
+        request.text = _text(str(prompt))
     printer = StreamPrinter(sys.stdout, as_ids=ids, as_text=token_ids is None and not ids)
     answer = asyncio.run(_run(request, printer, router=router, timeout_s=timeout_s, no_stream=no_stream))
     if answer is None:
@@ -133,6 +151,32 @@ def generate(
     if stats:
         click.echo(_stats_text(answer), err=True)
     return 0
+
+
+def _text(prompt: str) -> str:
+    """The prompt itself, for a command line argument."""
+    if prompt != "-":
+        _check_utf8(prompt, "the prompt")
+        return prompt
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed; the prompt was to come from there.")
+    try:
+        # Not the locale's encoding, which may let anything pass. Line ends as text has them.
+        return sys.stdin.buffer.read().decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError:
+        raise _not_utf8("the prompt") from None
+
+
+def _check_utf8(text: str, what: str) -> None:
+    """Bytes of the command line that are no UTF-8 arrive as lone surrogates (PEP 383)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _not_utf8(what) from None
+
+
+def _not_utf8(what: str) -> click.UsageError:
+    return click.UsageError(f"{what} is not UTF-8")
 
 
 def _sampling(options: dict[str, object]) -> SamplingChoice:

@@ -1,81 +1,11 @@
-"""The `baton` command. Each command's module is imported when it is called for: `baton --help` needs neither gRPC nor
-torch."""
+"""The entry point of the `baton` command. Imports nothing before it can answer Ctrl-C; the commands are in
+`cli.commands`."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.metadata import version
-from typing import TYPE_CHECKING, Final
 
-import click
-
-from cli.child import tie_to_supervisor
-from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, Invocation
-
-if TYPE_CHECKING:
-    from baton.errors import BatonError
-
-_USAGE_REASONS: Final = frozenset({"BAD_CONFIG", "BAD_ENDPOINT", "BAD_NAME"})
-CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    module: str
-    attribute: str
-    summary: str
-
-
-_COMMANDS: Final[Mapping[str, _Entry]] = {
-    "up": _Entry(module="cli.up", attribute="up", summary="Start a whole cluster on this machine."),
-    "generate": _Entry(module="cli.generate", attribute="generate", summary="Send a prompt and stream the answer."),
-    "nodes": _Entry(module="cli.nodes", attribute="nodes", summary="Show who is in the cluster and what it holds."),
-    "directory": _Entry(module="cli.service", attribute="directory", summary="Run the embedded directory."),
-    "router": _Entry(module="cli.service", attribute="router", summary="Run a router."),
-    "prefill": _Entry(module="cli.service", attribute="prefill", summary="Run a prefill node."),
-    "decode": _Entry(module="cli.service", attribute="decode", summary="Run a decode node."),
-    "demo-model": _Entry(module="cli.demo_model", attribute="demo_model", summary="Write a small random model."),
-    "demo": _Entry(module="cli.demo", attribute="demo", summary="Start a cluster, check its answers, stop it."),
-}
-
-
-class _LazyGroup(click.Group):
-    """Lists commands by the table above and imports one when it is used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        entry = _COMMANDS.get(cmd_name)
-        if entry is None:
-            return None
-        module = importlib.import_module(entry.module)
-        if entry.module == "cli.service":
-            command = module.service_command(entry.attribute, entry.summary)
-        else:
-            command = getattr(module, entry.attribute)
-        assert isinstance(command, click.Command), command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in _COMMANDS.items()])
-
-
-@click.group(cls=_LazyGroup, context_settings=CONTEXT_SETTINGS)
-@click.version_option(version("baton-serve"), prog_name="baton")
-def cli() -> None:
-    """Baton serves large language models on separate prefill and decode nodes.
-
-    \b
-    Example:
-      baton demo-model /tmp/demo-model
-      baton up --model /tmp/demo-model --prefill 2 --decode 2
-      baton generate "the sea in the evening" --max-tokens 32 --stats
-    """
+from cli.interrupts import QuietInterrupts
 
 
 def main() -> None:
@@ -85,38 +15,9 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit status."""
-    invocation = Invocation(supervised=tie_to_supervisor())
-    try:
-        status = cli.main(args=arguments, prog_name="baton", standalone_mode=False, obj=invocation)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `baton nodes | head`: nobody reads any more
-        sys.stdout = None  # or the interpreter would try to flush it at exit
-        return EXIT_ERROR
-    except Exception as error:
-        from baton.errors import BatonError
-
-        if not isinstance(error, BatonError):
-            raise
-        return _report(error)
-    return status if isinstance(status, int) else 0
-
-
-def _report(error: BatonError) -> int:
-    """One message on stderr: what is wrong, which field, why for machines, when to try again."""
-    usage = error.reason.name in _USAGE_REASONS
-    facts = [f"reason {error.reason.name}"]
-    if error.field is not None:
-        facts.append(f"field {error.field}")
-    if error.retry_after_ms is not None:
-        facts.append(f"try again in {error.retry_after_ms} ms")
-    # The message of a process of our own (`cli.supervisor`) has its facts already.
-    plain = usage or "process" in error.metadata
-    click.echo(ERROR_PREFIX + error.message + ("" if plain else f" ({', '.join(facts)})"), err=True)
-    return EXIT_USAGE if usage else EXIT_ERROR
+    with QuietInterrupts():
+        from cli.commands import run_command
+    return run_command(arguments)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
-from baton.config import flag_name
+from baton.config import ConfigError, ConfigProblem, flag_name
+from baton.endpoint import split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
 from cli.child import Child, ChildProgress, describe_exit, stop_children
@@ -113,10 +114,32 @@ class ClusterSpec:
 
     def check(self) -> None:
         """Refuse now what the processes would refuse one by one after their start. Raises ConfigError."""
+        places = {}
         for name, service in self.processes():
             flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
             text = {key: _text(value) for key, value in flags.items()}
-            load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
+            config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
+            places[name] = config.listen
+        problems = _listen_problems(places)
+        if problems:
+            raise ConfigError(problems)
+
+
+def _listen_problems(places: Mapping[str, str]) -> list[ConfigProblem]:
+    """Processes, by name, that could not listen where they are told to: no endpoint, or that of an earlier one."""
+    problems = []
+    taken: dict[tuple[str, int], str] = {}
+    for name, place in places.items():
+        source = f"listen of {name}"
+        try:
+            host, port = split_endpoint(place)
+        except BatonError as error:
+            problems.append(ConfigProblem(source=source, problem=error.message))
+            continue
+        holder = taken.setdefault((host, port), name) if port else name
+        if holder != name:
+            problems.append(ConfigProblem(source=source, problem=f"{place} is where {holder} is to listen"))
+    return problems
 
 
 class ClusterError(BatonError):

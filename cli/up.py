@@ -14,7 +14,7 @@ from typing import Final, TextIO
 import click
 
 from baton.config import ConfigError, ConfigProblem, load
-from baton.errors import BatonError, check_positive
+from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
 from cli.child import ChildProgress
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
@@ -61,6 +61,7 @@ class UpConfig:
                 check_positive(self, name)
 
     def spec(self, *, config: Path | None, log_level: LogLevel) -> ClusterSpec:
+        """Raises InvalidField for values that do not fit each other."""
         return ClusterSpec(
             prefill=self.prefill,
             decode=self.decode,
@@ -140,9 +141,11 @@ def _command(**parameters: object) -> int:
         flags=config_flags(parameters),
         known_sections=SECTIONS,
     )
-    spec = config.spec(config=path, log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])))
     try:
+        spec = config.spec(config=path, log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])))
         spec.check()
+    except InvalidField as error:
+        raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
     except ConfigError as error:
         raise _in_own_words(error) from error
     return asyncio.run(_up(spec))

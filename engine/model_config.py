@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from engine.config_keys import Keys, read_json
 from engine.model_errors import (
@@ -45,6 +46,21 @@ MISTRAL_WINDOW_DEFAULT = 4096
 """Sliding window of a Mistral config that lacks the key; null means that there is none."""
 MAX_WINDOW_LAYERS_DEFAULT = 28
 """Qwen: layers from this one on slide, where a window is in use and the key is missing."""
+
+SIZES_MAX: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "num_hidden_layers": 1024,
+        "num_attention_heads": 1024,
+        "num_key_value_heads": 1024,
+        "head_dim": 4096,
+        "hidden_size": 1 << 17,
+        "intermediate_size": 1 << 20,
+        "vocab_size": 1 << 22,
+        "max_position_embeddings": 1 << 30,
+    }
+)
+"""By key of config.json, about eight times what the largest models have: beyond it the file is wrong, and what follows
+would take memory and time without end."""
 
 
 class ModelFamily(Enum):
@@ -141,28 +157,28 @@ def parse_model_config(config: Mapping[str, Any], *, source: str, generation: Ma
     """
     keys = Keys(config, source)
     family = _family(keys)
-    context_len_max = keys.positive_int("max_position_embeddings")
+    context_len_max = _size(keys, "max_position_embeddings")
     _refuse_unsupported(keys)
     _refuse_window(keys, family, context_len_max)
-    num_heads = keys.positive_int("num_attention_heads")
-    hidden_size = keys.positive_int("hidden_size")
+    num_heads = _size(keys, "num_attention_heads")
+    hidden_size = _size(keys, "hidden_size")
     # Llama checkpoints from before grouped queries and free head sizes lack these two keys; Qwen3's always have them.
     derived_head_dim = None if family is ModelFamily.QWEN3 else hidden_size // num_heads
-    head_dim = keys.positive_int("head_dim", default=derived_head_dim)
+    head_dim = _size(keys, "head_dim", default=derived_head_dim)
     default_kv_heads = num_heads if family is ModelFamily.LLAMA else None
     attention_bias, output_bias = _attention_biases(keys, family)
     eos_source = generation if generation.get("eos_token_id") is not None else config
     return ModelConfig(
         family=family,
-        vocab_size=keys.positive_int("vocab_size"),
+        vocab_size=_size(keys, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=keys.positive_int("intermediate_size"),
-        num_layers=keys.positive_int("num_hidden_layers"),
+        intermediate_size=_size(keys, "intermediate_size"),
+        num_layers=_size(keys, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=keys.positive_int("num_key_value_heads", default=default_kv_heads),
+        num_kv_heads=_size(keys, "num_key_value_heads", default=default_kv_heads),
         head_dim=head_dim,
         rms_norm_eps=keys.positive_float("rms_norm_eps"),
-        rope=parse_rope(keys, context_len_max),
+        rope=_rope(keys, context_len_max),
         attention_bias=attention_bias,
         output_bias=output_bias,
         mlp_bias=keys.flag("mlp_bias") and family is ModelFamily.LLAMA,
@@ -171,6 +187,25 @@ def parse_model_config(config: Mapping[str, Any], *, source: str, generation: Ma
         eos_token_ids=_eos_token_ids(eos_source, source),
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
     )
+
+
+def _size(keys: Keys, key: str, *, default: int | None = None) -> int:
+    value = keys.positive_int(key, default=default)
+    if value > SIZES_MAX[key]:
+        raise ConfigFileError(f"{keys.source}: {key} must be at most {SIZES_MAX[key]}, found {value}")
+    return value
+
+
+def _rope(keys: Keys, context_len_max: int) -> RopeConfig:
+    """Both spellings, where both are there, must say the same: nobody can tell which of two a model was made with."""
+    rope = parse_rope(keys, context_len_max)
+    if keys.section("rope_parameters") and keys.section("rope_scaling"):
+        older = {**keys.values, "rope_parameters": None, "rope_theta": rope.theta}
+        if parse_rope(Keys(older, keys.source), context_len_max) != rope:
+            raise UnsupportedRopeError(
+                f"{keys.source}: rope_parameters and rope_scaling are both there and differ; remove the wrong one"
+            )
+    return rope
 
 
 def _family(keys: Keys) -> ModelFamily:

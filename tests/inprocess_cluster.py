@@ -180,6 +180,15 @@ class InProcessCluster:
         await self._tasks.pop(name)
         self.runtimes.pop(name, None)
 
+    async def broken(self, name: str) -> BatonError:
+        """What a node's `serve` ends with by itself; the node is then out of the books."""
+        task = self._tasks.pop(name)
+        await asyncio.wait([task])
+        del self.runtimes[name], self._stops[name]
+        error = task.exception()
+        assert isinstance(error, BatonError), error
+        return error
+
     async def stop(self) -> None:
         """Open all gates and stop everything. Nothing of ours may be running afterwards."""
         for gate in self.gates.values():

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from batonpb import common_pb2, inference_pb2
 
-from cli.client import Answer, SamplingChoice
+from baton.errors import BatonError, Reason
+from cli.client import Answer, InferenceClient, SamplingChoice, Show
+from cli.demo import _send_wave
 from cli.demo_check import find_mismatches
 from cli.demo_prompts import FIRST_WAVE, SECOND_WAVE, DemoRequest
 from cli.reference import Reference
@@ -71,6 +73,35 @@ def test_the_reference_repeats_itself(model: Path) -> None:
     params = SamplingParams(temperature=1, top_k=0, top_p=1, seed=3, max_tokens=20)
     reference.answer(reference.encode("Hello! Good morning."), params)
     assert answered(reference) == first
+
+
+class FailingClient(InferenceClient):
+    """Refuses the prompt "bad"; answers none of the others."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    async def generate(self, request: inference_pb2.GenerateRequest, show: Show | None = None) -> Answer:
+        if request.text == "bad":
+            raise BatonError(Reason.PEER_UNREACHABLE, "Nobody there.", field="text", retry_after_ms=5)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.cancelled.append(request.text)
+        raise AssertionError("unreachable")
+
+
+def test_a_request_of_the_demo_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    """One error, no group of them, which names the request; the others are cancelled first."""
+    wave = [dataclasses.replace(GREEDY, name=name, prompt=name) for name in ("good", "bad")]
+    client = FailingClient()
+    with pytest.raises(BatonError) as caught:
+        asyncio.run(_send_wave(client, wave))
+    error = caught.value
+    assert error.message == "The demo's request bad failed: Nobody there."
+    assert (error.reason, error.field, error.retry_after_ms) == (Reason.PEER_UNREACHABLE, "text", 5)
+    assert client.cancelled == ["good"]
+    assert capsys.readouterr().out.endswith(">\n")
 
 
 def test_the_demo_requests() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cli_harness import free_endpoint, run_baton, taken_port
+from tests.cli_harness import BATON, RUN_S_MAX, clean_env, free_endpoint, run_baton, taken_port
 
 
 def check(arguments: list[str], status: int, message: str, env: dict[str, str] | None = None) -> None:
@@ -130,7 +133,7 @@ def test_no_directory_for_nodes() -> None:
         ["nodes", "--directory", endpoint, "--timeout", "1"],
         1,
         f"error: No directory answers at {endpoint} within 1000 ms. Is the cluster running (`baton up`)? "
-        "Name another place with --directory HOST:PORT. (reason PEER_UNREACHABLE)\n",
+        "Name another place with --directory. (reason PEER_UNREACHABLE)\n",
     )
 
 
@@ -159,6 +162,89 @@ def test_generate_needs_one_prompt() -> None:
         2,
         head + "Error: Invalid value for --seed: -1 is out of range: 0 to 18446744073709551615\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "what"),
+    [
+        (["-"], b"ab\xff\xfe", "the prompt"),
+        ([b"ab\xff"], b"", "the prompt"),
+        (["hello", "--model", b"\xff"], b"", "--model"),
+        (["hello", "--router", b"\xff:1"], b"", "--router"),
+    ],
+)
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_text_that_is_not_utf8(arguments: list[str | bytes], stdin: bytes, what: str, locale: str) -> None:
+    """Refused before anything is sent, whatever the locale makes of such bytes."""
+    result = subprocess.run(
+        [*BATON, "generate", *arguments],
+        input=stdin,
+        env=clean_env(LC_ALL=locale),
+        capture_output=True,
+        timeout=RUN_S_MAX,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.decode().splitlines()[-1] == f"Error: {what} is not UTF-8"
+    assert b"Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "1e300", "0", "-1", "86401"])
+def test_a_timeout_that_is_no_time(timeout: str) -> None:
+    result = run_baton("generate", "hello", "--timeout", timeout)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1].startswith("Error: Invalid value for '--timeout': ")
+
+
+@pytest.mark.parametrize("command", [["up", "--engine-kind", "mock"], ["demo"]])
+def test_more_nodes_than_one_supervisor_starts(command: list[str]) -> None:
+    """One line, before anything is written or started."""
+    check(
+        [*command, "--prefill", "1000", "--decode", "1"], 2, "error: prefill and decode are 1001 nodes; at most 64.\n"
+    )
+
+
+def test_where_up_is_to_listen() -> None:
+    """A port that there is not, and one port for two: known before anything is started."""
+    up = ["up", "--engine-kind", "mock", "--blocks", "64"]
+    check(
+        [*up, "--listen", "127.0.0.1:99999"],
+        2,
+        "error: Wrong configuration:\n  listen of router-0: '127.0.0.1:99999' is not a usable endpoint: "
+        "the port must be a number from 0 to 65535.\n",
+    )
+    check(
+        [*up, "--listen", "127.0.0.1:7000", "--directory-listen", "127.0.0.1:7000"],
+        2,
+        "error: Wrong configuration:\n  listen of router-0: 127.0.0.1:7000 is where directory is to listen\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "most"),
+    [
+        ("--layers", "100000000", 64),
+        ("--hidden-size", "100000000", 4096),
+        ("--vocab-size", "999999999", 131072),
+        ("--context", "10000000000", 1048576),
+    ],
+)
+def test_a_demo_model_that_is_too_large(tmp_path: Path, flag: str, value: str, most: int) -> None:
+    """Refused by the flag's limit, and nothing is written."""
+    result = run_baton("demo-model", str(tmp_path / "model"), flag, value)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.endswith(f"Error: Invalid value for '{flag}': {value} is not in the range 1<=x<={most}.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"), [("click", ["--version"]), ("grpc", ["generate", "hello"]), ("numpy", ["demo-model", "x"])]
+)
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str, arguments: list[str]) -> None:
+    """In the middle of an import, the first ones and those of a command: status 130, and not a word."""
+    (tmp_path / f"{module}.py").write_text(f"import os\nos.kill(os.getpid(), {signal.SIGINT:d})\nprint('survived')\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    check(arguments, 130, "", env={"PYTHONPATH": path})
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import click
 import pytest
 
 from baton.config import describe, flag_name
-from cli.main import cli, run
+from cli.commands import cli
+from cli.main import run
 from cli.services import Service, config_class
 
 COMMANDS = cli.list_commands(click.Context(cli))

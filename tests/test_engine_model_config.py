@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.model_config import (
+    SIZES_MAX,
     ConfigFileError,
     Llama3Scaling,
     ModelError,
@@ -95,6 +96,40 @@ def test_missing_kv_heads_mean_one_for_each_query_head() -> None:
 def test_both_spellings_of_the_rotary_settings(keys: dict[str, Any], rope: RopeConfig) -> None:
     """Before transformers 5: rope_theta and rope_scaling. Since: rope_parameters, which wins where both are there."""
     assert parse(LLAMA, **keys).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("parameters", "older", "same"),
+    [
+        (LLAMA3_SCALING, {"type": "llama3", **{k: v for k, v in LLAMA3_SCALING.items() if k != "rope_type"}}, True),
+        ({"rope_type": "default", "rope_theta": 7}, {"type": "default"}, True),
+        ({"rope_type": "default"}, LLAMA3_SCALING, False),
+        (LLAMA3_SCALING, LLAMA3_SCALING | {"factor": 4.0}, False),
+        ({"rope_type": "default", "rope_theta": 7}, {"type": "default", "rope_theta": 8}, False),
+    ],
+)
+def test_two_rotary_settings_must_agree(parameters: dict[str, Any], older: dict[str, Any], same: bool) -> None:
+    """Both keys are there: the same said twice is read, two different settings are refused."""
+    both = {"rope_parameters": parameters, "rope_scaling": older}
+    if same:
+        assert parse(LLAMA, **both).rope == parse(LLAMA, rope_parameters=parameters).rope
+        return
+    with pytest.raises(UnsupportedRopeError, match="rope_parameters and rope_scaling are both there and differ"):
+        parse(LLAMA, **both)
+
+
+@pytest.mark.parametrize("key", sorted(SIZES_MAX))
+def test_an_implausible_size_is_refused(key: str) -> None:
+    """A size beyond its limit is an error that names key and limit; nothing is built from it first."""
+    with pytest.raises(
+        ConfigFileError, match=f"m/config.json: {key} must be at most {SIZES_MAX[key]}, found 1{'0' * 12}$"
+    ):
+        parse(QWEN3, **{key: 10**12})
+
+
+def test_the_largest_sizes_are_read() -> None:
+    """Each limit itself is allowed."""
+    assert parse(QWEN3, **SIZES_MAX).num_layers == SIZES_MAX["num_hidden_layers"]
 
 
 def test_llama3_scaling_falls_back_to_the_context() -> None:
