@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from batonpb import common_pb2, inference_pb2
@@ -18,6 +18,8 @@ from router.openai_replies import Replies, Usage, error_headers, error_json, err
 from router.openai_requests import OpenAiCall
 
 log = get_log("http")
+
+ERROR_SEND_MS_MAX = 5_000
 
 Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
 
@@ -71,8 +73,10 @@ class CallReply(Response):
             log.exception("an answer failed", id=self._replies.id)
             error = BatonError(Reason.INTERNAL, "This router has failed at the answer; its log says why.")
         if self._begun:
-            await self._send_data(send, json.dumps(error_json(error, chat=self._call.chat)))
-            await self._end(send)
+            with suppress(TimeoutError):  # a client that reads nothing: its connection is closed
+                async with asyncio.timeout(ERROR_SEND_MS_MAX / 1000):
+                    await self._send_data(send, json.dumps(error_json(error, chat=self._call.chat)))
+                    await self._end(send)
         else:
             response = error_response(error, chat=self._call.chat)
             response.headers.update(self._extra)

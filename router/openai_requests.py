@@ -41,9 +41,12 @@ class OpenAiCall:
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a call, without the fields that are null. Raises BatonError BAD_FIELD."""
     try:
-        body = json.loads(raw)
+        text = raw.decode()
+        body = json.loads(text)
+        if "\\ud" in text.lower():  # JSON can spell halves of characters, which no encoding has
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BatonError(Reason.BAD_FIELD, f"The body is not JSON: {error}.") from error
+        raise BatonError(Reason.BAD_FIELD, f"The body is not JSON in UTF-8: {error}.") from error
     if not isinstance(body, dict):
         raise BatonError(Reason.BAD_FIELD, "The body must be a JSON object.")
     return {name: value for name, value in body.items() if value is not None}
@@ -141,7 +144,7 @@ def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
         raise bad_field("stop", "stop must be a string or a list of strings.")
-    sampling.stop.extend(_whole(each, "stop") for each in stops)
+    sampling.stop.extend(stops)
     _set_logit_bias(sampling, body.get("logit_bias", {}))
     return sampling
 
@@ -159,14 +162,14 @@ def _set_logit_bias(sampling: inference_pb2.Sampling, biases: object) -> None:
 def _prompts(prompt: object) -> list[str | list[int]]:
     """A text, token ids, or a list of either kind."""
     if isinstance(prompt, str):
-        return [_whole(prompt, "prompt")]
+        return [prompt]
     if isinstance(prompt, list) and prompt:
         if isinstance(prompt[0], int):
             return [_ids("prompt", prompt)]
         if len(prompt) > CHOICES_MAX:
             raise bad_field("prompt", f"{len(prompt)} prompts are more than {CHOICES_MAX}, the limit.")
         if all(isinstance(each, str) for each in prompt):
-            return [_whole(each, "prompt") for each in prompt]
+            return list(prompt)
         if all(isinstance(each, list) for each in prompt):
             return [_ids("prompt", each) for each in prompt]
     raise bad_field("prompt", "prompt must be a string, a list of strings, token ids, or a list of lists of token ids.")
@@ -197,17 +200,8 @@ def _content(content: object, i: int) -> str:
             raise bad_field(
                 f"messages.{i}.content", f"messages[{i}] has a part of type {kind!r}; only text is understood."
             )
-        texts.append(_whole(part["text"], f"messages.{i}.content"))
+        texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _whole(text: str, name: str) -> str:
-    """JSON can spell halves of characters, which no encoding has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise bad_field(name, f"{name} has a lone surrogate at character {error.start}: it is no text.") from error
-    return text
 
 
 def _n(body: Mapping[str, Any]) -> int:
@@ -220,7 +214,9 @@ def _refuse(body: Mapping[str, Any], name: str, neutral: tuple[object, ...], why
 
 
 def _flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    value = body.get(name, default)
+    value = body.get(name)
+    if value is None:
+        return default
     if not isinstance(value, bool):
         raise bad_field(name, f"{name} must be true or false.")
     return value

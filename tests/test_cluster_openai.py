@@ -233,6 +233,8 @@ def test_what_is_wrong_is_an_openai_error(
         ("POST", "/v1/completions", b"{", 400),
         ("POST", "/v1/completions", b"[]", 400),
         ("POST", "/v1/completions", b"\xff", 400),
+        ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400),
+        ("POST", "/v1/completions", b'{"prompt": "hi", "model": "\\ud800"}', 400),
         ("POST", "/v1/completions", b"[" * 100_000, 400),
         ("GET", "/v1/completions", b"", 405),
         ("GET", "/v1/other", b"", 404),
@@ -316,7 +318,13 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
 def test_an_error_in_the_middle_of_a_stream_is_told(model: Path) -> None:
     """The decode node dies in mid-answer: the stream ends with a data event that has the error, which the client
     raises."""
-    spec = ClusterSpec(model=str(model), engine=EngineKind.MODEL, blocks=512, http="127.0.0.1:0")
+    spec = ClusterSpec(
+        model=str(model),
+        engine=EngineKind.MODEL,
+        blocks=512,
+        http="127.0.0.1:0",
+        flags={Service.ROUTER: {"decode_lost_ms": 300}},
+    )
     with running(spec) as cluster:
         found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
         assert found is not None
