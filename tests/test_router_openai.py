@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, Code, Reason
-from engine.demo_model import CHAT_TEMPLATE
+from engine.demo_model import CHAT_TEMPLATE, DemoModelParams, write_demo_model
 from router.chat_template import ChatTemplate
 from router.openai_replies import Replies, Usage, error_headers, error_json, error_status
 from router.openai_requests import CHOICES_MAX, OpenAiCall, parse_body, parse_chat, parse_completion
+from router.text import TextCodec
 
 FIELDS = [
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
@@ -41,9 +42,9 @@ def encode(messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Se
     return [len(messages), len(told)]
 
 
-def attempt(parse: Callable[[], OpenAiCall]) -> OpenAiCall | BatonError:
+def attempt(parse: Callable[[Mapping[str, Any]], OpenAiCall], raw: bytes) -> OpenAiCall | BatonError:
     try:
-        return parse()
+        return parse(parse_body(raw))
     except BatonError as error:
         return error
 
@@ -53,7 +54,7 @@ def test_any_body_is_taken_or_refused_by_name(body: dict[str, Any]) -> None:
     """Nothing but a BatonError with status 400 comes out, and what is taken can be sent."""
     raw = json.dumps(body).encode("utf-8", "surrogatepass")
     for parse in (parse_completion, lambda each: parse_chat(each, encode)):
-        call = attempt(lambda: parse(parse_body(raw)))  # noqa: B023 - called at once
+        call = attempt(parse, raw)
         if isinstance(call, BatonError):
             assert error_status(call) == 400
             json.dumps(error_json(call), ensure_ascii=False).encode()
@@ -159,6 +160,21 @@ def test_templates_are_found_where_models_have_them(tmp_path: Path) -> None:
     own = template_of(tmp_path, {"chat_template": "no"}, "{{ messages | tojson }}{{ tools is none }}")
     assert own is not None
     assert own.render([{"role": "user", "content": "<é>"}], {}) == '[{"role": "user", "content": "<é>"}]True'
+
+
+def test_a_chat_has_the_tokens_that_transformers_gives_it(tmp_path: Path) -> None:
+    """The demo model's own template: the same ids, special tokens, trimmed texts and all."""
+    from transformers import AutoTokenizer
+
+    write_demo_model(tmp_path / "m", DemoModelParams(num_layers=1, hidden_size=16, num_heads=2, head_dim=8))
+    messages = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "hi\né"}]
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "m").apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True
+    )
+    template = ChatTemplate.load(tmp_path / "m")
+    assert template is not None
+    ours = TextCodec.load(tmp_path / "m").encode_rendered(template.render(messages, {"add_generation_prompt": True}))
+    assert list(ours) == theirs["input_ids"]
 
 
 @pytest.mark.parametrize(
