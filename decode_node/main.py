@@ -18,7 +18,7 @@ from cachestore.device_pool import DevicePool, open_device_pool
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, stopped_or_broken
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import ReceiverGrants
@@ -119,7 +119,7 @@ async def _run(
     stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
     try:
         on_ready(await runtime.open())
-        await stop.wait()
+        await stopped_or_broken(stop, stepping)
     finally:
         await runtime.leave()
         await node.close()

@@ -73,10 +73,13 @@ class OpenAiApp:
         )
 
     async def _completions(self, request: Request) -> Response:
-        return self._reply(request, parse_completion(parse_body(await self._body(request))))
+        raw = await self._body(request)
+        return self._reply(request, await asyncio.to_thread(lambda: parse_completion(parse_body(raw))))
 
     async def _chat(self, request: Request) -> Response:
-        return self._reply(request, parse_chat(parse_body(await self._body(request)), self._encode_chat))
+        raw = await self._body(request)
+        # Off the loop: long chats take long to render and encode, and others' tokens must flow.
+        return self._reply(request, await asyncio.to_thread(lambda: parse_chat(parse_body(raw), self._encode_chat)))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_json(self._node.model(), self._began)]})
@@ -144,7 +147,11 @@ class OpenAiApp:
                 "that has a chat_template.jinja.",
                 field="messages",
             )
-        return self._codec.encode_rendered(self._template.render(messages, told))
+        text, chars_max = self._template.render(messages, told), self._config.prompt_chars_max
+        if len(text) > chars_max:
+            problem = f"The messages make a prompt of {len(text)} characters; at most {chars_max} are taken."
+            raise bad_field("messages", problem, reason=Reason.PROMPT_TOO_LONG)
+        return self._codec.encode_rendered(text)
 
     async def _body(self, request: Request) -> bytes:
         """The whole body. Raises BatonError where it is too long, or does not come."""
