@@ -315,6 +315,16 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     assert 'baton_node_blocks{class="free",node="decode-0",role="decode"}' in nodes
 
 
+def test_several_answers_share_the_prompts_blocks(endpoint: str, client: openai.OpenAI) -> None:
+    """A new prompt of four blocks and a bit, three answers: two find all four blocks cached on both nodes."""
+    before = metrics_of(endpoint)
+    client.completions.create(model="tiny", prompt=list(range(70, 138)), n=3, **GREEDY)
+    after = metrics_of(endpoint)
+    assert after["baton_prefix_hit_tokens_total"] - before["baton_prefix_hit_tokens_total"] == 2 * 64
+    skipped = 'baton_transfer_blocks_skipped_total{transport="shm"}'
+    assert after[skipped] - before.get(skipped, 0.0) == 2 * 4
+
+
 def test_an_error_in_the_middle_of_a_stream_is_told(model: Path) -> None:
     """The decode node dies in mid-answer: the stream ends with a data event that has the error, which the client
     raises."""
