@@ -46,6 +46,7 @@ class Reason(Enum):
     BAD_REQUEST_ID = "BAD_REQUEST_ID"
     NO_DEADLINE = "NO_DEADLINE"
     NO_TOKENIZER = "NO_TOKENIZER"
+    NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
 
     # What it names is not here, or is here already.
     UNKNOWN_MODEL = "UNKNOWN_MODEL"
@@ -114,6 +115,7 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
     ),
     Code.FAILED_PRECONDITION: (
         Reason.NO_TOKENIZER,
+        Reason.NO_CHAT_TEMPLATE,
         Reason.MODEL_BROKEN,
         Reason.MODEL_UNSUPPORTED,
         Reason.INCARNATION_MISMATCH,

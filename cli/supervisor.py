@@ -51,6 +51,8 @@ class ClusterSpec:
     engine: EngineKind | None = None
     listen: str = "127.0.0.1:0"
     """Where the router listens."""
+    http: str | None = None
+    """Where the router serves HTTP; None is not at all."""
     directory_listen: str = "127.0.0.1:0"
     directory: str | None = None
     """A directory that runs already (host:port or redis://...), used instead of starting one."""
@@ -101,6 +103,8 @@ class ClusterSpec:
         else:
             keys["directory"] = directory
             keys["listen"] = self.listen if service is Service.ROUTER else "127.0.0.1:0"
+        if service is Service.ROUTER:
+            keys["http_listen"] = self.http
         if service is Service.ROUTER and self.engine is not EngineKind.MOCK:
             keys["model"] = self.model
         if service in (Service.PREFILL, Service.DECODE):

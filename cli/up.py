@@ -28,6 +28,7 @@ PROGRESS_LINE_MS_MIN: Final = 2_000
 """Between two progress lines of one process where stderr is no terminal."""
 _UP_FLAG_OF: Final[Mapping[str, str]] = {
     "--engine-model": "--model",
+    "--http-listen": "--http",
     "--engine-num-blocks": "--blocks",
     "--engine-compute-threads": "--threads",
 }
@@ -43,6 +44,7 @@ class UpConfig:
     model: str | None = field(default=None, metadata={"help": "model folder, or its name on the hub"})
     engine_kind: EngineKind | None = field(default=None, metadata={"help": "model, or mock (tests of the protocol)"})
     listen: str = field(default="127.0.0.1:7000", metadata={"help": "host:port of the router"})
+    http: str | None = field(default=None, metadata={"help": "host:port of the OpenAI endpoints over HTTP; none: off"})
     directory_listen: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
     threads: int | None = field(
         default=None, metadata={"help": "compute threads of each node; none: the cores of this machine shared out"}
@@ -68,6 +70,7 @@ class UpConfig:
             model=self.model,
             engine=self.engine_kind,
             listen=self.listen,
+            http=self.http,
             directory_listen=self.directory_listen,
             threads=self.threads,
             blocks=self.blocks,
@@ -185,8 +188,13 @@ def _print_summary(cluster: Cluster) -> None:
         "Try, in another terminal:\n"
         f"  baton generate --router {cluster.router} {_example_prompt(cluster)} --max-tokens 32 --stats\n"
         f"  baton nodes --directory {cluster.directory}\n"
+        f"{_http_example(cluster)}"
         "Ctrl-C stops it."
     )
+
+
+def _http_example(cluster: Cluster) -> str:
+    return "" if cluster.spec.http is None else f"  curl http://{cluster.spec.http}/v1/models\n"
 
 
 def _example_prompt(cluster: Cluster) -> str:

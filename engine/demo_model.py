@@ -29,6 +29,11 @@ _RESERVED = "<|reserved_"
 BYTE_TOKENS = 256
 MARKER_FILE = "baton_demo_model.json"
 """Holds the parameters that a demo model was written with; a folder with it is ours to replace."""
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message.role + ': ' + message.content | trim + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+"""Jinja, as transformers has it."""
 LOGIT_STD = 3.0
 """Spread of the scores: the best two of 2,048 are about 0.8 apart, rounding in float32 is about 1e-5."""
 
@@ -107,7 +112,7 @@ def _replace(folder: Path, params: DemoModelParams) -> bool:
 
 
 def _marker(params: DemoModelParams) -> str:
-    return _json(asdict(params) | {"family": params.family.value, "format": 1})
+    return _json(asdict(params) | {"family": params.family.value, "format": 2})
 
 
 def _write_files(folder: Path, params: DemoModelParams) -> None:
@@ -125,6 +130,7 @@ def _write_files(folder: Path, params: DemoModelParams) -> None:
         "eos_token": EOS_TOKEN,
         "model_max_length": params.context_len_max,
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(_json(tokenizer_config), encoding="utf-8")
 

@@ -41,4 +41,4 @@ def resolve_model(name_or_folder: str, *, weights: bool = True, download: Callab
 
 
 def _download(name: str, weights: bool) -> str:
-    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"] if weights else ["*.json"])
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"] if weights else ["*.json", "*.jinja"])

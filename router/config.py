@@ -17,6 +17,11 @@ class RouterConfig:
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
     directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
     model: str | None = field(default=None, metadata={"help": "model whose tokenizer to use; none: ids only"})
+    http_listen: str | None = field(
+        default=None, metadata={"help": "host:port of the OpenAI endpoints and /metrics over HTTP; none: off"}
+    )
+    http_connections_max: int = field(default=2_048, metadata={"help": "HTTP connections at a time"})
+    http_body_ms_max: int = field(default=60_000, metadata={"help": "how long the body of an HTTP call may take"})
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     max_tokens_default: int = field(default=256, metadata={"help": "output tokens of a request that names no limit"})
@@ -48,4 +53,6 @@ class RouterConfig:
             "cancel_tries_max",
             "prefix_blocks_max",
             "stop_grace_ms",
+            "http_connections_max",
+            "http_body_ms_max",
         )

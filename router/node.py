@@ -24,10 +24,12 @@ from baton.rpc_client import Channels, rpc_errors
 from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord
 from router.config import RouterConfig
+from router.observer import RequestObserver
 from router.placement import Placement, chain_hashes
 from router.request import CheckedRequest, check_request
+from router.stop_strings import StopStrings
 from router.subscriptions import DecodeSubscription, Inbox
-from router.text import TextCodec
+from router.text import AnswerText, TextCodec
 
 log = get_log("router")
 
@@ -105,6 +107,7 @@ class RouterNode:
         codec: TextCodec | None,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
+        observer: RequestObserver | None = None,
     ) -> None:
         self.config = config
         self.placement = Placement(blocks_max=config.prefix_blocks_max)
@@ -115,6 +118,7 @@ class RouterNode:
         self._codec = codec
         self._loop = loop
         self._rng = rng
+        self._observer = observer or RequestObserver()
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._calls: Counter[str] = Counter()
@@ -122,10 +126,17 @@ class RouterNode:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, *, request_id: RequestId, trace: Traceparent, deadline_s: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        request_id: RequestId,
+        trace: Traceparent,
+        deadline_s: float,
+        choice: int = 0,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request, from the client's call to its last token. Closing the iterator frees it on every node.
 
+        `choice` is the number of this answer among those to one question: other noise from the same seed.
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
         if self.requests >= self.config.requests_max:
@@ -135,27 +146,40 @@ class RouterNode:
                 retry_after_ms=self.config.placement_retry_ms,
             )
         self.requests += 1
+        observed = self._observer.received(self._loop.time())
         try:
-            job = await self._take_in(request, request_id, trace, deadline_s)
+            job = await self._take_in(request, request_id, trace, deadline_s, choice)
             yield _started(job)
-            text = self._codec.stream() if self._codec is not None else None
+            text = self._answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
                 async for first_index, ids, logprobs in batches:
-                    yield inference_pb2.GenerateEvent(
-                        tokens=inference_pb2.Tokens(
-                            first_index=first_index,
-                            ids=ids,
-                            text=text.push(ids) if text is not None else "",
-                            logprobs=logprobs,
-                        )
-                    )
-            rest = text.flush() if text is not None else ""
+                    taken, new = text.push(ids)
+                    observed.tokens(self._loop.time(), taken)
+                    yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
+                    if text.found:
+                        break
+            rest = text.flush()
             if rest:
-                done = inference_pb2.Tokens(first_index=len(job.token_times_s), text=rest)
-                yield inference_pb2.GenerateEvent(tokens=done)
-            yield _finished(job)
+                yield _tokens_event(text.tokens, [], rest, [])
+            if text.found:
+                job.finish = common_pb2.FINISH_REASON_STOP
+            job.stats.output_tokens = text.tokens
+            finished = _finished(job)
+            observed.finished(job.finish, job.stats)
+            yield finished
+        except BatonError as error:
+            observed.failed(error.reason)
+            raise
         finally:
+            observed.ended()
             self.requests -= 1
+
+    def _answer_text(self, checked: CheckedRequest) -> AnswerText:
+        return AnswerText(
+            self._codec.stream() if self._codec is not None else None,
+            StopStrings(checked.stop, include=checked.include_stop),
+            min_tokens=checked.sampling.min_tokens,
+        )
 
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
         """Try until an attempt is taken; then its tokens in order. Nothing is tried again once a token is out."""
@@ -196,7 +220,6 @@ class RouterNode:
             if inbox.error is not None:
                 raise inbox.error
             assert inbox.finish is not None
-            job.stats.output_tokens = given
             job.finish = inbox.finish
             await prefilling
         finally:
@@ -342,7 +365,12 @@ class RouterNode:
         return await asyncio.to_thread(self._codec.encode, request.text)
 
     async def _take_in(
-        self, request: inference_pb2.GenerateRequest, request_id: RequestId, trace: Traceparent, deadline_s: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: RequestId,
+        trace: Traceparent,
+        deadline_s: float,
+        choice: int,
     ) -> Job:
         """Check the request, against the model of a cluster that may still be coming up."""
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
@@ -350,7 +378,7 @@ class RouterNode:
             if self._ready() or self._loop.time() >= give_up_s:
                 break
             await self._pause(attempt)
-        return self._check(request, await self._encode(request), request_id, trace, deadline_s, give_up_s)
+        return self._check(request, await self._encode(request), request_id, trace, deadline_s, give_up_s, choice)
 
     def _check(
         self,
@@ -360,6 +388,7 @@ class RouterNode:
         trace: Traceparent,
         deadline_s: float,
         give_up_s: float,
+        choice: int,
     ) -> Job:
         checked = check_request(
             request,
@@ -367,6 +396,7 @@ class RouterNode:
             encode=(lambda _text: encoded) if self._codec is not None else None,
             max_tokens_default=self.config.max_tokens_default,
             rng=self._rng,
+            choice=choice,
         )
         return Job(
             id=new_request_id(self._rng),
@@ -419,8 +449,16 @@ def _started(job: Job) -> inference_pb2.GenerateEvent:
     )
 
 
+def _tokens_event(
+    first_index: int, ids: list[int], text: str, logprobs: list[common_pb2.TokenLogprobs]
+) -> inference_pb2.GenerateEvent:
+    return inference_pb2.GenerateEvent(
+        tokens=inference_pb2.Tokens(first_index=first_index, ids=ids, text=text, logprobs=logprobs)
+    )
+
+
 def _finished(job: Job) -> inference_pb2.GenerateEvent:
-    times = job.token_times_s
+    times = job.token_times_s[: job.stats.output_tokens]
     job.stats.ttft_ms = (times[0] - job.began_s) * 1000 if times else 0.0
     job.stats.itl_mean_ms = (times[-1] - times[0]) / (len(times) - 1) * 1000 if len(times) > 1 else 0.0
     return inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=job.finish, stats=job.stats))

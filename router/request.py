@@ -19,6 +19,8 @@ PENALTY_MAX = 2.0
 LOGIT_BIAS_MAX = 100.0
 LOGIT_BIAS_TOKENS_MAX = 1024
 LOGPROBS_MAX = 20
+STOP_STRINGS_MAX = 16
+STOP_CHARS_MAX = 256
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -29,6 +31,8 @@ class CheckedRequest:
 
     prompt: tuple[int, ...]
     sampling: common_pb2.SamplingSpec
+    stop: tuple[str, ...]
+    include_stop: bool
 
 
 def check_request(
@@ -38,10 +42,12 @@ def check_request(
     encode: Encode | None,
     max_tokens_default: int,
     rng: random.Random,
+    choice: int = 0,
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
-    `max_tokens` is cut to what the model's context leaves after the prompt. Raises BatonError naming the field.
+    `choice` numbers the answers to one question with one seed. `max_tokens` is cut to what the model's context leaves
+    after the prompt. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         raise BatonError(
@@ -69,7 +75,10 @@ def check_request(
             logit_bias=_logit_bias(sampling, model),
             min_tokens=_min_tokens(sampling, max_tokens),
             logprobs=_logprobs(sampling),
+            choice=choice,
         ),
+        stop=_stop(sampling, has_text=encode is not None),
+        include_stop=sampling.include_stop,
     )
 
 
@@ -196,3 +205,20 @@ def _logprobs(sampling: inference_pb2.Sampling) -> int | None:
     if sampling.logprobs > LOGPROBS_MAX:
         raise _out_of_range("logprobs", sampling.logprobs, f"at most {LOGPROBS_MAX} alternatives")
     return sampling.logprobs
+
+
+def _stop(sampling: inference_pb2.Sampling, *, has_text: bool) -> tuple[str, ...]:
+    stops = tuple(dict.fromkeys(sampling.stop))
+    if len(stops) > STOP_STRINGS_MAX:
+        raise _out_of_range("stop", f"{len(stops)} strings long", f"at most {STOP_STRINGS_MAX} strings long")
+    for stop in stops:
+        if not 0 < len(stop) <= STOP_CHARS_MAX:
+            raise _out_of_range("stop", f"a string of {len(stop)} characters", f"1 to {STOP_CHARS_MAX} characters")
+    if stops and not has_text:
+        raise BatonError(
+            Reason.NO_TOKENIZER,
+            "This router was started without a tokenizer and sees no text: use stop_token_ids, or start it with "
+            "--model.",
+            field="sampling.stop",
+        )
+    return stops

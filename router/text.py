@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from baton.errors import BatonError, Reason
+from router.stop_strings import StopStrings
 
 WINDOW_TOKENS_MAX = 32
 """Tokens that may be decoded again and again while the text does not become whole."""
@@ -42,6 +43,16 @@ class TextCodec:
     def encode(self, text: str) -> Sequence[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
+
+    def encode_rendered(self, text: str) -> Sequence[int]:
+        """A text that has its special tokens spelt out, as chat templates do: none are added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def token_text(self, token: int) -> str:
+        """One token by itself, special ones too; U+FFFD stands for bytes that are no whole character."""
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
     def stream(self) -> TextStream:
         return TextStream(self._tokenizer)
@@ -95,6 +106,42 @@ class TextStream:
     def _decode(self, start: int, stop: int | None = None) -> str:
         text: str = self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True)
         return text
+
+
+class AnswerText:
+    """The text of one answer: what of it may be sent by now, and whether a stop string has ended it (`found`)."""
+
+    def __init__(self, stream: TextStream | None, stops: StopStrings, *, min_tokens: int) -> None:
+        """Without a stream there is no text. The first `min_tokens` tokens do not end the answer."""
+        self._stream = stream
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self.tokens = 0
+        """Tokens of the answer so far, the one that completed a stop string included."""
+
+    @property
+    def found(self) -> bool:
+        return self._stops.found
+
+    def push(self, ids: Sequence[int]) -> tuple[int, str]:
+        """How many of these tokens belong to the answer, and the text to send."""
+        if self._stream is None:
+            self.tokens += len(ids)
+            return len(ids), ""
+        text = ""
+        for taken, token in enumerate(ids, start=1):
+            text += self._stops.push(self._stream.push([token]), may_end=self.tokens >= self._min_tokens)
+            self.tokens += 1
+            if self.found:
+                return taken, text
+        return len(ids), text
+
+    def flush(self) -> str:
+        """What was held back, when nothing more comes; a last half of a character may complete a stop string."""
+        if self._stream is None or self.found:
+            return ""
+        text = self._stops.push(self._stream.flush(), may_end=self.tokens > self._min_tokens)
+        return text if self.found else text + self._stops.flush()
 
 
 def _unsettled(text: str) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,22 @@ def test_a_cluster_serves_and_stops(tmp_path: Path) -> None:
 
         assert up.stop(signal.SIGINT) == 0
         assert up.err.endswith("Stopping ...\nStopped.\n")
+        assert_nothing_left(up, used)
+
+
+def test_http_is_off_unless_asked_for(tmp_path: Path) -> None:
+    """`--http HOST:PORT` serves there and the summary says so; a port that is taken is told."""
+    with taken_port() as taken:
+        refused = run_baton(*MOCK, "--http", taken)
+        assert refused.returncode == 1
+        assert f"Cannot listen on {taken}: the port is in use." in refused.stderr
+    with Foreground(*MOCK, "--http", taken, folder=tmp_path) as up:
+        up.wait_for(READY)
+        assert f"  curl http://{taken}/v1/models\n" in up.out
+        with urllib.request.urlopen(f"http://{taken}/metrics", timeout=RUN_S_MAX) as response:
+            assert b"baton_requests_running 0.0" in response.read()
+        used = {**endpoints(up), "http": taken}
+        assert up.stop(signal.SIGINT) == 0
         assert_nothing_left(up, used)
 
 

@@ -31,6 +31,13 @@ def test_a_router_process_loads_no_torch() -> None:
     assert (loaded.returncode, loaded.stdout) == (0, "[]\n"), loaded.stderr
 
 
+def test_a_router_without_http_loads_no_http() -> None:
+    """What serves HTTP, renders templates and counts metrics is imported only where `http_listen` is set."""
+    http = "{'starlette', 'uvicorn', 'jinja2', 'prometheus_client'}"
+    loaded = run("-c", f"import router.main, sys; print(sorted({http} & set(sys.modules)))")
+    assert (loaded.returncode, loaded.stdout) == (0, "[]\n"), loaded.stderr
+
+
 def test_the_command_loads_nothing_heavy_until_it_is_needed() -> None:
     """`baton --help` answers without gRPC, torch, NumPy or pydantic."""
     heavy = "{'torch', 'grpc', 'numpy', 'pydantic'}"

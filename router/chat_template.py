@@ -1,0 +1,110 @@
+"""The model's chat template: messages to the text that the model was trained on.
+
+Templates come with the model and are Jinja programs, so they run in a sandbox. The names that they may use are those of
+transformers (https://huggingface.co/docs/transformers/chat_templating).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from jinja2 import Template, TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.errors import BatonError, Reason, bad_field
+
+TEMPLATE_FILE: Final = "chat_template.jinja"
+CONFIG_FILE: Final = "tokenizer_config.json"
+_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TEMPLATE_FAULTS: Final = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
+)  # fmt: skip
+"""What a template raises over messages that it was not written for."""
+
+
+class ChatTemplate:
+    """One template and the special tokens that it names. Immutable."""
+
+    def __init__(self, template: Template, tokens: Mapping[str, str]) -> None:
+        self._template = template
+        self._tokens = dict(tokens)
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate | None:
+        """From chat_template.jinja, else tokenizer_config.json; None where the model has none.
+
+        Raises BatonError MODEL_BROKEN.
+        """
+        try:
+            config = _config(folder / CONFIG_FILE)
+            own = folder / TEMPLATE_FILE
+            source = own.read_text(encoding="utf-8") if own.is_file() else _source(config.get("chat_template"))
+            if source is None:
+                return None
+            return cls(_environment().from_string(source), _special_tokens(config))
+        except (OSError, ValueError, TemplateError) as error:
+            text = f"The chat template of {folder} cannot be read: {error}."
+            raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> str:
+        """The text, special tokens spelt out. `told` are further variables. Raises BatonError of the field messages."""
+        variables = {"tools": None, "documents": None, **self._tokens, **told, "messages": messages}
+        try:
+            return self._template.render(variables)
+        except _TEMPLATE_FAULTS as error:
+            raise bad_field("messages", f"The model's chat template refuses these messages: {error}.") from error
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: time.strftime(form)
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: the filter that Jinja brings escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return config
+
+
+def _source(found: object) -> str | None:
+    """The template's text: a string, or the one named "default" of a list."""
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise ValueError("chat_template is neither text nor a list of named texts")
+    return found
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _TOKENS:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens

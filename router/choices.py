@@ -1,0 +1,83 @@
+"""Several answers to one question, or to several: one request each, run together, with one fate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from batonpb import inference_pb2
+
+from baton.errors import BatonError
+
+EVENTS_HELD_MAX = 64
+"""Events that wait for a slow client; the answers wait then, too."""
+
+Answer = AsyncGenerator[inference_pb2.GenerateEvent, None]
+Ask = Callable[[inference_pb2.GenerateRequest, int], Answer]
+"""`RouterNode.generate` for one request and the number of the choice."""
+News = tuple[int, inference_pb2.GenerateEvent] | BaseException | None
+"""An event and its answer's index, the error that ends all, or None where one answer has ended."""
+
+
+async def run_choices(
+    ask: Ask, requests: Sequence[inference_pb2.GenerateRequest], n: int
+) -> AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]:
+    """`n` answers to each request, as (index, event); answer j to request i has the index i * n + j.
+
+    The first answer to a request goes ahead until it has its second token: its prompt's blocks are then in the caches
+    of both nodes, and the other answers share them. The first BatonError ends all answers and is raised. Closing the
+    iterator ends all answers, and returns when they have let go.
+    """
+    assert requests
+    assert n > 0
+    if len(requests) == n == 1:
+        async with aclosing(ask(requests[0], 0)) as events:
+            async for event in events:
+                yield 0, event
+        return
+    news: asyncio.Queue[News] = asyncio.Queue(EVENTS_HELD_MAX)
+    tasks: list[asyncio.Task[None]] = []
+    for i, request in enumerate(requests):
+        ahead = asyncio.Event()
+        answers = (_answer(ask, request, j, i * n + j, ahead, news) for j in range(n))
+        tasks += [asyncio.create_task(answer) for answer in answers]
+    try:
+        running = len(tasks)
+        while running:
+            new = await news.get()
+            if isinstance(new, BaseException):
+                raise new
+            if new is None:
+                running -= 1
+            else:
+                yield new
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(
+    ask: Ask,
+    request: inference_pb2.GenerateRequest,
+    choice: int,
+    index: int,
+    ahead: asyncio.Event,
+    news: asyncio.Queue[News],
+) -> None:
+    """One answer into the queue; at its end None, or the error."""
+    try:
+        if choice > 0:
+            await ahead.wait()
+        async with aclosing(ask(request, choice)) as events:
+            async for event in events:
+                if event.HasField("finished") or event.tokens.first_index > 0:
+                    ahead.set()
+                await news.put((index, event))
+        await news.put(None)
+    except BatonError as error:
+        await news.put(error)
+    except Exception as error:  # a bug: it is raised where the events are read, not lost in this task
+        await news.put(error)
+        raise

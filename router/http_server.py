@@ -1,0 +1,234 @@
+"""The OpenAI endpoints, health and metrics over HTTP. `docs/openai.md` has what they take."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from batonpb import inference_pb2
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from baton.endpoint import join_endpoint, split_endpoint
+from baton.errors import BatonError, Reason, bad_field
+from baton.log import get_log
+from baton.tracing import Traceparent, new_request_id, read_metadata
+from router.chat_template import ChatTemplate
+from router.choices import Answer, run_choices
+from router.config import RouterConfig
+from router.http_reply import CallReply, error_response
+from router.metrics import RouterMetrics
+from router.node import RouterNode
+from router.openai_replies import Replies, model_json
+from router.openai_requests import OpenAiCall, parse_body, parse_chat, parse_completion
+from router.text import TextCodec
+
+log = get_log("http")
+
+
+class OpenAiApp:
+    """The endpoints of one router. Lives on its loop."""
+
+    def __init__(
+        self,
+        node: RouterNode,
+        *,
+        config: RouterConfig,
+        codec: TextCodec | None,
+        template: ChatTemplate | None,
+        metrics: RouterMetrics,
+        rng: random.Random,
+        takes_requests: Callable[[], bool],
+    ) -> None:
+        self._node = node
+        self._config = config
+        self._codec = codec
+        self._template = template
+        self._metrics = metrics
+        self._rng = rng
+        self._takes_requests = takes_requests
+        self._began = int(time.time())
+
+    def asgi(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics_text),
+            ],
+            exception_handlers={BatonError: _on_baton_error, HTTPException: _on_http_error, Exception: _on_bug},
+        )
+
+    async def _completions(self, request: Request) -> Response:
+        raw = await self._body(request)
+        return self._reply(request, await asyncio.to_thread(lambda: parse_completion(parse_body(raw))))
+
+    async def _chat(self, request: Request) -> Response:
+        raw = await self._body(request)
+        # Off the loop: long chats take long to render and encode, and others' tokens must flow.
+        return self._reply(request, await asyncio.to_thread(lambda: parse_chat(parse_body(raw), self._encode_chat)))
+
+    async def _models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model_json(self._node.model(), self._began)]})
+
+    async def _model(self, request: Request) -> Response:
+        model, name = self._node.model(), request.path_params["name"]
+        if name != model.name:
+            text = f"This cluster serves '{model.name}', not '{name}'."
+            raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
+        return JSONResponse(model_json(model, self._began))
+
+    async def _health(self, _request: Request) -> Response:
+        """Ready for requests: this router takes them, and a prefill node is there."""
+        self._check_open()
+        self._node.model()
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics_text(self, _request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    def _reply(self, request: Request, call: OpenAiCall) -> CallReply:
+        self._check_open()
+        called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
+        request_id = called.request_id or new_request_id(self._rng)
+        trace = called.traceparent or Traceparent.new(self._rng, sampled=False)
+        timeout_s = self._config.rpc.public_deadline_ms_default / 1000
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        if not call.requests[0].sampling.HasField("seed"):
+            seed = self._rng.getrandbits(64)
+            for each in call.requests:
+                each.sampling.seed = seed
+
+        def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
+            child = trace.child(self._rng)
+            return self._node.generate(
+                message, request_id=request_id, trace=child, deadline_s=deadline_s, choice=choice
+            )
+
+        replies = Replies(
+            id=f"{'chatcmpl' if call.chat else 'cmpl'}-{request_id}",
+            chat=call.chat,
+            model=call.requests[0].model or self._node.model().name,
+            created=int(time.time()),
+            logprobs=call.logprobs,
+            token_text=self._codec.token_text if self._codec is not None else str,
+            usage_in_chunks=call.include_usage,
+        )
+        return CallReply(
+            call,
+            lambda: run_choices(ask, call.requests, call.n),
+            replies,
+            headers={"x-request-id": request_id},
+            timeout_s=timeout_s,
+        )
+
+    def _check_open(self) -> None:
+        if not self._takes_requests():
+            raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Sequence[int]:
+        if self._codec is None or self._template is None:
+            raise BatonError(
+                Reason.NO_CHAT_TEMPLATE,
+                "The router has no chat template: use /v1/completions, or start it with --model and a model folder "
+                "that has a chat_template.jinja.",
+                field="messages",
+            )
+        text, chars_max = self._template.render(messages, told), self._config.prompt_chars_max
+        if len(text) > chars_max:
+            problem = f"The messages make a prompt of {len(text)} characters; at most {chars_max} are taken."
+            raise bad_field("messages", problem, reason=Reason.PROMPT_TOO_LONG)
+        return self._codec.encode_rendered(text)
+
+    async def _body(self, request: Request) -> bytes:
+        """The whole body. Raises BatonError where it is too long, or does not come."""
+        bytes_max, body = self._config.rpc.message_bytes_max, bytearray()
+        try:
+            async with asyncio.timeout(self._config.http_body_ms_max / 1000):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > bytes_max:
+                        raise bad_field("body", f"The body is longer than {bytes_max} bytes, the limit.")
+        except TimeoutError as error:
+            raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error
+        except ClientDisconnect as error:
+            raise BatonError(Reason.CANCELLED, "The client went away.") from error
+        return bytes(body)
+
+
+class HttpServer:
+    """Serves an app on the running loop. `start` once, then `stop`."""
+
+    def __init__(self, app: Starlette, config: RouterConfig) -> None:
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=config.http_connections_max,
+                timeout_graceful_shutdown=max(1, config.stop_grace_ms // 1000),
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, listen: str) -> str:
+        """Listen, and serve from now on; returns the endpoint. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""
+        host, port = split_endpoint(listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with --http-listen."
+            raise BatonError(Reason.PORT_IN_USE, text, field="http_listen") from error
+        listener.setblocking(False)
+        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]), name="http")
+        return join_endpoint(host, listener.getsockname()[1])
+
+    async def stop(self) -> None:
+        """Take no new connection, give running answers the grace time, end the rest. Idempotent."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process, not to one of its servers."""
+        yield
+
+
+async def _on_baton_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    return error_response(error, chat="/chat/" in request.url.path)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: {error.detail}."
+    body = {"message": text, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": body}, error.status_code, error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    log.error("a call failed", path=request.url.path, exc_info=error)
+    return error_response(BatonError(Reason.INTERNAL, "This router has failed at the call; its log says why."))

@@ -1,0 +1,122 @@
+"""The router's metrics for Prometheus: what it sees of its requests, and what the nodes report to the directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Final
+
+from batonpb import common_pb2, inference_pb2
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from baton.errors import Reason
+from baton.wire import BlockLoad, NodeRecord
+from router.observer import ObservedRequest, RequestObserver
+
+TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+ITL_BUCKETS_S: Final = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+HANDOFF_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
+BLOCK_CLASSES: Final = tuple(each.name for each in fields(BlockLoad) if each.name != "promised")
+_OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class RouterMetrics(RequestObserver):
+    """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now."""
+
+    def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "baton_requests", "Requests that have ended, by outcome: stop, length, cancelled or the error's reason.",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
+        self.queued = Gauge("baton_requests_queued", "Requests without their first token yet.", registry=registry)
+        self.running = Gauge("baton_requests_running", "Requests between first and last token.", registry=registry)
+        self.ttft_s = Histogram(
+            "baton_ttft_seconds", "From a request's arrival to its first token.",
+            buckets=TTFT_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.itl_s = Histogram(
+            "baton_itl_seconds", "Gaps between tokens; tokens that come together share theirs.",
+            buckets=ITL_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.prompt_tokens = Counter("baton_prompt_tokens", "Tokens of prompts answered.", registry=registry)
+        self.cached_tokens = Counter(
+            "baton_prefix_hit_tokens", "Of these, tokens that the prefill node had cached.", registry=registry
+        )
+        self.output_tokens = Counter("baton_output_tokens", "Tokens of answers.", registry=registry)
+        self.transfer_bytes = Counter(
+            "baton_transfer_bytes", "KV bytes written from prefill to decode nodes.", ["transport"], registry=registry
+        )
+        self.blocks_skipped = Counter(
+            "baton_transfer_blocks_skipped", "Prompt blocks never sent: the decode node had them cached.",
+            ["transport"], registry=registry,
+        )  # fmt: skip
+        self.transfer_s = Histogram(
+            "baton_transfer_exposed_seconds", "From the end of the prefill's last layer to the commit accepted.",
+            ["transport"], buckets=HANDOFF_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        registry.register(_BlockCollector(nodes))
+
+    def received(self, now_s: float) -> ObservedRequest:
+        return _Observed(self, now_s)
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Observed(ObservedRequest):
+    def __init__(self, metrics: RouterMetrics, now_s: float) -> None:
+        self._metrics = metrics
+        self._last_s = now_s
+        self._has_token = False
+        self._outcome = "cancelled"
+        metrics.queued.inc()
+
+    def tokens(self, now_s: float, count: int) -> None:
+        gap_s, self._last_s = now_s - self._last_s, now_s
+        if not self._has_token:
+            self._has_token = True
+            self._metrics.queued.dec()
+            self._metrics.running.inc()
+            self._metrics.ttft_s.observe(gap_s)
+            return
+        for _ in range(count):
+            self._metrics.itl_s.observe(gap_s / count)
+
+    def finished(self, reason: common_pb2.FinishReason, stats: inference_pb2.RequestStats) -> None:
+        metrics = self._metrics
+        self._outcome = _OUTCOMES[reason]
+        metrics.prompt_tokens.inc(stats.prompt_tokens)
+        metrics.cached_tokens.inc(stats.prompt_tokens_cached)
+        metrics.output_tokens.inc(stats.output_tokens)
+        if stats.transport:
+            metrics.transfer_bytes.labels(stats.transport).inc(stats.bytes_written)
+            metrics.blocks_skipped.labels(stats.transport).inc(stats.blocks_skipped)
+            metrics.transfer_s.labels(stats.transport).observe(stats.handoff_exposed_ms / 1000)
+
+    def failed(self, reason: Reason) -> None:
+        self._outcome = reason.value.lower()
+
+    def ended(self) -> None:
+        (self._metrics.running if self._has_token else self._metrics.queued).dec()
+        self._metrics.requests.labels(self._outcome).inc()
+
+
+class _BlockCollector(Collector):
+    """Blocks of each node as it last reported them."""
+
+    def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
+        self._nodes = nodes
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "baton_node_blocks", "KV blocks by owner, as the node last reported.", labels=["node", "role", "class"]
+        )
+        for record in self._nodes():
+            for name in BLOCK_CLASSES:
+                labels = [record.name, record.role.name.lower(), name]
+                family.add_metric(labels, getattr(record.load.blocks, name))
+        yield family

@@ -1,0 +1,253 @@
+"""Bodies of the OpenAI endpoints, checked and turned into requests of ours. Pure.
+
+What we do not know is accepted and ignored, as OpenAI's own clients expect; what we know and cannot do is refused by
+name where it would change the answer. API: https://platform.openai.com/docs/api-reference
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from batonpb import inference_pb2
+
+from baton.errors import BatonError, Reason, bad_field
+
+CHOICES_MAX: Final = 128
+"""Answers to one call: prompts times n."""
+MESSAGES_MAX: Final = 4_096
+_UINT32_MAX: Final = (1 << 32) - 1
+_FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
+"""Messages, and what else the chat template is told, to token ids. Raises BatonError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiCall:
+    """One call: each of `requests` is answered `n` times."""
+
+    chat: bool
+    requests: tuple[inference_pb2.GenerateRequest, ...]
+    n: int
+    stream: bool
+    include_usage: bool
+    """A stream ends with a chunk that has the usage."""
+    logprobs: bool
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a call, without the fields that are null. Raises BatonError BAD_FIELD."""
+    try:
+        text = raw.decode()
+        body = json.loads(text)
+        if "\\ud" in text.lower():  # JSON can spell halves of characters, which no encoding has
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BatonError(Reason.BAD_FIELD, f"The body is not JSON in UTF-8: {error}.") from error
+    if not isinstance(body, dict):
+        raise BatonError(Reason.BAD_FIELD, "The body must be a JSON object.")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
+    """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
+    n = _n(body)
+    _refuse(body, "echo", (False,), "the prompt's own text and log-probabilities are not returned")
+    _refuse(body, "suffix", ("",), "text can only be continued at its end")
+    _refuse(body, "best_of", (n,), "every answer that is drawn is returned: ask for n of them")
+    _refuse(body, "use_beam_search", (False,), "answers are drawn, not searched")
+    sampling = _sampling(body)
+    _set_integer(sampling, body, "max_tokens")
+    if body.get("logprobs") is not False:  # some clients say so when they want none
+        _set_integer(sampling, body, "logprobs")
+    requests = [_request(prompt, sampling, body) for prompt in _prompts(body.get("prompt"))]
+    return _call(body, chat=False, requests=requests, n=n)
+
+
+def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
+    """/v1/chat/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
+    for name in ("tools", "functions"):
+        _refuse(body, name, ([],), "answers are text only")
+    _refuse(body, "response_format", ({"type": "text"},), "answers are free text")
+    _refuse(body, "modalities", (["text"],), "answers are text only")
+    _refuse(body, "audio", (), "answers are text only")
+    _refuse(body, "echo", (False,), "the prompt's own text is not returned")
+    _refuse(body, "continue_final_message", (False,), "the answer is a new message")
+    sampling = _sampling(body)
+    _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
+    if _flag(body, "logprobs"):
+        sampling.logprobs = 0
+        _set_integer(sampling, body, "top_logprobs", "logprobs")
+    elif body.get("top_logprobs"):
+        raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
+    extra = body.get("chat_template_kwargs", {})
+    if not isinstance(extra, dict):
+        raise bad_field("chat_template_kwargs", "chat_template_kwargs must be an object.")
+    told = {"add_generation_prompt": _flag(body, "add_generation_prompt", default=True), **extra}
+    request = _request(list(encode(_messages(body.get("messages")), told)), sampling, body)
+    return _call(body, chat=True, requests=[request], n=_n(body))
+
+
+def _call(body: Mapping[str, Any], *, chat: bool, requests: list[inference_pb2.GenerateRequest], n: int) -> OpenAiCall:
+    if len(requests) * n > CHOICES_MAX:
+        raise bad_field("n", f"{len(requests)} prompts with n {n} are more than {CHOICES_MAX} answers, the limit.")
+    options = body.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise bad_field("stream_options", "stream_options must be an object.")
+    return OpenAiCall(
+        chat=chat,
+        requests=tuple(requests),
+        n=n,
+        stream=_flag(body, "stream"),
+        include_usage=_flag(options, "include_usage"),
+        logprobs=requests[0].sampling.HasField("logprobs"),
+    )
+
+
+def _request(
+    prompt: str | list[int], sampling: inference_pb2.Sampling, body: Mapping[str, Any]
+) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(sampling=sampling)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(prompt)
+    if "model" in body:
+        if not isinstance(body["model"], str):
+            raise bad_field("model", "model must be a string.")
+        request.model = body["model"]
+    return request
+
+
+def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
+    """What both endpoints share, our own extensions too. Ranges are checked where every client's are."""
+    _refuse(body, "prompt_logprobs", (), "log-probabilities of the prompt are not computed")
+    sampling = inference_pb2.Sampling()
+    for name in _FLOATS:
+        if name in body:
+            setattr(sampling, name, _number(body, name))
+    if body.get("top_k") != -1:  # what others write for "off"
+        _set_integer(sampling, body, "top_k")
+    _set_integer(sampling, body, "min_tokens")
+    if "seed" in body:
+        sampling.seed = _integer("seed", body["seed"], -(1 << 63), (1 << 64) - 1) % (1 << 64)
+    if "ignore_eos" in body:
+        sampling.ignore_eos = _flag(body, "ignore_eos")
+    if _flag(body, "include_stop") or _flag(body, "include_stop_str_in_output"):
+        sampling.include_stop = True
+    sampling.stop_token_ids.extend(_ids("stop_token_ids", body.get("stop_token_ids", [])))
+    stop = body.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+        raise bad_field("stop", "stop must be a string or a list of strings.")
+    sampling.stop.extend(stops)
+    _set_logit_bias(sampling, body.get("logit_bias", {}))
+    return sampling
+
+
+def _set_logit_bias(sampling: inference_pb2.Sampling, biases: object) -> None:
+    if not isinstance(biases, dict):
+        raise bad_field("logit_bias", "logit_bias must be an object of token ids and numbers.")
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdigit()):
+            raise bad_field("logit_bias", f"logit_bias has the key '{key[:40]}', which is no token id.")
+        token = _integer("logit_bias", int(key[:20]), 0, _UINT32_MAX)
+        sampling.logit_bias[token] = _number({"logit_bias": bias}, "logit_bias")
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """A text, token ids, or a list of either kind."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if isinstance(prompt[0], int):
+            return [_ids("prompt", prompt)]
+        if len(prompt) > CHOICES_MAX:
+            raise bad_field("prompt", f"{len(prompt)} prompts are more than {CHOICES_MAX}, the limit.")
+        if all(isinstance(each, str) for each in prompt):
+            return list(prompt)
+        if all(isinstance(each, list) for each in prompt):
+            return [_ids("prompt", each) for each in prompt]
+    raise bad_field("prompt", "prompt must be a string, a list of strings, token ids, or a list of lists of token ids.")
+
+
+def _messages(messages: object) -> list[dict[str, Any]]:
+    """The messages, each with its text as one string."""
+    if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
+        raise bad_field("messages", f"messages must be a list of 1 to {MESSAGES_MAX} messages.")
+    checked = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise bad_field(f"messages.{i}", f"messages[{i}] must be an object with a role.")
+        checked.append({**message, "content": _content(message.get("content"), i)})
+    return checked
+
+
+def _content(content: object, i: int) -> str:
+    if content is None:
+        return ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise bad_field(f"messages.{i}.content", f"The content of messages[{i}] must be a string or a list of parts.")
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise bad_field(
+                f"messages.{i}.content", f"messages[{i}] has a part of type {kind!r}; only text is understood."
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _n(body: Mapping[str, Any]) -> int:
+    return _integer("n", body.get("n", 1), 1, CHOICES_MAX)
+
+
+def _refuse(body: Mapping[str, Any], name: str, neutral: tuple[object, ...], why: str) -> None:
+    if name in body and body[name] not in neutral:
+        raise bad_field(name, f"{name} is not supported: {why}. Leave it out.")
+
+
+def _flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise bad_field(name, f"{name} must be true or false.")
+    return value
+
+
+def _number(body: Mapping[str, Any], name: str) -> float:
+    value = body[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise bad_field(name, f"{name} must be a number.")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise bad_field(name, f"{name} is too large.") from error
+
+
+def _set_integer(sampling: inference_pb2.Sampling, body: Mapping[str, Any], name: str, ours: str | None = None) -> None:
+    """Set our field (`max_tokens` for any name that has it, else the same name) where the client has set its own."""
+    if name in body:
+        field = ours or ("max_tokens" if name == "max_completion_tokens" else name)
+        setattr(sampling, field, _integer(name, body[name], 0, _UINT32_MAX))
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise bad_field(name, f"{name} must be a whole number from {low} to {high}.")
+    return value
+
+
+def _ids(name: str, values: object) -> list[int]:
+    if not isinstance(values, list):
+        raise bad_field(name, f"{name} must be a list of token ids.")
+    return [_integer(name, value, 0, _UINT32_MAX) for value in values]

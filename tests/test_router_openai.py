@@ -1,0 +1,206 @@
+"""Bodies and answers of the OpenAI endpoints, without a network: any JSON is taken or refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batonpb import common_pb2, inference_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import BatonError, Code, Reason
+from engine.demo_model import CHAT_TEMPLATE, DemoModelParams, write_demo_model
+from router.chat_template import ChatTemplate
+from router.openai_replies import Replies, Usage, error_headers, error_json, error_status
+from router.openai_requests import CHOICES_MAX, OpenAiCall, parse_body, parse_chat, parse_completion
+from router.text import TextCodec
+
+FIELDS = [
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
+    "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "stop", "seed", "logit_bias", "best_of",
+    "suffix", "tools", "response_format", "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs", "x",
+]  # fmt: skip
+leaves = (
+    st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=4)
+    | st.sampled_from(["hi", 0, 1, "5", {"type": "text"}, {"role": "user", "content": "hi"}])
+)  # fmt: skip
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.just("5"), inner, max_size=3),
+    max_leaves=6,
+)
+bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=8)
+
+
+def encode(messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Sequence[int]:
+    assert all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages)
+    return [len(messages), len(told)]
+
+
+def attempt(parse: Callable[[Mapping[str, Any]], OpenAiCall], raw: bytes) -> OpenAiCall | BatonError:
+    try:
+        return parse(parse_body(raw))
+    except BatonError as error:
+        return error
+
+
+@given(bodies)
+def test_any_body_is_taken_or_refused_by_name(body: dict[str, Any]) -> None:
+    """Nothing but a BatonError with status 400 comes out, and what is taken can be sent."""
+    raw = json.dumps(body).encode("utf-8", "surrogatepass")
+    for parse in (parse_completion, lambda each: parse_chat(each, encode)):
+        call = attempt(parse, raw)
+        if isinstance(call, BatonError):
+            assert error_status(call) == 400
+            json.dumps(error_json(call), ensure_ascii=False).encode()
+            continue
+        assert 0 < len(call.requests) * call.n <= CHOICES_MAX
+        for request in call.requests:
+            assert inference_pb2.GenerateRequest.FromString(request.SerializeToString()) == request
+
+
+def test_every_parameter_reaches_our_request() -> None:
+    """OpenAI's names and our extensions; what is left out stays unset, so that the router's defaults hold."""
+    body = {
+        "model": "m", "prompt": "hi", "max_tokens": 5, "temperature": 0, "top_p": 0.5, "n": 2, "stream": True,
+        "stream_options": {"include_usage": True}, "logprobs": 3, "stop": "x", "presence_penalty": 1,
+        "frequency_penalty": -1, "logit_bias": {"7": -100}, "seed": -1, "top_k": -1, "min_p": 0.1,
+        "repetition_penalty": 1.5, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True, "include_stop": True,
+    }  # fmt: skip
+    call = parse_completion(body)
+    assert (call.chat, call.n, call.stream, call.include_usage, call.logprobs) == (False, 2, True, True, True)
+    expected = inference_pb2.Sampling(
+        temperature=0, top_p=0.5, max_tokens=5, logprobs=3, stop=["x"], presence_penalty=1, frequency_penalty=-1,
+        logit_bias={7: -100}, seed=2**64 - 1, min_p=0.1, repetition_penalty=1.5, min_tokens=2, stop_token_ids=[9],
+        ignore_eos=True, include_stop=True,
+    )  # fmt: skip
+    assert call.requests == (inference_pb2.GenerateRequest(text="hi", model="m", sampling=expected),)
+    assert parse_completion({"prompt": "hi"}).requests == (
+        inference_pb2.GenerateRequest(text="hi", sampling=inference_pb2.Sampling()),
+    )
+    chat = parse_chat(
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+         "max_completion_tokens": 4, "logprobs": True, "top_logprobs": 2},
+        lambda messages, _: list(messages[0]["content"].encode()),
+    )  # fmt: skip
+    assert list(chat.requests[0].token_ids.ids) == [97, 10, 98]
+    assert (chat.requests[0].sampling.max_tokens, chat.requests[0].sampling.logprobs) == (4, 2)
+
+
+def test_errors_have_a_status_and_a_time() -> None:
+    """429 always says when to come back; what is over for good does not."""
+    full = BatonError(Reason.QUEUE_FULL, "Full.", retry_after_ms=1_200)
+    assert (error_status(full), error_headers(full)) == (429, {"retry-after": "2", "retry-after-ms": "1200"})
+    assert error_headers(BatonError(Reason.DECODE_FULL, "Full.")) == {"retry-after": "1"}
+    wrong = BatonError(Reason.PROMPT_TOO_LONG, "Long.", field="token_ids")
+    assert error_json(wrong)["error"]["param"] == "prompt"
+    assert error_json(wrong, chat=True)["error"]["param"] == "messages"
+    for reason in Reason:
+        status = error_status(BatonError(reason, "Wrong."))
+        assert 400 <= status < 600
+        assert (status == 429) == (BatonError(reason, "Wrong.").code is Code.RESOURCE_EXHAUSTED)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_log_probabilities_are_json(chat: bool) -> None:
+    """Minus infinity has a stand-in, half a character has no bytes, and offsets count over chunks."""
+    replies = Replies(
+        id="i", chat=chat, model="m", created=1, logprobs=True, token_text=["ab", "\ufffd"].__getitem__,
+        usage_in_chunks=False,
+    )  # fmt: skip
+    found = common_pb2.TokenLogprobs(logprob=-math.inf, top_ids=[0], top_logprobs=[-0.5])
+    event = inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(ids=[0, 1], text="ab", logprobs=[found, found]))
+    chunks = [replies.chunk(0, event), replies.chunk(0, event)]
+    text = json.dumps(chunks, allow_nan=False)
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in json.loads(text)]
+    if chat:
+        first, second = pieces[0]["content"]
+        assert (first["logprob"], first["bytes"], second["bytes"]) == (-9999.0, [97, 98], None)
+        assert first["top_logprobs"] == [{"token": "ab", "logprob": -0.5, "bytes": [97, 98]}]
+    else:
+        assert pieces[0]["top_logprobs"] == [{"ab": -0.5}, {"\ufffd": -9999.0, "ab": -0.5}]
+        assert [piece["text_offset"] for piece in pieces] == [[0, 2], [3, 5]]
+
+
+def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
+    """Two prompts with two answers each: tokens of prompts twice, of answers four times."""
+    usage = Usage(n=2)
+    for index in range(4):
+        usage.take(index, inference_pb2.GenerateEvent(started=inference_pb2.Started(prompt_tokens=10)))
+        stats = inference_pb2.RequestStats(output_tokens=3, prompt_tokens_cached=4)
+        usage.take(index, inference_pb2.GenerateEvent(finished=inference_pb2.Finished(stats=stats)))
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (20, 8, 12)
+    assert usage.json()["total_tokens"] == 32
+
+
+def template_of(folder: Path, config: object, own: str | None = None) -> ChatTemplate | None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    if own is not None:
+        (folder / "chat_template.jinja").write_text(own, encoding="utf-8")
+    return ChatTemplate.load(folder)
+
+
+def test_templates_are_found_where_models_have_them(tmp_path: Path) -> None:
+    """In the configuration, as a list of named ones, in a file of its own, which goes first, or nowhere."""
+    messages = [{"role": "user", "content": " hi "}]
+    told = {"add_generation_prompt": True}
+    assert template_of(tmp_path, {}) is None
+    for config in (
+        {"chat_template": CHAT_TEMPLATE, "bos_token": {"content": "<s>"}},
+        {"chat_template": [{"name": "default", "template": CHAT_TEMPLATE}], "bos_token": "<s>"},
+    ):
+        template = template_of(tmp_path, config)
+        assert template is not None
+        assert template.render(messages, told) == "<s>user: hi\nassistant:"
+    own = template_of(tmp_path, {"chat_template": "no"}, "{{ messages | tojson }}{{ tools is none }}")
+    assert own is not None
+    assert own.render([{"role": "user", "content": "<é>"}], {}) == '[{"role": "user", "content": "<é>"}]True'
+
+
+def test_a_chat_has_the_tokens_that_transformers_gives_it(tmp_path: Path) -> None:
+    """The demo model's own template: the same ids, special tokens, trimmed texts and all."""
+    from transformers import AutoTokenizer
+
+    write_demo_model(tmp_path / "m", DemoModelParams(num_layers=1, hidden_size=16, num_heads=2, head_dim=8))
+    messages = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "hi\né"}]
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "m").apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True
+    )
+    template = ChatTemplate.load(tmp_path / "m")
+    assert template is not None
+    ours = TextCodec.load(tmp_path / "m").encode_rendered(template.render(messages, {"add_generation_prompt": True}))
+    assert list(ours) == theirs["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7].content }}",
+        "{{ messages + 1 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_template_that_refuses_is_an_error_of_the_messages(tmp_path: Path, source: str) -> None:
+    """By its own words, by a fault over these messages, or because the sandbox does not let it."""
+    template = template_of(tmp_path, {}, source)
+    assert template is not None
+    with pytest.raises(BatonError) as caught:
+        template.render([{"role": "user", "content": "hi"}], {})
+    assert (caught.value.reason, caught.value.field) == (Reason.BAD_FIELD, "messages")
+
+
+@pytest.mark.parametrize(
+    ("config", "own"), [({"chat_template": 5}, None), ([], None), ({}, "{% if %}"), ({"chat_template": [5]}, "{{")]
+)
+def test_a_broken_template_is_refused_at_start(tmp_path: Path, config: object, own: str | None) -> None:
+    """The router says which model is broken rather than fail at each chat."""
+    with pytest.raises(BatonError) as caught:
+        template_of(tmp_path, config, own)
+    assert caught.value.reason is Reason.MODEL_BROKEN
