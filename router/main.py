@@ -7,9 +7,10 @@ import secrets
 from collections.abc import Callable
 from random import Random
 
-from batonpb import inference_pb2_grpc, node_pb2
+from batonpb import inference_pb2_grpc
 
 from baton.clock import SystemClock
+from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeLoad, Role
@@ -22,9 +23,14 @@ from router.text import TextCodec
 
 
 async def serve(
-    config: RouterConfig, *, stop: asyncio.Event, on_ready: Callable[[str], None], progress: Progress
+    config: RouterConfig,
+    *,
+    stop: asyncio.Event,
+    drain: asyncio.Event | None = None,
+    on_ready: Callable[[str], None],
+    progress: Progress,
 ) -> None:
-    """Run until `stop`. Raises BatonError when the router cannot start."""
+    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the router cannot start."""
     del progress
     rng = Random(secrets.randbits(64))
     runtime = NodeRuntime(
@@ -45,10 +51,7 @@ async def serve(
         rng=rng,
     )
 
-    def status(message: node_pb2.NodeStatus) -> None:
-        message.requests = node.requests
-
-    runtime.status = status
+    runtime.holds = lambda: Holdings(requests=node.requests)
     runtime.load = lambda: NodeLoad(running_requests=node.requests)
     service = InferenceService(
         node, limits=config.rpc, rng=rng, takes_requests=lambda: runtime.lifecycle.takes_requests
@@ -56,7 +59,7 @@ async def serve(
     runtime.server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, service)
     try:
         on_ready(await runtime.open())
-        await stop.wait()
+        await runtime.serve_until(stop, drain)
     finally:
         await runtime.leave()
         await runtime.server.stop(config.stop_grace_ms / 1000)
@@ -83,4 +86,5 @@ def _settings(config: RouterConfig) -> NodeSettings:
         membership=config.membership,
         rpc=config.rpc,
         stop_grace_ms=config.stop_grace_ms,
+        drain_ms_max=config.drain_ms_max,
     )

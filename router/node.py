@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
+from baton.drain import refused_by
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
@@ -87,6 +88,8 @@ class RouterNode:
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._cancels: set[asyncio.Task[None]] = set()
+        self._drained: dict[Incarnation, int] = {}
+        """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, *, request_id: RequestId, trace: Traceparent, deadline_s: float
@@ -186,6 +189,10 @@ class RouterNode:
                     )
                     async for event in events:
                         self._take(job, attempt, event)
+            except BatonError as error:
+                if refused_by(error, record.incarnation):
+                    self._drained[record.incarnation] = record.sequence
+                raise
             finally:
                 placed()
         except BatonError as error:
@@ -243,7 +250,11 @@ class RouterNode:
 
     def follow_directory(self, records: Sequence[NodeRecord]) -> None:
         """New load reports; streams to decode processes that are gone and serve nothing are dropped."""
-        self.placement.update(self._prefill_nodes())
+        prefill_nodes = self._prefill_nodes()
+        self.placement.update(prefill_nodes)
+        # The node's own answer counts until a later record says otherwise.
+        sequences = {record.incarnation: record.sequence for record in prefill_nodes}
+        self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
         alive = {record.incarnation for record in records}
         for incarnation, subscription in list(self._subscriptions.items()):
             if incarnation not in alive and subscription.idle:
@@ -290,6 +301,9 @@ class RouterNode:
         model = self.model()
         hashes = chain_hashes(job.checked.prompt, model.block_size, b"")
         fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
+        fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence]
+        if not fit:
+            raise BatonError(Reason.NODE_DRAINING, "All prefill nodes are being drained.", retry_after_ms=1_000)
         return self.placement.pick(fit, hashes, len(job.checked.prompt)), hashes
 
     def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
