@@ -13,9 +13,9 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from cli.child import ChildProgress
+from cli.cluster_view import NodeView
 from cli.demo_check import held_by
 from cli.generate import IntegerList, StreamPrinter
-from cli.nodes import NodeView
 from cli.service import ProgressPrinter
 from cli.table import format_table
 from cli.up import StartBoard
