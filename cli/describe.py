@@ -10,7 +10,8 @@ from baton.rpc_client import Channels
 from baton.wire import Role
 from cli.cluster_view import NodeView, complete_node, directory_option, find_record, run_with_channels, view_node
 from cli.invocation import EXIT_ERROR
-from cli.node_data import Output, left_behind, node_data, output_option, print_json, state_name
+from cli.node_data import left_behind, node_data, state_name
+from cli.output import Output, output_option, print_json
 from cli.table import format_table
 
 _PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")

@@ -16,7 +16,8 @@ from baton.rpc_client import Channels, rpc_errors
 from baton.wire import NodeRecord
 from cli.cluster_view import NodeView, complete_node, directory_option, find_record, get_status, run_with_channels
 from cli.invocation import EXIT_ERROR
-from cli.node_data import Output, left_behind, node_data, output_option, print_json, state_name
+from cli.node_data import left_behind, node_data, state_name
+from cli.output import Output, output_option, print_json
 
 CALL_MS_MAX: Final = 5_000
 """How long the directory, and then the node, may take to answer once."""

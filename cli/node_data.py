@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from enum import Enum
 from typing import Any, Final
 
-import click
 from batonpb import common_pb2, node_pb2
 
 from baton.wire import Role
@@ -19,23 +16,6 @@ _LEFT: Final = (
     ("grants_written", "grants written to"),
     ("unacknowledged_writes", "unacknowledged writes"),
 )
-
-
-class Output(Enum):
-    """How a command shows what it found."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-output_option: Final = click.option(
-    "-o", "--output", type=click.Choice([output.value for output in Output]), default=Output.TEXT.value,
-    show_default=True, help="How to show it.",
-)  # fmt: skip
-
-
-def print_json(data: object) -> None:
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def state_name(status: node_pb2.NodeStatus) -> str:

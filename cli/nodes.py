@@ -9,7 +9,8 @@ import click
 from baton.directory_setting import describe_directory
 from baton.wire import Role
 from cli.cluster_view import NodeView, directory_option, run_with_channels, view_nodes
-from cli.node_data import Output, node_data, output_option, print_json, state_name
+from cli.node_data import node_data, state_name
+from cli.output import Output, output_option, print_json
 from cli.table import format_table
 
 _HEADER: Final = (

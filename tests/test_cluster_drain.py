@@ -20,10 +20,14 @@ from batonpb import (
     node_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.drain import refused_by
 from baton.errors import BatonError, Reason
+from baton.ids import Incarnation
 from baton.rpc_client import rpc_errors
 from tests.cli_harness import run_baton
 from tests.cluster_harness import (
@@ -222,7 +226,8 @@ def test_sigterm_is_the_same_drain(cluster: RunningCluster, name: str) -> None:
 
 def test_an_answer_that_nobody_has_fetched_holds_the_drain_back(cluster: RunningCluster) -> None:
     """A router of our own prefills and does not subscribe: the request is over, and the node is not drained before that
-    router has read the answer to its end and said so. Meanwhile it refuses new work.
+    router has read the answer to its end and said so. Meanwhile it refuses new work itself, whatever the others believe
+    of it; so does a prefill node.
     """
 
     async def scenario() -> None:
@@ -246,6 +251,18 @@ def test_an_answer_that_nobody_has_fetched_holds_the_drain_back(cluster: Running
         await wait_for(is_over, "the answer to end", story=cluster.story)
         status = await cluster.status(name)
         assert (state(status), status.safe_to_delete, status.answers_unacknowledged) == ("DRAINING", False, 1)
+
+        reserve = transfer_pb2.ReserveRequest(header=request.header, key=key, prompt=[1], router=ROUTER, number=1)
+        reserve.header.receiver = incarnation
+        transfer = transfer_pb2_grpc.TransferStub(cluster.channel(name))
+        with pytest.raises(BatonError, match="takes no new requests") as caught, rpc_errors(name):
+            await transfer.Reserve(reserve, timeout=CALL_S_MAX)
+        assert refused_by(caught.value, Incarnation(incarnation))
+        await order(cluster, "prefill-0", "Cordon")
+        with pytest.raises(BatonError, match="takes no new requests") as caught, rpc_errors("prefill-0"):
+            [event async for event in stub.Prefill(request, timeout=CALL_S_MAX)]
+        assert refused_by(caught.value, Incarnation(prefill.incarnation))
+        await order(cluster, "prefill-0", "Uncordon")
 
         told = asyncio.Event()
 
@@ -312,9 +329,8 @@ def test_the_orders_of_an_operator() -> None:
         assert [(pair["peer"], pair["transport"]) for pair in told["status"]["pairs"]] == [("decode-0", "shm")]
         code, out, _ = baton(cluster, "nodes", "-o", "json")
         assert [node["name"] for node in json.loads(out)] == ["decode-0", "prefill-0", "router-0"]
-        assert re.search(
-            r"^decode-0 +[0-9a-f]{16} +shm +[1-9]\d* +0 +-$", baton(cluster, "describe", "prefill-0")[1], re.M
-        )
+        _, out, _ = baton(cluster, "describe", "prefill-0")
+        assert re.search(r"^decode-0 +[0-9a-f]{16} +shm +[1-9]\d* +0 +-$", out, re.MULTILINE)
 
         call = cluster.run(with_first_token(cluster, long, 2_000))
         code, out, err = baton(cluster, "drain", "decode-0", "--wait", "--timeout", "0.2")
