@@ -33,7 +33,7 @@ check: $(READY)  ## lint, format, types, direction of imports
 
 .PHONY: explore
 explore: $(READY)  ## walk the ownership protocol's states with larger bounds than the tests do (minutes)
-	@$(BIN)/python -m kvtransfer.explorer
+	@$(BIN)/python -m tests.explorer --large
 
 .PHONY: proto
 proto: $(READY)  ## generate proto/batonpb from proto/*.proto

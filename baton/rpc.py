@@ -235,6 +235,8 @@ class _Edge(grpc.aio.ServerInterceptor):
             # Nobody cancelled this call: the handler let the end of another task through. gRPC would send no status.
             failure = self._internal()
             log.exception("handler ended as cancelled", method=method, incident=failure.metadata["incident"])
+        except NotImplementedError:  # raised by the generated base class for what this node does not serve
+            failure = BatonError(Reason.UNIMPLEMENTED, f"{method} is not served by a node of this role.")
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
                 failure = BatonError(Reason.DEADLINE, "The server's time limit for this call has passed.")

@@ -113,10 +113,10 @@ class NodeRuntime:
         host, _ = split_endpoint(self.settings.listen)
         self.endpoint = self.settings.advertise or join_endpoint(host, port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")
-        await self.membership.start()
+        # Registered as ready, not made ready later: whoever is told "ready" finds the node in the directory.
         self._become(LifecycleEvent.STARTED, "ready")
-        self.server.set_ready(True)
-        self.membership.announce()
+        await self.membership.start()
+        self.server.set_ready(self.lifecycle.takes_requests)
         return self.endpoint
 
     async def serve_until(self, stop: asyncio.Event, drain: asyncio.Event | None) -> None:

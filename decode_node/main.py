@@ -19,7 +19,7 @@ from cachestore.device_pool import DevicePool, open_device_pool
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
@@ -132,7 +132,7 @@ async def _run(
     stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
     try:
         on_ready(await runtime.open())
-        await runtime.serve_until(stop, drain)
+        await done_or_broken(runtime.serve_until(stop, drain), stepping)
     finally:
         await runtime.leave()
         await node.close()

@@ -7,6 +7,7 @@ it on; it always runs to its end, in which both references to its blocks are dro
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -110,6 +111,8 @@ class DecodeNode:
             del self._jobs[job.grant]
             if not output.opened:
                 self._forget(job)
+        if not output.opened:
+            return
         self.streams.notify(output.router)
         try:
             async with asyncio.timeout(self.config.finished_ms_max / 1000):
@@ -280,7 +283,7 @@ class DecodeNode:
         for job in list(self._by_key.values()):
             self.cancel(job.key, "this node is shutting down")
         if self._lives:
-            await asyncio.wait(self._lives)
+            await asyncio.wait(self._lives, timeout=self.config.stop_grace_ms / 1000)
 
     # Small helpers.
 
@@ -323,7 +326,7 @@ class DecodeNode:
     def _resume(self, job: Job) -> None:
         """Give the committed sequence to the engine, with references of its own to every block."""
         table = [*job.prefix, *job.blocks]
-        self._blocks.hold(table)
+        self._blocks.hold(table)  # before the engine has it: nothing between here and resume may fail
         job.output.append(job.first_token, job.first_logprobs)
         self._engine.resume(
             Sequence(
@@ -342,7 +345,11 @@ class DecodeNode:
         self.engine_loop.wake()
 
     def _never(self, prompt: list[int], sampling: common_pb2.SamplingSpec) -> str | None:
-        """Why this request can never run here, whatever is free."""
+        """Why this request can never run here, whatever is free. A bad one must not break the steps of the others."""
+        if max(prompt) >= self._runner.vocab_size:
+            return f"token id {max(prompt)} is outside the vocabulary of {self._runner.vocab_size}"
+        if sampling.max_tokens < 1 or not math.isfinite(sampling.temperature) or not 0 < sampling.top_p <= 1:
+            return "its sampling parameters are out of range"
         if len(prompt) >= self._runner.context_len_max:
             return f"the prompt's {len(prompt)} tokens leave no room in a context of {self._runner.context_len_max}"
         need = self._blocks.blocks_for(len(prompt)) + self._growth(prompt, sampling.max_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, transfer_pb2_grpc
@@ -60,6 +61,8 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
 
     async def Reserve(self, request: transfer_pb2.ReserveRequest, context: Any) -> transfer_pb2.ReserveReply:
         pair = self._pair(request.header)
+        if not request.key.request:
+            raise bad_field("key.request", "A Reserve needs a request id.")
         if not request.prompt:
             raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
         if not self._takes_requests():
@@ -99,8 +102,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             raise bad_field("open", "The first message of Subscribe must be `open`.")
         router = check_header(first.open.header, own=self._own)
         cursors = {key_from_proto(c.key): c.next_index for c in first.open.cursors}
-        async for batch in self._node.streams.subscribe(router, cursors, self._dones(router, messages)):
-            yield batch
+        # So that the router knows that it is connected before there is a token.
+        await context.send_initial_metadata(())
+        batches = self._node.streams.subscribe(router, cursors, self._dones(router, messages))
+        async with aclosing(batches):
+            async for batch in batches:
+                yield batch
 
     async def _dones(self, router: Incarnation, requests: AsyncIterator[decode_pb2.SubscribeRequest]) -> None:
         async for request in requests:

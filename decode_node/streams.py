@@ -7,13 +7,16 @@ carries whatever has been drawn since its cursor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from batonpb import common_pb2, decode_pb2
 
 from baton.ids import Incarnation, RequestKey
+from baton.log import get_log
+
+log = get_log("streams")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -119,7 +122,7 @@ class TokenStreams:
 
     async def subscribe(
         self, router: Incarnation, cursors: Mapping[RequestKey, int], reading: Coroutine[Any, Any, None]
-    ) -> AsyncIterator[decode_pb2.TokenBatch]:
+    ) -> AsyncGenerator[decode_pb2.TokenBatch, None]:
         """Messages for one router from its cursors on (0 where it names none), until a newer stream replaces it.
 
         `reading` takes in what the router sends on the same stream, and runs as long as this does.
@@ -144,7 +147,9 @@ class TokenStreams:
                     yield batch
         finally:
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            for failure in await asyncio.gather(reader, return_exceptions=True):
+                if isinstance(failure, Exception):
+                    log.warning("a router's side of its stream broke off", router=f"{router:x}", error=str(failure))
             if self._subscriptions.get(router) is mine:
                 del self._subscriptions[router]
                 if router in self._outputs:

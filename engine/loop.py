@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
+from baton.errors import BatonError, Reason
 from baton.log import get_log
 from engine.core import Engine, TokenEvent
 from engine.types import Batch, KvSink
@@ -41,7 +43,7 @@ class EngineLoop:
         self._work.set()
 
     async def run(self) -> None:
-        """Until `stop`. A step that is running when this is cancelled is waited for: its blocks are in use."""
+        """Until `stop`, which waits for the step in flight: its blocks are in use. Not to be cancelled."""
         loop = asyncio.get_running_loop()
         while not self._stopping:
             events = self._engine.take_events()
@@ -68,8 +70,24 @@ class EngineLoop:
         """End the loop after the step in flight, and its thread."""
         self._stopping = True
         self.wake()
-        await task
+        await asyncio.wait([task])
         self._thread.shutdown(wait=True)
+
+
+async def done_or_broken(serving: Coroutine[Any, Any, None], stepping: asyncio.Task[None]) -> None:
+    """Return when `serving` does. Raises what ended the engine loop, which ends by itself only for a bug of ours."""
+    task = asyncio.ensure_future(serving)
+    try:
+        await asyncio.wait([task, stepping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+    if ended:
+        await task
+    if stepping.done():
+        log.error("the engine loop has ended; this node cannot go on", exc_info=stepping.exception())
+        raise BatonError(Reason.INTERNAL, "The engine loop broke off; the log says why.") from stepping.exception()
 
 
 class _NoSink:

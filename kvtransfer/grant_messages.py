@@ -241,6 +241,8 @@ class CountRefused:
 
     pair: Pair
     what: str
+    """One of a few fixed texts: a counter's name."""
+    detail: str = ""
 
 
 ReceiverInstruction = (
@@ -318,6 +320,13 @@ class WritesCompleted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WritesDropped:
+    """A posted write or the seal will never arrive (a copy failed, the link ended): the handoff cannot succeed."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllPosted:
     number: ReserveNumber
 
@@ -386,6 +395,7 @@ WriterEvent = (
     | ReserveUnanswered
     | WritesPosted
     | WritesCompleted
+    | WritesDropped
     | AllPosted
     | CommitAnswered
     | CommitUnanswered

@@ -7,9 +7,9 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
@@ -52,7 +52,7 @@ from kvtransfer.layout import Layout
 from kvtransfer.ranges import RecordRanges
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TransportName
+from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
 
 log = get_log("receiver")
 
@@ -117,7 +117,7 @@ class Receiver:
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
-        self._revokes: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._revoking: set[tuple[Pair, ReserveNumber]] = set()
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
@@ -145,6 +145,8 @@ class Receiver:
         self._retiring.discard(pair)
         try:
             return self.ports.expect(pair, self.grants.epoch(pair), transport)
+        except TooManyPairs as error:
+            raise BatonError(Reason.TOO_MANY_PEERS, f"{error}.", retry_after_ms=self.config.lease_ms) from error
         except PairBeingFenced as error:
             raise BatonError(
                 Reason.PAIR_FENCING,
@@ -153,6 +155,9 @@ class Receiver:
             ) from error
 
     def reserve(self, event: ReserveAsked) -> AnswerGranted | AnswerRefused:
+        """Raises BatonError PAIR_FENCING for a writer that has not connected, or whose books were closed since."""
+        if event.pair not in self._writers:
+            raise BatonError(Reason.PAIR_FENCING, "This writer is not connected here: connect, then reserve.")
         answer = self._handle(event)
         assert isinstance(answer, AnswerGranted | AnswerRefused), answer
         return answer
@@ -175,8 +180,9 @@ class Receiver:
                 waiters.remove(waiter)
 
     def let_go(self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber) -> None:
-        answer = self._handle(WriterLetGo(pair=pair, number=number, lowest_live=lowest_live))
-        assert isinstance(answer, AnswerLetGo), answer
+        if pair in self._writers:  # else there is nothing of it here, and no book is to be opened for it
+            answer = self._handle(WriterLetGo(pair=pair, number=number, lowest_live=lowest_live))
+            assert isinstance(answer, AnswerLetGo), answer
 
     def cancel(self, key: RequestKey) -> None:
         self._handle(RequestCancelled(key=key))
@@ -215,10 +221,10 @@ class Receiver:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
-        revokes = list(self._revokes)
-        for task in revokes:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*revokes, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # What the port tells (kvtransfer.transport.ReceiverEvents).
 
@@ -231,12 +237,14 @@ class Receiver:
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
         log.info("writer fenced", writer=f"{pair.writer:x}", epoch=epoch, evidence=evidence)
+        if pair not in self._writers:
+            return
         self._handle(PairFenced(pair=pair, epoch=epoch))
         if pair in self._retiring:
             self._retiring.discard(pair)
             if self.grants.is_quiet(pair):
                 self._carry_out(self.grants.forget_pair(pair))
-                self._writers.pop(pair, None)
+                self._drop_channel(self._writers.pop(pair))
                 self.ports.forget(pair)
 
     # Carrying out.
@@ -295,20 +303,18 @@ class Receiver:
 
     def _count_refused(self, instruction: CountRefused) -> None:
         self.refused[instruction.what] = self.refused.get(instruction.what, 0) + 1
-        log.warning("refused", what=instruction.what, writer=f"{instruction.pair.writer:x}")
+        log.warning("refused", what=instruction.what, detail=instruction.detail, writer=f"{instruction.pair.writer:x}")
 
     def _send_revoke(self, instruction: SendRevoke) -> None:
         which = (instruction.pair, instruction.number)
         if which in self._revoking:
             return  # the one under way ends within revoke_ms, and the timer comes again
         self._revoking.add(which)
-        task = self._loop.create_task(self._revoke(instruction.pair, instruction.number))
-        self._revokes.add(task)
-        task.add_done_callback(self._revokes.discard)
+        self._spawn(self._revoke(instruction.pair, instruction.number))
 
     async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
         """One call to the writer. Its answer is evidence; no answer is nothing, and the timer goes on."""
-        endpoint = self._writers[pair]
+        endpoint = self._writers.get(pair, "")
         try:
             stub = transfer_pb2_grpc.TransferStub(self._channels.get(endpoint))
             request = transfer_pb2.RevokeRequest(header=self._header(pair), number=number)
@@ -322,6 +328,20 @@ class Receiver:
         finally:
             self._revoking.discard((pair, number))
         self._handle(WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0)))
+
+    def _drop_channel(self, endpoint: str) -> None:
+        if endpoint not in self._writers.values():
+            self._spawn(self._channels.drop(endpoint))
+
+    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_over)
+
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("task broke off", exc_info=task.exception())
 
     def _header(self, pair: Pair) -> common_pb2.Header:
         return common_pb2.Header(sender=pair.receiver, receiver=pair.writer)

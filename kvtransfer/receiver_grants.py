@@ -392,7 +392,13 @@ class ReceiverGrants:
         sealed = (len(grant.seals), sum(w for w, _ in grant.seals.values()), sum(b for _, b in grant.seals.values()))
         if sealed != grant.expected:
             # The writer has sealed, so it writes no more; but what landed is not what it meant to send.
-            self._out.append(CountRefused(pair=grant.pair, what=f"seals {sealed} contradict commit {grant.expected}"))
+            self._out.append(
+                CountRefused(
+                    pair=grant.pair,
+                    what="seals that contradict the commit",
+                    detail=f"sealed {sealed}, committed {grant.expected} (channels, writes, bytes)",
+                )
+            )
             return stay
         return _S.COMMITTED if grant.state in _OPEN else _S.FENCED
 

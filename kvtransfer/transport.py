@@ -70,6 +70,10 @@ class DataEndpoint:
     epoch: Epoch
 
 
+class TooManyPairs(Exception):
+    """`expect` beyond the port's `pairs_max`: fence pairs that are gone, or raise the limit."""
+
+
 class WriterLink(Protocol):
     """One writer's data connection to one receiver, within one epoch of the pair."""
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
+from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
@@ -46,6 +46,7 @@ from kvtransfer.grant_messages import (
     StartWriting,
     WriterEvent,
     WritesCompleted,
+    WritesDropped,
     WritesPosted,
 )
 from kvtransfer.layout import Layout
@@ -209,13 +210,14 @@ class WriterPeer:
         self.transport: TransportName | None = None
         self._connect_request = connect_request
         self._stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
+        self._channels = channels
         self._make_link = make_link
         self.offers = offers
         self.link_failures = 0
         self._loop = loop
         self._config = config
         self._link: WriterLink | None = None
-        self._connecting = asyncio.Lock()
+        self._connecting: asyncio.Task[None] | None = None
         self._handoffs: dict[ReserveNumber, Handoff] = {}
         self._by_grant: dict[GrantId, Handoff] = {}
         self._requests: dict[ReserveNumber, transfer_pb2.ReserveRequest] = {}
@@ -354,7 +356,7 @@ class WriterPeer:
     async def close(self) -> None:
         """Stop calls, unmap the receiver's region. Handoffs still open end as PEER_GONE."""
         self.peer_gone()
-        tasks = list(self._tasks)
+        tasks = [*self._tasks, *([self._connecting] if self._connecting is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -367,6 +369,9 @@ class WriterPeer:
         handoff = self._by_grant[grant]
         if copied:
             self.bytes_moved += bytes_written
+        else:
+            # Before the last completion is counted, or a seal would vouch for bytes that were never copied.
+            self.handle(WritesDropped(number=handoff.number))
         self.completed(handoff, writes, bytes_written)
 
     def link_lost(self, pair: Pair, reason: str) -> None:
@@ -379,6 +384,30 @@ class WriterPeer:
                 self._count_failure(self.transport, reason)
             self._link = None
             self.handle(LinkLost(epoch=epoch))
+            for handoff in self._handoffs.values():
+                if self.machine.state_of(handoff.number) is WriterState.COMMITTING:
+                    self._spawn(self._await_commit(handoff))
+
+    def cancel_request(self, key: RequestKey) -> None:
+        """See to it that the receiver does not run this attempt, whatever became of its Commit. One call, at best."""
+        if not self._gone:
+            self._spawn(self._call_cancel(key))
+
+    async def _call_cancel(self, key: RequestKey) -> None:
+        request = decode_pb2.CancelRequest(header=self._header(), reason="the prefill node gave the request up")
+        request.key.request, request.key.attempt = key.request, key.attempt
+        try:
+            with rpc_errors(self.address.endpoint):
+                stub = decode_pb2_grpc.DecodeStub(self._channels.get(self.address.endpoint))
+                await stub.Cancel(request, timeout=self._config.call_ms_max / 1000)
+        except BatonError as error:
+            log.info("cancel unanswered", peer=self.address.name, request=key.request, error=error.message)
+
+    async def _await_commit(self, handoff: Handoff) -> None:
+        """The link ended behind a Commit: if the seal still arrived, the Commit is answered within one call's time."""
+        await asyncio.wait([handoff.ended], timeout=self._config.call_ms_max / 1000)
+        if not handoff.ended.done():
+            self.handle(WritesDropped(number=handoff.number))
 
     def completed(self, handoff: Handoff, writes: int, nbytes: int) -> None:
         handoff.writes_outstanding -= writes
@@ -393,16 +422,29 @@ class WriterPeer:
     def handle(self, event: WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             self._actions[type(instruction)](instruction)
-        for number, handoff in list(self._handoffs.items()):
-            if handoff.writes_outstanding == 0 and self.machine.state_of(number) is WriterState.DONE:
-                del self._handoffs[number]
-                self._by_grant.pop(handoff.grant, None)
-                self._changed.set()
+        if isinstance(event, HandoffAsked | LinkLost | PeerGone):
+            for number in list(self._handoffs):
+                self._forget_if_over(number)
+        else:
+            self._forget_if_over(event.number)
+
+    def _forget_if_over(self, number: ReserveNumber) -> None:
+        handoff = self._handoffs.get(number)
+        if handoff is None or handoff.writes_outstanding or self.machine.state_of(number) is not WriterState.DONE:
+            return
+        del self._handoffs[number]
+        self._by_grant.pop(handoff.grant, None)
+        self._changed.set()
 
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(call)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_over)
+
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("task broke off", peer=self.address.name, exc_info=task.exception())
 
     def _count_failure(self, transport: TransportName, reason: str) -> None:
         """A link broke by itself or could not be made: at some point the next best transport is used instead."""
@@ -417,62 +459,75 @@ class WriterPeer:
             )
 
     async def _ensure_link(self) -> None:
-        """Connect the data link if there is none. Raises BatonError."""
-        async with self._connecting:
-            if self._link is not None:
-                return
-            del self._connect_request.transports[:]
-            self._connect_request.transports.extend(self.offers.names)
+        """Connect the data link if there is none. All who wait share one try. Raises BatonError."""
+        if self._gone:
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{self.address.name} is gone.")
+        if self._link is not None:
+            return
+        if self._connecting is None:
+            self._connecting = self._loop.create_task(self._connect())
+            self._connecting.add_done_callback(self._connect_over)
+        await asyncio.shield(self._connecting)
+
+    def _connect_over(self, task: asyncio.Task[None]) -> None:
+        self._connecting = None
+        if not task.cancelled():
+            task.exception()  # taken here too: those who waited may have gone away
+
+    async def _connect(self) -> None:
+        del self._connect_request.transports[:]
+        self._connect_request.transports.extend(self.offers.names)
+        try:
             with rpc_errors(self.address.endpoint):
                 reply = await self._stub.Connect(self._connect_request, timeout=self._config.call_ms_max / 1000)
-            endpoint = DataEndpoint(
-                transport=TransportName(reply.transport),
-                address=reply.address,
-                secret=reply.secret,
-                epoch=Epoch(reply.epoch),
-            )
-            self.dst_num_blocks = reply.num_blocks
-            try:
-                self._link = await self._make_link(endpoint, self.address.pair, self)
-            except BatonError as error:
-                self._count_failure(endpoint.transport, error.message)
-                raise
-            self.transport = endpoint.transport
-            log.info("data link", peer=self.address.name, transport=reply.transport, epoch=reply.epoch)
+        except BatonError as error:
+            if error.reason is Reason.INCARNATION_MISMATCH:
+                self.peer_gone()
+            raise
+        endpoint = DataEndpoint(
+            transport=TransportName(reply.transport),
+            address=reply.address,
+            secret=reply.secret,
+            epoch=Epoch(reply.epoch),
+        )
+        self.dst_num_blocks = reply.num_blocks
+        try:
+            self._link = await self._make_link(endpoint, self.address.pair, self)
+        except BatonError as error:
+            self._count_failure(endpoint.transport, error.message)
+            raise
+        self.transport = endpoint.transport
+        log.info("data link", peer=self.address.name, transport=reply.transport, epoch=reply.epoch)
 
     async def _call_reserve(self, instruction: SendReserve) -> None:
         number = instruction.number
-        request = self._requests.pop(number)
+        request, handoff = self._requests.pop(number), self._handoffs.get(number)
+        if handoff is None:
+            return  # given up before it was sent
         request.number, request.lowest_live = number, instruction.lowest_live
         request.header.CopyFrom(self._header())
         sent_s = self._loop.time()
         try:
             with rpc_errors(self.address.endpoint):
                 reply = await self._stub.Reserve(
-                    request, timeout=self._config.reserve_ms_max / 1000, metadata=self._handoffs[number].metadata
+                    request, timeout=self._config.reserve_ms_max / 1000, metadata=handoff.metadata
                 )
         except BatonError as error:
-            self._fail_grant(number, error)
+            _fail_grant(handoff, error)
             if error.reason is Reason.INCARNATION_MISMATCH:
                 self.peer_gone()
             self.handle(ReserveUnanswered(number=number))
             return
-        handoff = self._handoffs.get(number)
         if reply.WhichOneof("answer") != "granted":
-            self._fail_grant(number, _refusal(reply, self.address.name))
+            _fail_grant(handoff, _refusal(reply, self.address.name))
             self.handle(ReserveRefused(number=number, refusal=Refusal.BUSY))
-        elif handoff is not None:
+        elif number in self._handoffs:
             grant = reply.granted
             handoff.grant = GrantId(grant.grant)
             handoff.dst_blocks = [BlockId(b) for b in grant.blocks]
             handoff.prefix_skip = grant.prefix_skip
             self._set_lease(handoff, sent_s, grant.lease_ms)
             self.handle(ReserveGranted(number=number, grant=handoff.grant, epoch=Epoch(grant.epoch)))
-
-    def _fail_grant(self, number: ReserveNumber, error: BatonError) -> None:
-        handoff = self._handoffs.get(number)
-        if handoff is not None and not handoff.granted.done():
-            handoff.granted.set_result(error)
 
     def _set_lease(self, handoff: Handoff, sent_s: float, lease_ms: int) -> None:
         handoff.lease_ms = lease_ms
@@ -533,10 +588,14 @@ class WriterPeer:
         seal, handoff.seal = handoff.seal, None
         if handoff.link is self._link:
             handoff.link.seal(seal)
+        else:
+            self.handle(WritesDropped(number=handoff.number))
 
     async def _call_commit(self, instruction: SendCommit) -> None:
         number = instruction.number
-        handoff = self._handoffs[number]
+        handoff = self._handoffs.get(number)
+        if handoff is None:
+            return  # given up before it was sent
         request = transfer_pb2.CommitRequest(
             header=self._header(),
             grant=instruction.grant,
@@ -609,6 +668,11 @@ class WriterPeer:
 
     def _header(self) -> common_pb2.Header:
         return common_pb2.Header(sender=self.address.pair.writer, receiver=self.address.pair.receiver)
+
+
+def _fail_grant(handoff: Handoff, error: BatonError) -> None:
+    if not handoff.granted.done():
+        handoff.granted.set_result(error)
 
 
 _GRANT_REFUSALS = frozenset(refusal.value for refusal in Refusal)

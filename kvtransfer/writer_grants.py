@@ -48,6 +48,7 @@ from kvtransfer.grant_messages import (
     WriterEvent,
     WriterInstruction,
     WritesCompleted,
+    WritesDropped,
     WritesPosted,
 )
 
@@ -134,6 +135,7 @@ class WriterGrants:
             ReserveUnanswered: self._unanswered,
             WritesPosted: self._posted,
             WritesCompleted: self._completed,
+            WritesDropped: lambda e: self._give_up(e.number, HandoffEnd.LINK_LOST),
             AllPosted: self._all_posted,
             CommitAnswered: self._commit_answered,
             CommitUnanswered: self._commit_unanswered,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable
 from random import Random
 
@@ -17,7 +18,7 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool, open_device_pool
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.negotiation import Offers, host_identity
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
@@ -31,6 +32,9 @@ from prefill_node.service import PrefillService, WriterService
 
 log = get_log("prefill")
 
+MACHINES_MAX = 4_096
+"""Numberings kept of decode processes that are gone, oldest dropped first."""
+
 
 class Peers:
     """This process's writers, one for each decode process it has met."""
@@ -42,11 +46,19 @@ class Peers:
         self._host = host_identity()
         self._loop = asyncio.get_running_loop()
         self._peers: dict[Incarnation, WriterPeer] = {}
+        self._closing_peers: set[Incarnation] = set()
+        self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
+        """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def for_record(self, record: NodeRecord) -> WriterPeer:
+        """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""
         peer = self._peers.get(record.incarnation)
-        if peer is None or peer.gone:
+        if peer is not None and peer.gone:
+            raise BatonError(
+                Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
+            )
+        if peer is None:
             pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
             peer = WriterPeer(
                 address=PeerAddress(name=record.name, endpoint=record.endpoint, pair=pair),
@@ -59,7 +71,7 @@ class Peers:
                 ),
                 layout=self._pool.layout,
                 src_num_blocks=self._pool.ledger.num_blocks,
-                machine=WriterGrants(),
+                machine=self._machine(record.incarnation),
                 channels=self._runtime.channels,
                 make_link=self._make_link,
                 offers=Offers(self._config.transports, self._config.fallback),
@@ -68,6 +80,9 @@ class Peers:
             )
             self._peers[record.incarnation] = peer
         return peer
+
+    def _machine(self, receiver: Incarnation) -> WriterGrants:
+        return self._machines.pop(receiver) if receiver in self._machines else WriterGrants()
 
     def find(self, receiver: Incarnation) -> WriterPeer | None:
         return self._peers.get(receiver)
@@ -89,11 +104,27 @@ class Peers:
             replaced = owners.get(peer.address.endpoint, incarnation) != incarnation
             if replaced or (incarnation not in present and not peer.linked):
                 peer.peer_gone()
-            if peer.gone and peer.machine.live == 0:
-                del self._peers[incarnation]
-                task = self._loop.create_task(peer.close())
+        self.close_gone()
+
+    def close_gone(self) -> None:
+        """Close peers that are gone and have let go of every source block. Called every second too."""
+        for incarnation, peer in self._peers.items():
+            if peer.gone and peer.machine.live == 0 and incarnation not in self._closing_peers:
+                self._closing_peers.add(incarnation)
+                task = self._loop.create_task(self._close_peer(incarnation, peer))
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
+
+    async def _close_peer(self, incarnation: Incarnation, peer: WriterPeer) -> None:
+        await peer.close()
+        del self._peers[incarnation]
+        self._closing_peers.discard(incarnation)
+        self._machines[incarnation] = peer.machine
+        if len(self._machines) > MACHINES_MAX:
+            self._machines.popitem(last=False)
+        endpoint = peer.address.endpoint
+        if all(other.address.endpoint != endpoint for other in self._peers.values()):
+            await self._runtime.channels.drop(endpoint)
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
@@ -162,6 +193,7 @@ async def _run(
         watch.check_sometimes()
         for peer in peers.all():
             peer.give_up_stalled()
+        peers.close_gone()
 
     def status(message: node_pb2.NodeStatus) -> None:
         watch.check()
@@ -198,7 +230,7 @@ async def _run(
     stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
     try:
         on_ready(await runtime.open())
-        await runtime.serve_until(stop, drain)
+        await done_or_broken(runtime.serve_until(stop, drain), stepping)
     finally:
         await runtime.leave()
         await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)

@@ -76,6 +76,8 @@ class Job:
     next_block: int = 0
     """First block of the prompt that has not been posted (and that decode lacks)."""
     computed_s: float = 0.0
+    over: bool = False
+    """Its life here went to the end. Otherwise the decode node must not run it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -143,11 +145,13 @@ class PrefillNode:
             first = await self._first_token(job)
             yield _first_token(job, first)
             if first.finish is not None or job.handoff is None:
+                job.over = True
                 return
             # Shielded: a cancel of this request must not cancel the future that the writer reports to.
             end = await asyncio.shield(job.handoff.ended)
             if end is not HandoffEnd.COMMITTED:
                 raise _handoff_failed(job.handoff, end)
+            job.over = True
             yield self._handed_off(job, job.handoff)
         finally:
             self._give_back(job)
@@ -192,7 +196,7 @@ class PrefillNode:
         candidates = order_decode_nodes(
             self._decode_nodes(),
             own=self._model,
-            may_place=lambda record: self._peer_for(record).has_room(),
+            may_place=self._may_place,
             rng=self._rng,
             tries_max=self.config.decode_tries_max,
         )
@@ -217,6 +221,12 @@ class PrefillNode:
                 refusals.append(error)
         # A full node is worth another try later, so that answer is preferred over "unreachable" and the like.
         raise next((e for e in refusals if e.reason is Reason.DECODE_FULL), refusals[-1])
+
+    def _may_place(self, record: NodeRecord) -> bool:
+        try:
+            return self._peer_for(record).has_room()
+        except BatonError:
+            return False
 
     def _start(self, job: Job) -> None:
         """Hold the prompt's blocks, send what was cached here and decode lacks, and hand over to the engine."""
@@ -245,7 +255,11 @@ class PrefillNode:
             for layer in cached.layers if cached is not None else ():
                 assert cached is not None
                 cached.layer_done(layer)
-        self._engine.submit(job.seq)
+        try:
+            self._engine.submit(job.seq)
+        except BaseException:
+            self._blocks.release(table)
+            raise
         self.engine_loop.wake()
 
     async def _first_token(self, job: Job) -> TokenEvent:
@@ -293,6 +307,7 @@ class PrefillNode:
             self._measure(sink)
         for event in events:
             self._left_engine(event)
+        self._admit()  # the blocks of those who left may be what the head of the queue waits for
 
     def _left_engine(self, event: TokenEvent) -> None:
         self._blocks.release(event.seq.block_table)
@@ -335,6 +350,9 @@ class PrefillNode:
         self.ledger.unpromise(job.key)
         if job.handoff is not None:
             job.handoff.cancel()
+            if not job.over:
+                # Its Commit may have won, and the router may not know yet who granted.
+                job.handoff.peer.cancel_request(job.key)
         if self._admitted.get(job.key) is job:
             del self._admitted[job.key]
             self._engine.abort(job.key)

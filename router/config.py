@@ -20,6 +20,7 @@ class RouterConfig:
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     max_tokens_default: int = field(default=256, metadata={"help": "output tokens of a request that names no limit"})
+    prompt_chars_max: int = field(default=2_000_000, metadata={"help": "characters of a prompt that is sent as text"})
     requests_max: int = field(default=1_024, metadata={"help": "requests in this router at a time"})
     placement_wait_ms_max: int = field(
         default=5_000, metadata={"help": "how long a request may look for a node with room before it is refused"}
@@ -41,6 +42,7 @@ class RouterConfig:
         check_positive(
             self,
             "max_tokens_default",
+            "prompt_chars_max",
             "requests_max",
             "placement_wait_ms_max",
             "placement_retry_ms",

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.drain import refused_by
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
@@ -30,8 +32,31 @@ from router.text import TextCodec
 
 log = get_log("router")
 
-PLACE_AGAIN = frozenset({Reason.DECODE_FULL, Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS, Reason.NODE_DRAINING})
+PLACE_AGAIN = frozenset(
+    {
+        Reason.DECODE_FULL,
+        Reason.QUEUE_FULL,
+        Reason.TOO_MANY_CALLS,
+        Reason.NODE_DRAINING,
+        Reason.NO_PREFILL_NODE,
+        Reason.NO_DECODE_NODE,
+        Reason.PEER_UNREACHABLE,
+        Reason.INCARNATION_MISMATCH,
+    }
+)
 """Nobody has taken the request yet and somebody may soon: looked for again until `placement_wait_ms_max` is over."""
+ASK_ANOTHER = frozenset(
+    {
+        Reason.QUEUE_FULL,
+        Reason.TOO_MANY_CALLS,
+        Reason.NODE_DRAINING,
+        Reason.PEER_UNREACHABLE,
+        Reason.INCARNATION_MISMATCH,
+    }
+)
+"""The prefill node's own trouble: the next try goes to another one where there is one."""
+PLACEMENT_DOUBLINGS_MAX = 4
+"""The pause between two looks doubles this often."""
 
 
 TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
@@ -49,8 +74,14 @@ class Job:
     checked: CheckedRequest
     began_s: float
     deadline_s: float
+    give_up_s: float
+    """Until then it may look for a node that takes it."""
     stats: inference_pb2.RequestStats
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
+    granted: bool = False
+    """A decode node has taken it: from here on it is not placed again."""
+    avoid: set[Incarnation] = field(default_factory=set)
+    """Prefill processes that did not answer this request."""
     token_times_s: list[float] = field(default_factory=list)
 
 
@@ -87,7 +118,9 @@ class RouterNode:
         self._rng = rng
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
-        self._cancels: set[asyncio.Task[None]] = set()
+        self._calls: Counter[str] = Counter()
+        """Running prefill calls by endpoint, endpoints without one included."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._drained: dict[Incarnation, int] = {}
         """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
 
@@ -106,7 +139,7 @@ class RouterNode:
             )
         self.requests += 1
         try:
-            job = self._check(request, request_id, trace, deadline_s)
+            job = await self._take_in(request, request_id, trace, deadline_s)
             yield _started(job)
             text = self._codec.stream() if self._codec is not None else None
             async with aclosing(self._tokens(job)) as batches:
@@ -129,7 +162,6 @@ class RouterNode:
 
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
         """Try until an attempt is taken; then its tokens in order. Nothing is tried again once a token is out."""
-        give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for attempt in range(1 << 30):
             key = RequestKey(request=job.id, attempt=Attempt(attempt))
             try:
@@ -138,11 +170,14 @@ class RouterNode:
                         yield batch
                 return
             except BatonError as error:
-                retry = error.reason in PLACE_AGAIN and not job.token_times_s
-                if not retry or self._loop.time() >= give_up_s:
+                if error.reason not in PLACE_AGAIN or job.granted or self._loop.time() >= job.give_up_s:
                     raise
                 log.info("placed again", request=job.id, attempt=attempt, reason=error.message)
-            await asyncio.sleep(self.config.placement_retry_ms / 1000 * self._rng.uniform(0.5, 1.5))
+            await self._pause(attempt)
+
+    async def _pause(self, attempt: int) -> None:
+        pause_ms = self.config.placement_retry_ms << min(attempt, PLACEMENT_DOUBLINGS_MAX)
+        await asyncio.sleep(pause_ms / 1000 * self._rng.uniform(0.5, 1.5))
 
     async def _attempt(self, job: Job, key: RequestKey) -> AsyncGenerator[TokenPart, None]:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
@@ -179,6 +214,7 @@ class RouterNode:
             record, hashes = self._place(job)
             placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt))
             job.stats.prefill_node = record.name
+            self._calls[record.endpoint] += 1
             try:
                 stub = prefill_pb2_grpc.PrefillStub(self._channels.get(record.endpoint))
                 with rpc_errors(record.name):
@@ -192,20 +228,29 @@ class RouterNode:
             except BatonError as error:
                 if refused_by(error, record.incarnation):
                     self._drained[record.incarnation] = record.sequence
+                if error.reason in ASK_ANOTHER:
+                    job.avoid.add(record.incarnation)
                 raise
             finally:
+                self._calls[record.endpoint] -= 1
                 placed()
         except BatonError as error:
             inbox.fail(error)
+        except Exception:
+            # A bug of ours ends this request, and no other.
+            log.exception("prefill call broke off", request=job.id)
+            inbox.fail(BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details."))
 
     def _take(self, job: Job, attempt: Try, event: prefill_pb2.PrefillEvent) -> None:
         stats, inbox = job.stats, attempt.inbox
         kind = event.WhichOneof("event")
         if kind == "granted":
+            job.granted = True
             attempt.subscription = self._subscription(event.granted)
             attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
+            job.granted = True
             stats.prompt_tokens_cached = event.first_token.prompt_tokens_cached
             has_logprobs = event.first_token.HasField("logprobs")
             inbox.put(0, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else [])
@@ -226,9 +271,7 @@ class RouterNode:
             return
         subscription.remove(inbox)
         if inbox.finish is None:
-            task = self._loop.create_task(self._cancel(subscription, inbox.key))
-            self._cancels.add(task)
-            task.add_done_callback(self._cancels.discard)
+            self._spawn(self._cancel(subscription, inbox.key))
 
     async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
         """Bounded tries; a node that answers none of them is left to its own timers."""
@@ -246,22 +289,39 @@ class RouterNode:
     async def close(self) -> None:
         for subscription in self._subscriptions.values():
             await subscription.close()
-        await asyncio.gather(*self._cancels, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def follow_directory(self, records: Sequence[NodeRecord]) -> None:
-        """New load reports; streams to decode processes that are gone and serve nothing are dropped."""
+        """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
         prefill_nodes = self._prefill_nodes()
         self.placement.update(prefill_nodes)
         # The node's own answer counts until a later record says otherwise.
         sequences = {record.incarnation: record.sequence for record in prefill_nodes}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
+        for endpoint in self._calls.keys() - {record.endpoint for record in prefill_nodes}:
+            if self._calls[endpoint] == 0:
+                del self._calls[endpoint]
+                self._spawn(self._channels.drop(endpoint))
         alive = {record.incarnation for record in records}
         for incarnation, subscription in list(self._subscriptions.items()):
             if incarnation not in alive and subscription.idle:
                 del self._subscriptions[incarnation]
-                task = self._loop.create_task(subscription.close())
-                self._cancels.add(task)
-                task.add_done_callback(self._cancels.discard)
+                self._spawn(self._drop(subscription))
+
+    async def _drop(self, subscription: DecodeSubscription) -> None:
+        await subscription.close()
+        if all(other.endpoint != subscription.endpoint for other in self._subscriptions.values()):
+            await self._channels.drop(subscription.endpoint)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_over)
+
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("task broke off", exc_info=task.exception())
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
@@ -277,13 +337,42 @@ class RouterNode:
     def _ready(self) -> list[NodeRecord]:
         return [r for r in self._prefill_nodes() if r.lifecycle is Lifecycle.READY and r.model is not None]
 
-    def _check(
+    async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
+        """Token ids of a text prompt, off the loop: a long text takes seconds, and others' tokens must flow."""
+        if self._codec is None or request.WhichOneof("prompt") != "text":
+            return ()
+        if len(request.text) > self.config.prompt_chars_max:
+            raise bad_field(
+                "text",
+                f"The prompt has {len(request.text)} characters; at most {self.config.prompt_chars_max} are taken.",
+                reason=Reason.PROMPT_TOO_LONG,
+            )
+        return await asyncio.to_thread(self._codec.encode, request.text)
+
+    async def _take_in(
         self, request: inference_pb2.GenerateRequest, request_id: RequestId, trace: Traceparent, deadline_s: float
+    ) -> Job:
+        """Check the request, against the model of a cluster that may still be coming up."""
+        give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
+        for attempt in range(1 << 30):
+            if self._ready() or self._loop.time() >= give_up_s:
+                break
+            await self._pause(attempt)
+        return self._check(request, await self._encode(request), request_id, trace, deadline_s, give_up_s)
+
+    def _check(
+        self,
+        request: inference_pb2.GenerateRequest,
+        encoded: Sequence[int],
+        request_id: RequestId,
+        trace: Traceparent,
+        deadline_s: float,
+        give_up_s: float,
     ) -> Job:
         checked = check_request(
             request,
             model=self.model(),
-            encode=self._codec.encode if self._codec is not None else None,
+            encode=(lambda _text: encoded) if self._codec is not None else None,
             max_tokens_default=self.config.max_tokens_default,
             rng=self._rng,
         )
@@ -294,6 +383,7 @@ class RouterNode:
             checked=checked,
             began_s=self._loop.time(),
             deadline_s=deadline_s,
+            give_up_s=give_up_s,
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
 
@@ -301,10 +391,11 @@ class RouterNode:
         model = self.model()
         hashes = chain_hashes(job.checked.prompt, model.block_size, b"")
         fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
-        fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence]
-        if not fit:
-            raise BatonError(Reason.NODE_DRAINING, "All prefill nodes are being drained.", retry_after_ms=1_000)
-        return self.placement.pick(fit, hashes, len(job.checked.prompt)), hashes
+        fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
+        untried = [r for r in fit if r.incarnation not in job.avoid]
+        if not untried:
+            job.avoid.clear()
+        return self.placement.pick(untried or fit, hashes, len(job.checked.prompt)), hashes
 
     def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(

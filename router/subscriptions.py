@@ -139,6 +139,11 @@ class DecodeSubscription:
                     self.fail_all(_lost(self.name, "it has restarted"))
                     return
                 log.info("stream broken", node=self.name, error=error.message)
+            except Exception:
+                # A bug of ours ends the requests of this stream, and says so.
+                log.exception("stream broke off", node=self.name)
+                self.fail_all(BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details."))
+                return
             finally:
                 # A broken stream's writer ends here, or it would wake up for, and lose, what the next one has to say.
                 self._wake = asyncio.Event()

@@ -321,7 +321,10 @@ def test_the_orders_of_an_operator() -> None:
     not done within `drain_ms_max`.
     """
     long = list(range(1, 40))
-    spec = mock_spec(decode_flags={"engine.mock_layer_delay_ms": 10, "drain_ms_max": 200})
+    spec = mock_spec(
+        router_flags={"placement_wait_ms_max": 200},
+        decode_flags={"engine.mock_layer_delay_ms": 10, "drain_ms_max": 200},
+    )
     with running(spec) as cluster:
         code, out, _ = baton(cluster, "describe", "prefill-0", "-o", "json")
         told = json.loads(out)

@@ -4,8 +4,9 @@
 two sides, `shm_copy` the copying threads.
 """
 
+from kvtransfer.transport import TooManyPairs
 from kvtransfer.transports.shm_copy import WriteOutOfBounds
-from kvtransfer.transports.shm_receiver import ShmReceiverConfig, ShmReceiverPort, TooManyPairs
+from kvtransfer.transports.shm_receiver import ShmReceiverConfig, ShmReceiverPort
 from kvtransfer.transports.shm_wire import RefusalReason
 from kvtransfer.transports.shm_writer import ShmConnectError, ShmWriterConfig, ShmWriterLink
 

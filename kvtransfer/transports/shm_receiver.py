@@ -21,7 +21,15 @@ from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, PairBeingFenced, ReceiverEvents, Seal, TransportName, WriteRanges
+from kvtransfer.transport import (
+    DataEndpoint,
+    PairBeingFenced,
+    ReceiverEvents,
+    Seal,
+    TooManyPairs,
+    TransportName,
+    WriteRanges,
+)
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.shm_fence import Evidence, PairFence
 from kvtransfer.transports.shm_wire import RefusalReason
@@ -29,15 +37,11 @@ from kvtransfer.transports.shm_wire import RefusalReason
 _OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class TooManyPairs(Exception):
-    """`expect` beyond `ShmReceiverConfig.pairs_max`: fence pairs that are gone, or raise the limit."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmReceiverConfig:
     """Limits of one port. `connections_max` counts each connection until there is evidence for it, not until EOF."""
 
-    connections_max: int = 256
+    connections_max: int = 1024
     pairs_max: int = 1024
     handshake_ms_max: int = 2000
     accepts_per_wake_max: int = 16

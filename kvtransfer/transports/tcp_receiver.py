@@ -21,10 +21,9 @@ from typing import ClassVar
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, PairBeingFenced, ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transport import DataEndpoint, PairBeingFenced, ReceiverEvents, TooManyPairs, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.shm_fence import Evidence, PairFence
-from kvtransfer.transports.shm_receiver import TooManyPairs
 from kvtransfer.transports.tcp_socket import tune
 from kvtransfer.transports.tcp_stream import ReceiveStream, TcpReceiverConfig
 from kvtransfer.transports.tcp_wire import RefusalReason

@@ -19,7 +19,8 @@ class Profile(Enum):
     CHANNEL = "channel"
     """tcp, rdma: writes and seals in order on one connection per epoch; bytes may be under way long after it broke."""
     SHM = "shm"
-    """Stores by the writer's own threads: nothing is under way, nothing can be refused, a fence needs its word or death."""
+    """Stores by the writer's own threads: nothing is under way, nothing can be refused; a fence waits for its word, or
+    its death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,8 @@ class Bounds:
     """A writer takes a living receiver for gone (as one does that is shutting down)."""
     writes_land_apart: bool = False
     """CHANNEL: a write lands in a step of its own, not only together with its completion or the seal behind it."""
+    merges: bool = True
+    """Do not visit states that can do no more than others (see `Network` and `search`)."""
     receiver: type[ReceiverGrants] = ReceiverGrants
     writer: type[WriterGrants] = WriterGrants
     receiver_limits: ReceiverLimits = field(

@@ -3,9 +3,10 @@
 All that was under way is lost at that moment, and no new handoff is asked for. From then on nothing is lost, nobody
 crashes, no link breaks by itself. What can happen happens in a fixed order, and what has to wait for a time limit
 comes last: messages, then the data path, then the writers' and the requests' own progress, then fences of the dead,
-failed calls, timers. A lease that is being renewed does not run out; a writer renews until it has posted everything, and
-then for as long as it has the link on which its seal goes out. In SHM a living writer's acknowledgement of a fence
-comes after all of that, so that everything must have become free without it.
+failed calls, timers. A lease that is being renewed does not run out; a writer renews until it has posted everything,
+and then for as long as it has the link on which its seal goes out. In SHM a living writer's acknowledgement of a
+fence comes after all of that, so that everything must have become free without it. The last thing to hold is that no
+pair is left fenced: new handoffs are possible.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from kvtransfer.writer_grants import WriterState
 from tests.explorer.bounds import Violation
 from tests.explorer.product import DEAD, Budget, Label, Product, State
 from tests.explorer.receiver_part import ReceiverInfo
-from tests.explorer.search import Counterexample, Found
-from tests.explorer.trace import tell
+from tests.explorer.search import Counterexample, Found, no_collection
+from tests.explorer.trace import step_told, tell
 from tests.explorer.writer_part import WriterInfo
 
 Move = tuple[Label, State]
@@ -33,6 +34,9 @@ class Calm:
     states: int
     steps_max: int
 
+    def told(self) -> str:
+        return f"calm from {self.starts:,} of them: all free within {self.steps_max} steps"
+
 
 def walk_all(found: Found) -> Calm:
     """Walk from every state that was found.
@@ -40,6 +44,11 @@ def walk_all(found: Found) -> Calm:
     Raises:
         Counterexample: a walk ends, or goes in a circle, with something still owned or somebody still at it.
     """
+    with no_collection():
+        return _walk_all(found)
+
+
+def _walk_all(found: Found) -> Calm:
     walker = _Walker(found.product)
     starts = 0
     for state in found.seen:
@@ -66,9 +75,9 @@ class _Walker:
         number = state[2]
         data = self._calm_data.get(number)
         if data is None:
-            old = self._product.data[number]
+            old = self._product.path.by_id[number]
             open_ones = tuple(c for c in old.connections if c.open)
-            data = self._calm_data[number] = self._product.data_id(replace(old, connections=open_ones))
+            data = self._calm_data[number] = self._product.path.id(replace(old, connections=open_ones))
         return self._product.calmed(state, data, self._nothing_left)
 
     def walk(self, start: State) -> None:
@@ -102,7 +111,7 @@ class _Walker:
             move = self.move(state)
             if move is None:
                 return lines
-            lines += tell(self._product, [state], (move[0], ""))[:-1]
+            lines += step_told(self._product, state, *move)
             state = move[1]
         return [*lines, "     and so on"]
 
@@ -137,13 +146,13 @@ class _Walker:
 
     def _data_path(self, state: State, receiver: ReceiverInfo, writer: WriterInfo) -> Move | None:
         product = self._product
-        data = product.data[state[2]]
+        data = product.path.by_id[state[2]]
         for place, connection in enumerate(data.connections):
             if not connection.queue:
                 continue
-            skipped = product.skip_abandoned(data, place, writer)
-            if skipped is not None:
-                return ("skips abandoned", place), (*state[:2], product.data_id(skipped), *state[3:])
+            skipped = product.path.skipped(state[2], place, writer)
+            if skipped != state[2]:
+                return ("skips abandoned", place), (*state[:2], skipped, *state[3:])
             arrived = product.arrive(state, receiver, writer, place)
             if arrived is not None:
                 return ("arrives", place), arrived
@@ -184,7 +193,7 @@ class _Walker:
         handoff = writer.by_grant.get(grant)
         if handoff is None or handoff.state is not WriterState.COMMITTING:
             return handoff is not None and handoff.state is WriterState.WRITING
-        connections = self._product.data[state[2]].connections
+        connections = self._product.path.by_id[state[2]].connections
         return any(c.is_link(writer.writer, handoff.epoch) for c in connections)
 
     def _fence_of_the_living(self, state: State, receiver: ReceiverInfo, writer: WriterInfo) -> Move | None:
@@ -194,7 +203,7 @@ class _Walker:
                 raise Violation("once faults stop, the block becomes free only by the acknowledgement of a fence")
             if product.fence_may_complete(state, writer, fenced, epoch):
                 return ("receiver", event), product.receiver_does(state, receiver, writer, event)
-            link = next(c for c in product.data[state[2]].connections if c.is_link(fenced, c.epoch))
+            link = next(c for c in product.path.by_id[state[2]].connections if c.is_link(fenced, c.epoch))
             return ("writer loses link", link.epoch), product.lose_link(state, receiver, writer, link.epoch)
         return None
 

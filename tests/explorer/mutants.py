@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
@@ -16,6 +16,8 @@ from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step, _Grant
 from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep, _Handoff
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 
+_OPEN = (GrantState.RESERVED, GrantState.WRITING)
+
 
 class NoEpochCheck(ReceiverGrants):
     """Whatever arrives may land, and a seal of an old epoch counts like any other."""
@@ -25,21 +27,11 @@ class NoEpochCheck(ReceiverGrants):
 
     def _seal(self, event: SealLanded) -> None:
         known = self._grant(event.grant, event.pair)
-        if known is not None and known.state not in (GrantState.RESERVED, GrantState.WRITING):
-            return
-        epoch = self.epoch(event.pair) if known is None else known.epoch
-        self._pair(event.pair).epoch, now = epoch, self.epoch(event.pair)
-        super()._seal(
-            SealLanded(
-                pair=event.pair,
-                grant=event.grant,
-                epoch=epoch,
-                writes=event.writes,
-                bytes_written=event.bytes_written,
-                channel=event.channel,
-            )
-        )
-        self._pair(event.pair).epoch = now
+        book = self._pair(event.pair)
+        now = book.epoch
+        book.epoch = known.epoch if known is not None else now
+        super()._seal(replace(event, epoch=book.epoch))
+        book.epoch = now
 
 
 class EpochOnlyCheck(ReceiverGrants):
@@ -77,15 +69,7 @@ class FreeOnTimeout(ReceiverGrants):
 
     def _timer(self, event: GrantTimerFired) -> None:
         grant = self._grants.get(event.grant)
-        if (
-            grant is not None
-            and event.kind is TimerKind.LEASE
-            and grant.state
-            in (
-                GrantState.RESERVED,
-                GrantState.WRITING,
-            )
-        ):
+        if grant is not None and event.kind is TimerKind.LEASE and grant.state in _OPEN:
             self._step(grant, Step.FENCE, GrantState.FENCED)
         else:
             super()._timer(event)
@@ -107,7 +91,7 @@ class NoSeal(ReceiverGrants):
     def _after_seal_or_commit(self, grant: _Grant, stay: GrantState) -> GrantState:
         if grant.expected is None:
             return stay
-        return GrantState.COMMITTED if grant.state in (GrantState.RESERVED, GrantState.WRITING) else GrantState.FENCED
+        return GrantState.COMMITTED if grant.state in _OPEN else GrantState.FENCED
 
 
 class NoRevokeTimer(ReceiverGrants):
@@ -122,7 +106,9 @@ class LetGoUndrained(WriterGrants):
     """The writer gives its word while its copies are still running."""
 
     def _drain(self, handoff: _Handoff) -> None:
-        if handoff.state is WriterState.DRAINING:
+        if handoff.outstanding == 0:
+            super()._drain(handoff)
+        elif handoff.state is WriterState.DRAINING:
             self._step(handoff, WriterStep.DRAINED, WriterState.LETTING_GO)
 
 
@@ -141,8 +127,6 @@ class Mutant:
 
     bounds: Bounds
     says: str
-    live: bool = False
-    """It is the walk of a calm system that must find it, not the safety checks."""
 
 
 def _mutant(
@@ -151,36 +135,35 @@ def _mutant(
     profile: Profile = Profile.CHANNEL,
     receiver: type[ReceiverGrants] = ReceiverGrants,
     writer: type[WriterGrants] = WriterGrants,
-    live: bool = False,
     crashes_max: int = 1,
     links_break: bool = True,
-    peers_up: bool = False,
+    writers_give_peers_up: bool = False,
 ) -> Mutant:
     bounds = Bounds(
         profile=profile,
         keys=SAME_REQUEST,
         crashes_max=crashes_max,
         links_break=links_break,
-        writers_give_peers_up=peers_up,
+        writers_give_peers_up=writers_give_peers_up,
         receiver=receiver,
         writer=writer,
     )
-    return Mutant(bounds=bounds, says=says, live=live)
+    return Mutant(bounds=bounds, says=says)
 
 
 MUTANTS: dict[str, Mutant] = {
     "no epoch check": _mutant("would land", receiver=NoEpochCheck, links_break=False),
     "epoch but no grant check": _mutant("would land", receiver=EpochOnlyCheck),
     "no tombstone: refused numbers": _mutant("after its let-go was answered", receiver=NoRefusedNumbers),
-    "no tombstone: lowest live number": _mutant("after its let-go was answered", receiver=NoLowestLive),
+    "no tombstone: lowest live number": _mutant("is granted twice", receiver=NoLowestLive),
     "no tombstone: dead attempts": _mutant("commits after it was cancelled", receiver=NoDeadAttempts),
     "free on timeout: lease": _mutant("may still write", profile=Profile.SHM, receiver=FreeOnTimeout),
     "free on timeout: revoke rounds": _mutant("may still write", profile=Profile.SHM, receiver=FreeAfterRevokes),
     "no seal, channel": _mutant("of its writes only 0 landed", receiver=NoSeal),
     "no seal, shm": _mutant("of its writes only 0 landed", profile=Profile.SHM, receiver=NoSeal),
-    "no revoke timer": _mutant("never becomes free", profile=Profile.SHM, receiver=NoRevokeTimer, live=True),
+    "no revoke timer": _mutant("never becomes free", profile=Profile.SHM, receiver=NoRevokeTimer, crashes_max=0),
     "let-go before the writes have drained": _mutant("outstanding", writer=LetGoUndrained),
     "Revoke answered when the peer is given up": _mutant(
-        "outstanding", profile=Profile.SHM, writer=RevokeAnsweredAtOnce, peers_up=True
+        "outstanding", profile=Profile.SHM, writer=RevokeAnsweredAtOnce, writers_give_peers_up=True
     ),
 }

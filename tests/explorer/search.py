@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.explorer.bounds import Bounds, Violation
@@ -33,6 +35,12 @@ class Found:
     depth: int
     seconds: float
 
+    def told(self) -> str:
+        return (
+            f"{len(self.seen):,} distinct states ({self.visited:,} visited), {self.steps:,} transitions, depth "
+            f"{self.depth}, {self.seconds:.1f} s"
+        )
+
     def path(self, state: State) -> list[State]:
         return path_to(self.seen, state)
 
@@ -43,11 +51,17 @@ def explore(bounds: Bounds, *, states_max: int = 100_000_000) -> Found:
     Raises:
         Counterexample: an invariant is broken.
     """
-    # Millions of tuples and no cycles among them: the collector would find nothing, again and again.
+    with no_collection():
+        return _explore(bounds, states_max)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Millions of tuples and no cycles among them: the collector would find nothing, again and again."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _explore(bounds, states_max)
+        yield
     finally:
         if collecting:
             gc.enable()
@@ -69,7 +83,7 @@ def _explore(bounds: Bounds, states_max: int) -> Found:
                 steps += 1
                 if to not in seen:
                     seen[to] = state
-                    if not best.covers(to):
+                    if not bounds.merges or not best.covers(to):
                         product.check(to)
                         frontier.append(to)
                 label = None

@@ -3,55 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from enum import Enum
 from typing import Any
 
 from tests.explorer.bounds import Violation
 from tests.explorer.product import DEAD, Label, Product, State
 
+_INDENT = " " * 16
+_TO_WRITER = ("to writer", "writer", "orphan")
 
-def tell(product: Product, path: list[State], last: tuple[Label, str] | None) -> list[str]:
+
+def tell(product: Product, path: list[State], failing: tuple[Label, str] | None) -> list[str]:
     """One line for each step of the path, what each side was told to do below it; then the step that failed."""
     lines: list[str] = []
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in itertools.pairwise(path):
         label = next(label for label, to in product.steps(before) if to == after)
-        lines += _step(product, before, label, len(lines))
-    if last is not None:
-        label, what = last
-        lines += _step(product, path[-1], label, len(lines))
-        lines.append(f"     !! {what}")
+        lines += step_told(product, before, label, after)
+    if failing is not None:
+        label, what = failing
+        lines += [*step_told(product, path[-1], label, None), f"     !! {what}"]
     return lines
 
 
-def _step(product: Product, state: State, label: Label, line: int) -> list[str]:
-    del line
+def step_told(product: Product, state: State, label: Label, after: State | None) -> list[str]:
     kind, number = label
-    if kind in ("to receiver", "to writer", "receiver", "writer", "orphan"):
-        event = product.messages.event(number)
-        told: list[Any] = []
-        try:
-            if kind in ("to receiver", "receiver"):
-                told = list(product.receivers.effect(product.receivers.by_id[state[0]], number).instructions)
-            else:
-                told = list(product.writers.effect(product.writers.by_id[state[1]], number).instructions)
-        except Violation:
-            pass
-        return [f"{kind:>12}: {show(event)}", *(f"{'':>16}-> {show(i)}" for i in told)]
     if kind in ("arrives", "skips abandoned"):
-        connection = product.data[state[2]].connections[number]
-        grant, index = connection.queue[0]
-        what = "seal" if index < 0 else f"write {index}"
-        return [f"{'data':>12}: {kind}: {what} of grant {grant.hex()} on epoch {connection.epoch}"]
-    return [f"{'fault':>12}: {kind}"]
+        connection = product.path.by_id[state[2]].connections[number]
+        what = ", ".join(f"{'seal' if i < 0 else f'write {i}'} of grant {g.hex()}" for g, i in connection.queue)
+        lines = [f"        data: {kind}: what is oldest of [{what}] on epoch {connection.epoch}"]
+        return lines + _meanwhile(product, state, 0, after)
+    if kind not in ("to receiver", "receiver", *_TO_WRITER):
+        return [f"       fault: {kind}"]
+    told: list[Any] = []
+    sent = 0
+    try:
+        if kind in _TO_WRITER:
+            writer_effect = product.writers.effect(product.writers.by_id[state[1]], number)
+            told, sent = list(writer_effect.instructions), writer_effect.sent
+        else:
+            receiver_effect = product.receivers.effect(product.receivers.by_id[state[0]], number)
+            told, sent = list(receiver_effect.instructions), receiver_effect.sent
+    except Violation:
+        pass  # the step whose failure is being told
+    lines = [f"{kind:>12}: {show(product.messages.event(number))}", *(f"{_INDENT}-> {show(i)}" for i in told)]
+    return lines + _meanwhile(product, state, sent, after)
+
+
+def _meanwhile(product: Product, state: State, sent: int, after: State | None) -> list[str]:
+    """Messages that were put into the network beside those of the step (see `Network`)."""
+    if after is None or after[0] == DEAD:
+        return []
+    new = after[4] & ~state[4] & ~sent
+    events = [m.event for i, m in enumerate(product.messages.items) if new >> i & 1]
+    return [f"{_INDENT}   repeats and answers to repeats send {show(e)}" for e in events]
 
 
 def show(thing: Any) -> str:
     """A message as one would write it down."""
     if dataclasses.is_dataclass(thing):
-        fields = ", ".join(
-            f"{f.name}={show(getattr(thing, f.name))}" for f in dataclasses.fields(thing) if _tells(thing, f)
-        )
-        return f"{type(thing).__name__}({fields})"
+        fields = (f"{f.name}={show(getattr(thing, f.name))}" for f in dataclasses.fields(thing) if _tells(thing, f))
+        return f"{type(thing).__name__}({', '.join(fields)})"
     if isinstance(thing, Enum):
         return thing.name
     return thing.hex() if isinstance(thing, bytes) else str(thing)
@@ -59,7 +71,4 @@ def show(thing: Any) -> str:
 
 def _tells(thing: Any, field: dataclasses.Field[Any]) -> bool:
     value = getattr(thing, field.name)
-    return value != field.default and field.name not in ("bytes_written", "blocks", "prefix", "blocks_new")
-
-
-__all__ = ["DEAD", "show", "tell"]
+    return value != field.default and field.name not in ("bytes_written", "blocks", "prefix", "blocks_new", "pair")

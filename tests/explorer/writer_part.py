@@ -46,7 +46,7 @@ _ACTIVE = (WriterState.ASKING, WriterState.WRITING, WriterState.COMMITTING)
 
 @dataclass(frozen=True, slots=True)
 class WriterProcess:
-    """`released`: numbers whose sources were released; `reported`: whose end was. Both only while the number is known."""
+    """`released`: numbers whose sources were released; `reported`: whose end was. Only of known numbers."""
 
     writer: int
     machine: WriterTuple

@@ -1,0 +1,77 @@
+"""State diagrams of the two grant machines, generated from their transition tables, as Mermaid text.
+
+python docs/generate_state_diagrams.py            prints both
+python docs/generate_state_diagrams.py --write    puts them between the markers of ARCHITECTURE.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from kvtransfer.receiver_grants import TRANSITIONS, GrantState
+from kvtransfer.writer_grants import WRITER_TRANSITIONS, WriterState
+
+_State = TypeVar("_State", bound=Enum)
+_Step = TypeVar("_Step", bound=Enum)
+
+ARCHITECTURE = Path(__file__).parents[1] / "ARCHITECTURE.md"
+
+
+def diagrams() -> dict[str, str]:
+    """Mermaid text by the name of its markers, fenced for Markdown."""
+    return {
+        "receiver-states": _diagram(TRANSITIONS, GrantState.RESERVED, "Reserve", GrantState.RELEASED),
+        "writer-states": _diagram(WRITER_TRANSITIONS, WriterState.ASKING, "handoff asked for", WriterState.DONE),
+    }
+
+
+def _diagram(
+    table: Mapping[tuple[_State, _Step], tuple[_State, ...]], first: _State, first_step: str, last: _State
+) -> str:
+    """One arrow for each pair of states, in the order of the table, with all steps that lead along it."""
+    arrows: dict[tuple[_State, _State], list[str]] = {}
+    for state in type(first):
+        for (came_from, step), ends in table.items():
+            for to in ends if came_from is state else ():
+                arrows.setdefault((came_from, to), []).append(step.value)
+    lines = [f"    {a.value} --> {b.value} : {', '.join(steps)}" for (a, b), steps in arrows.items()]
+    return "\n".join(
+        [
+            "```mermaid",
+            "stateDiagram-v2",
+            f"    [*] --> {first.value} : {first_step}",
+            *lines,
+            f"    {last.value} --> [*]",
+            "```",
+        ]
+    )
+
+
+def replaced(text: str) -> str:
+    """`text` with each diagram between its markers; raises ValueError where a marker is missing."""
+    for name, diagram in diagrams().items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, found_begin, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found_begin and found_end):
+            raise ValueError(f"the markers {begin} and {end} are not there, in this order")
+        text = f"{before}{begin}\n{diagram}\n{end}{after}"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Generate the state diagrams of the grant machines.")
+    parser.add_argument("--write", action="store_true", help="put them into ARCHITECTURE.md")
+    if parser.parse_args().write:
+        ARCHITECTURE.write_text(replaced(ARCHITECTURE.read_text()))
+    else:
+        for name, diagram in diagrams().items():
+            print(f"{name}\n{diagram}\n")
+
+
+if __name__ == "__main__":
+    main()

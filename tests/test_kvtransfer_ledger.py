@@ -1,0 +1,283 @@
+"""The ledger against a naive model of it: sets of blocks, and classes worked out from scratch each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.ids import BlockId, GrantId
+from kvtransfer.ledger import BlockCounts, ConservationError, Ledger
+
+NUM_BLOCKS = 6
+
+
+@dataclass
+class ModelBlock:
+    """What a block is, in the plainest words."""
+
+    holds: int = 0
+    writer: int | None = None
+    quarantined: bool = False
+    cached: bool = False
+
+    def name(self) -> str:
+        if self.quarantined:
+            return "quarantined"
+        if self.writer is not None:
+            return "writer_owned"
+        if self.holds:
+            return "held"
+        return "cached" if self.cached else "free"
+
+
+@dataclass
+class Model:
+    blocks: list[ModelBlock] = field(default_factory=lambda: [ModelBlock() for _ in range(NUM_BLOCKS)])
+    promises: dict[int, int] = field(default_factory=dict)
+    grants: dict[int, list[int]] = field(default_factory=dict)
+
+    def named(self, *names: str) -> list[int]:
+        return [i for i, block in enumerate(self.blocks) if block.name() in names]
+
+    def available(self) -> int:
+        return len(self.named("free", "cached")) - sum(self.promises.values())
+
+    def counts(self) -> BlockCounts:
+        names = [block.name() for block in self.blocks]
+        return BlockCounts(
+            quarantined=names.count("quarantined"),
+            writer_owned=names.count("writer_owned"),
+            held=names.count("held"),
+            cached=names.count("cached"),
+            free=names.count("free"),
+            promised=sum(self.promises.values()),
+        )
+
+
+class LedgerAgainstModel(RuleBasedStateMachine):
+    """Every legal call in every order; each rule picks its blocks from the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.freed: list[int] = []
+        self.ledger = Ledger(NUM_BLOCKS, on_free=self.freed.append)
+        self.model = Model()
+        self.grants_made = 0
+        self.was_free = set(range(NUM_BLOCKS))
+
+    def _grant_id(self, grant: int) -> GrantId:
+        return GrantId(bytes((grant % 256, grant // 256)))
+
+    @rule(count=st.integers(0, NUM_BLOCKS))
+    def take(self, count: int) -> None:
+        """Free blocks, as many as nobody was promised."""
+        count = max(0, min(count, len(self.model.named("free")), self.model.available()))
+        taken = self.ledger.take(count)
+        assert len(set(taken)) == count
+        for block in taken:
+            assert self.model.blocks[block] == ModelBlock()
+            self.model.blocks[block].holds = 1
+
+    @precondition(lambda self: self.model.promises)
+    @rule(data=st.data(), count=st.integers(0, NUM_BLOCKS))
+    def take_promised(self, data: st.DataObject, count: int) -> None:
+        """Promised blocks are drawn though nothing else is available."""
+        key = data.draw(st.sampled_from(sorted(self.model.promises)))
+        count = min(count, self.model.promises[key], len(self.model.named("free")))
+        for block in self.ledger.take(count, promise=key):
+            assert self.model.blocks[block] == ModelBlock()
+            self.model.blocks[block].holds = 1
+        self.model.promises[key] -= count
+
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        """One more request wants a held or cached block; reviving a cached one needs room."""
+        candidates = [i for i, b in enumerate(self.model.blocks) if b.holds or b.cached]
+        if self.model.available() == 0:
+            candidates = [i for i in candidates if self.model.blocks[i].name() != "cached"]
+        if candidates:
+            block = data.draw(st.sampled_from(candidates))
+            self.ledger.hold([BlockId(block)])
+            self.model.blocks[block].holds += 1
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        held = [i for i, b in enumerate(self.model.blocks) if b.holds]
+        if held:
+            block = data.draw(st.sampled_from(held))
+            self.ledger.drop([BlockId(block)])
+            self.model.blocks[block].holds -= 1
+
+    @rule(data=st.data())
+    def give_writer(self, data: st.DataObject) -> None:
+        """Private blocks get a writer as their second owner."""
+        private = [i for i, b in enumerate(self.model.blocks) if b.holds == 1 and not b.cached and b.writer is None]
+        if private:
+            blocks = data.draw(st.lists(st.sampled_from(private), min_size=1, unique=True))
+            self.grants_made += 1
+            self.ledger.give_writer([BlockId(b) for b in blocks], self._grant_id(self.grants_made))
+            self.model.grants[self.grants_made] = blocks
+            for block in blocks:
+                self.model.blocks[block].writer = self.grants_made
+
+    @precondition(lambda self: self.model.grants)
+    @rule(data=st.data())
+    def writer_gone(self, data: st.DataObject) -> None:
+        grant = data.draw(st.sampled_from(sorted(self.model.grants)))
+        blocks = self.model.grants.pop(grant)
+        self.ledger.writer_gone([BlockId(b) for b in blocks], self._grant_id(grant))
+        for block in blocks:
+            self.model.blocks[block].writer = None
+            self.model.blocks[block].quarantined = False
+
+    @precondition(lambda self: self.model.grants)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        grant = data.draw(st.sampled_from(sorted(self.model.grants)))
+        blocks = self.model.grants[grant]
+        self.ledger.quarantine([BlockId(b) for b in blocks], self._grant_id(grant))
+        for block in blocks:
+            self.model.blocks[block].quarantined = True
+
+    @rule(data=st.data())
+    def mark_cached(self, data: st.DataObject) -> None:
+        candidates = [i for i, b in enumerate(self.model.blocks) if b.holds and b.writer is None and not b.cached]
+        if candidates:
+            block = data.draw(st.sampled_from(candidates))
+            self.ledger.mark_cached(BlockId(block))
+            self.model.blocks[block].cached = True
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        candidates = [i for i, b in enumerate(self.model.blocks) if b.cached]
+        if candidates:
+            block = data.draw(st.sampled_from(candidates))
+            self.ledger.evict(BlockId(block))
+            self.model.blocks[block].cached = False
+
+    @rule(key=st.integers(0, 3), count=st.integers(0, NUM_BLOCKS))
+    def promise(self, key: int, count: int) -> None:
+        if key not in self.model.promises and count <= self.model.available():
+            self.ledger.promise(key, count)
+            self.model.promises[key] = count
+
+    @rule(key=st.integers(0, 3))
+    def unpromise(self, key: int) -> None:
+        """Idempotent."""
+        self.ledger.unpromise(key)
+        self.model.promises.pop(key, None)
+
+    @invariant()
+    def same_classes(self) -> None:
+        """Counted anew, from the books, and in the model: the same."""
+        expected = self.model.counts()
+        assert self.ledger.check() == expected
+        assert self.ledger.books() == expected
+        assert expected.total == NUM_BLOCKS
+        assert self.ledger.free == expected.free
+        assert self.ledger.reclaimable == expected.free + expected.cached
+        assert self.ledger.available == self.model.available() >= 0
+
+    @invariant()
+    def same_blocks(self) -> None:
+        for number, block in enumerate(self.model.blocks):
+            known = BlockId(number)
+            expected = None if block.writer is None else self._grant_id(block.writer)
+            assert self.ledger.writer_of(known) == expected
+            assert self.ledger.is_held(known) == (block.holds > 0)
+        every = [BlockId(b) for b in range(NUM_BLOCKS)]
+        assert self.ledger.idle_cached(every) == len(self.model.named("cached"))
+        assert {key: self.ledger.promise_left(key) for key in range(4)} == {
+            key: self.model.promises.get(key) for key in range(4)
+        }
+
+    @invariant()
+    def told_of_each_block_that_becomes_free(self) -> None:
+        """Once for each, and for no other."""
+        free = set(self.model.named("free"))
+        assert sorted(self.freed) == sorted(free - self.was_free)
+        self.freed.clear()
+        self.was_free = free
+
+
+LedgerAgainstModel.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLedgerAgainstModel = LedgerAgainstModel.TestCase
+
+
+GRANT, OTHER = GrantId(b"g"), GrantId(b"o")
+
+
+def test_a_block_is_free_only_when_request_and_writer_have_let_go() -> None:
+    """Either may go first."""
+    ledger = Ledger(2)
+    blocks = ledger.take(2)
+    ledger.give_writer(blocks, GRANT)
+    ledger.drop(blocks[:1])
+    assert ledger.free == 0
+    ledger.writer_gone(blocks, GRANT)
+    assert ledger.free == 1
+    ledger.drop(blocks[1:])
+    assert ledger.free == 2
+
+
+def test_misuse_is_asserted() -> None:
+    """Two writers, a writer for a shared block, evidence about another grant, more than there is, a drop too many."""
+    ledger = Ledger(3)
+    blocks = ledger.take(1)
+    with pytest.raises(AssertionError, match="not held"):
+        ledger.drop([BlockId(1)])
+    with pytest.raises(AssertionError, match="nobody keeps"):
+        ledger.hold([BlockId(1)])
+    with pytest.raises(AssertionError):
+        ledger.take(3)
+    ledger.hold(blocks)
+    with pytest.raises(AssertionError, match="not private"):
+        ledger.give_writer(blocks, GRANT)
+    ledger.drop(blocks)
+    ledger.give_writer(blocks, GRANT)
+    with pytest.raises(AssertionError, match="two writers"):
+        ledger.give_writer(blocks, OTHER)
+    for call in (ledger.writer_gone, ledger.quarantine):
+        with pytest.raises(AssertionError):
+            call(blocks, OTHER)
+    with pytest.raises(AssertionError):
+        ledger.mark_cached(blocks[0])
+    ledger.promise("a", 2)
+    with pytest.raises(AssertionError):
+        ledger.promise("b", 1)
+    with pytest.raises(AssertionError):
+        ledger.take(1)
+    with pytest.raises(AssertionError):
+        ledger.take(3, promise="a")
+
+
+def _promise_too_much(ledger: Ledger) -> None:
+    ledger._promises["x"] = ledger._promised = 5
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda ledger: ledger._free.append(BlockId(0)), "free list has 3 entries, recount says 2"),
+        (lambda ledger: ledger._free.__setitem__(0, ledger._free[1]), "free list has 2 entries, recount says 2"),
+        (lambda ledger: setattr(ledger, "_cached_count", 1), "1 cached blocks in the books, recount says 0"),
+        (lambda ledger: setattr(ledger, "_promised", 1), "promised 1, promises sum to 0"),
+        (_promise_too_much, "promised 5 of 2"),
+        (lambda ledger: ledger._quarantined.__setitem__(1, True), "the books say"),
+    ],
+    ids=["freed twice", "listed twice", "cached", "promised", "promised too much", "quarantined without a writer"],
+)
+def test_check_names_the_contradiction(damage: Callable[[Ledger], None], says: str) -> None:
+    """Books that were tampered with; block 0 is held and a writer's, block 1 held, two are free."""
+    ledger = Ledger(4)
+    ledger.give_writer(ledger.take(1), GRANT)
+    assert ledger.take(1) == [BlockId(1)]
+    ledger.check()
+    damage(ledger)
+    with pytest.raises(ConservationError, match=says):
+        ledger.check()
