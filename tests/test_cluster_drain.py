@@ -335,6 +335,10 @@ def test_the_orders_of_an_operator() -> None:
         _, out, _ = baton(cluster, "describe", "prefill-0")
         assert re.search(r"^decode-0 +[0-9a-f]{16} +shm +[1-9]\d* +0 +-$", out, re.MULTILINE)
 
+        words = f"baton drain --directory {cluster.cluster.directory} de"
+        completed = run_baton(env={"_BATON_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "4"})
+        assert completed.stdout == "plain,decode-0\n"
+
         call = cluster.run(with_first_token(cluster, long, 2_000))
         code, out, err = baton(cluster, "drain", "decode-0", "--wait", "--timeout", "0.2")
         assert (code, out) == (1, "decode-0 is draining; it holds 1 requests, 1 grants received.\n"), err
