@@ -50,6 +50,7 @@ class Reason(Enum):
 
     # What it names is not here, or is here already.
     UNKNOWN_MODEL = "UNKNOWN_MODEL"
+    UNKNOWN_NODE = "UNKNOWN_NODE"
     UNKNOWN_REQUEST = "UNKNOWN_REQUEST"
     UNKNOWN_GRANT = "UNKNOWN_GRANT"
     NAME_IN_USE = "NAME_IN_USE"
@@ -104,7 +105,13 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
         Reason.BAD_REQUEST_ID,
         Reason.NO_DEADLINE,
     ),
-    Code.NOT_FOUND: (Reason.UNKNOWN_MODEL, Reason.UNKNOWN_REQUEST, Reason.UNKNOWN_GRANT, Reason.MODEL_MISSING),
+    Code.NOT_FOUND: (
+        Reason.UNKNOWN_MODEL,
+        Reason.UNKNOWN_NODE,
+        Reason.UNKNOWN_REQUEST,
+        Reason.UNKNOWN_GRANT,
+        Reason.MODEL_MISSING,
+    ),
     Code.ALREADY_EXISTS: (Reason.NAME_IN_USE, Reason.PORT_IN_USE, Reason.REQUEST_EXISTS),
     Code.RESOURCE_EXHAUSTED: (
         Reason.QUEUE_FULL,

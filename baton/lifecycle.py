@@ -28,7 +28,9 @@ class Lifecycle(IntEnum):
     CORDONED = 3
     """Takes nothing new, keeps what it has; can become READY again."""
     DRAINING = 4
+    """Takes nothing new, finishes what it has; can become READY again until the process is stopping."""
     DRAINED = 5
+    """Has proved that it holds nothing."""
     STOPPED = 6
 
 
@@ -37,6 +39,7 @@ class LifecycleEvent(Enum):
     CORDON = "cordon"
     UNCORDON = "uncordon"
     DRAIN = "drain"
+    UNDRAIN = "undrain"
     EMPTY = "empty"  # the node has proved it: no request, no grant, no unacknowledged outbound write
     STOP = "stop"
 
@@ -47,14 +50,17 @@ TRANSITIONS: Final[Mapping[tuple[Lifecycle, LifecycleEvent], Lifecycle]] = {
     (Lifecycle.READY, LifecycleEvent.CORDON): Lifecycle.CORDONED,
     (Lifecycle.READY, LifecycleEvent.UNCORDON): Lifecycle.READY,
     (Lifecycle.READY, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
+    (Lifecycle.READY, LifecycleEvent.UNDRAIN): Lifecycle.READY,
     (Lifecycle.CORDONED, LifecycleEvent.CORDON): Lifecycle.CORDONED,
     (Lifecycle.CORDONED, LifecycleEvent.UNCORDON): Lifecycle.READY,
     (Lifecycle.CORDONED, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
     (Lifecycle.DRAINING, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
+    (Lifecycle.DRAINING, LifecycleEvent.UNDRAIN): Lifecycle.READY,
     (Lifecycle.DRAINING, LifecycleEvent.EMPTY): Lifecycle.DRAINED,
     # The drain's time limit has passed: what is left is given up, by its owner, before the process ends.
     (Lifecycle.DRAINING, LifecycleEvent.STOP): Lifecycle.STOPPED,
     (Lifecycle.DRAINED, LifecycleEvent.DRAIN): Lifecycle.DRAINED,
+    (Lifecycle.DRAINED, LifecycleEvent.UNDRAIN): Lifecycle.READY,
     (Lifecycle.DRAINED, LifecycleEvent.STOP): Lifecycle.STOPPED,
     (Lifecycle.STOPPED, LifecycleEvent.STOP): Lifecycle.STOPPED,
 }
@@ -107,10 +113,14 @@ class NodeLifecycle:
 
 
 def install_signal_handlers(
-    loop: asyncio.AbstractEventLoop, on_stop: Callable[[signal.Signals], None]
+    loop: asyncio.AbstractEventLoop,
+    on_stop: Callable[[signal.Signals], None],
+    *,
+    on_drain: Callable[[signal.Signals], None] | None = None,
 ) -> Callable[[], None]:
     """SIGINT and SIGTERM: the first calls `on_stop` on the loop, any further one ends the process at once (130, 143).
 
+    With `on_drain` a first SIGTERM calls that instead, and a SIGINT after it is still the first call of `on_stop`.
     Main thread only. A terminal sends Ctrl-C to every process of its foreground group: a parent that stops its
     children itself starts them in sessions of their own, or they count two signals. Returns the function that puts the
     handlers back that were there before.
@@ -118,20 +128,28 @@ def install_signal_handlers(
     caught = (signal.SIGINT, signal.SIGTERM)
     before = {signum: signal.getsignal(signum) for signum in caught}
 
-    def first(signum: signal.Signals) -> None:
+    def end_at_once(*signums: signal.Signals) -> None:
         # From here on a plain handler: it runs between any two bytecodes, even when the loop itself is stuck.
-        for each in caught:
+        for each in signums:
             loop.remove_signal_handler(each)
             signal.signal(each, _exit_now)
+
+    def first(signum: signal.Signals) -> None:
+        end_at_once(*caught)
         on_stop(signum)
+
+    def drain(signum: signal.Signals) -> None:
+        assert on_drain is not None
+        end_at_once(signum)
+        on_drain(signum)
 
     def restore() -> None:
         for signum in caught:
             loop.remove_signal_handler(signum)
             signal.signal(signum, before[signum])
 
-    for signum in caught:
-        loop.add_signal_handler(signum, first, signum)
+    loop.add_signal_handler(signal.SIGINT, first, signal.SIGINT)
+    loop.add_signal_handler(signal.SIGTERM, first if on_drain is None else drain, signal.SIGTERM)
     return restore
 
 

@@ -12,9 +12,11 @@ from batonpb import node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
 from baton.directory_setting import open_directory
+from baton.drain import Holdings, NodeDrain
 from baton.endpoint import join_endpoint, split_endpoint
+from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
-from baton.lifecycle import LifecycleEvent, NodeLifecycle
+from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
 from baton.log import get_log
 from baton.membership import Membership, MembershipConfig
 from baton.rpc import RpcLimits, RpcServer, check_can_bind
@@ -42,10 +44,12 @@ class NodeSettings:
     membership: MembershipConfig
     rpc: RpcLimits
     stop_grace_ms: int
+    drain_ms_max: int
 
 
 class NodeRuntime:
-    """One node process. `status` fills in what the node holds; `upkeep` is called every second; neither may block."""
+    """One node process. `holds` says what the node answers for, `status` adds details to its answer, `upkeep` is called
+    every second; none of them may block."""
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class NodeRuntime:
         self.model: ModelInfo | None = None
         self.transports: tuple[str, ...] = ()
         self.load: Callable[[], NodeLoad] = NodeLoad
+        self.holds: Callable[[], Holdings] = Holdings
         self.status: Callable[[node_pb2.NodeStatus], None] = _nothing_to_add
         self.upkeep: Callable[[], None] = lambda: None
         self._upkeep_task: asyncio.Task[None] | None = None
@@ -80,6 +85,7 @@ class NodeRuntime:
             config=settings.membership,
             on_change=on_change,
         )
+        self.drain = NodeDrain(self.lifecycle, clock=clock, holds=lambda: self.holds(), changed=self._lifecycle_changed)
         self.server.add(NODE_SERVICE, node_pb2_grpc.add_NodeServicer_to_server, _NodeService(self))
 
     def record(self) -> NodeRecord:
@@ -110,16 +116,19 @@ class NodeRuntime:
         # Registered as ready, not made ready later: whoever is told "ready" finds the node in the directory.
         self._become(LifecycleEvent.STARTED, "ready")
         await self.membership.start()
-        self.server.set_ready(True)
+        self.server.set_ready(self.lifecycle.takes_requests)
         return self.endpoint
+
+    async def serve_until(self, stop: asyncio.Event, drain: asyncio.Event | None) -> None:
+        """Return when the node is to be taken apart: at `stop`, or at `drain` and empty (or `drain_ms_max` later)."""
+        await self.drain.serve_until(stop, drain, drain_ms_max=self.settings.drain_ms_max)
 
     async def leave(self) -> None:
         """Take nothing new: not ready, out of the directory. Idempotent."""
         if self.endpoint:
             self.server.set_ready(False)
-        self._become(
-            LifecycleEvent.STOP if not self.lifecycle.takes_requests else LifecycleEvent.DRAIN, "asked to stop"
-        )
+        serving = self.lifecycle.state in (Lifecycle.READY, Lifecycle.CORDONED)
+        self._become(LifecycleEvent.DRAIN if serving else LifecycleEvent.STOP, "asked to stop")
         await self.membership.stop()
 
     async def close(self) -> None:
@@ -127,12 +136,17 @@ class NodeRuntime:
         if self._upkeep_task is not None:
             self._upkeep_task.cancel()
             await asyncio.wait([self._upkeep_task])
+        await self.drain.close()
         await self.server.stop(self.settings.stop_grace_ms / 1000)
         await self.directory.close()
         await self.channels.close()
 
     def _become(self, event: LifecycleEvent, why: str) -> None:
         self.lifecycle.handle(event, now_s=self.clock.monotonic_s(), why=why)
+
+    def _lifecycle_changed(self) -> None:
+        self.server.set_ready(self.lifecycle.takes_requests)
+        self.membership.announce()
 
     async def _upkeep_forever(self) -> None:
         while True:
@@ -153,6 +167,45 @@ class _NodeService(node_pb2_grpc.NodeServicer):
         self._runtime = runtime
 
     async def GetStatus(self, _request: node_pb2.GetStatusRequest, _context: Any) -> node_pb2.NodeStatus:
-        status = node_pb2.NodeStatus(record=record_to_proto(self._runtime.record()))
-        self._runtime.status(status)
+        return self._status()
+
+    async def Cordon(self, request: node_pb2.LifecycleOrder, _context: Any) -> node_pb2.NodeStatus:
+        return self._order(request, LifecycleEvent.CORDON)
+
+    async def Uncordon(self, request: node_pb2.LifecycleOrder, _context: Any) -> node_pb2.NodeStatus:
+        return self._order(request, LifecycleEvent.UNCORDON)
+
+    async def Drain(self, request: node_pb2.LifecycleOrder, _context: Any) -> node_pb2.NodeStatus:
+        return self._order(request, LifecycleEvent.DRAIN)
+
+    async def Undrain(self, request: node_pb2.LifecycleOrder, _context: Any) -> node_pb2.NodeStatus:
+        return self._order(request, LifecycleEvent.UNDRAIN)
+
+    def _order(self, request: node_pb2.LifecycleOrder, event: LifecycleEvent) -> node_pb2.NodeStatus:
+        own = self._runtime.incarnation
+        if request.incarnation not in (0, own):
+            raise BatonError(
+                Reason.INCARNATION_MISMATCH,
+                f"This process is incarnation {own:016x}, the order is for {request.incarnation:016x}: the node has "
+                "restarted since. Look it up again.",
+                metadata={"incarnation": f"{own:016x}"},
+            )
+        self._runtime.drain.order(event, request.why)
+        return self._status()
+
+    def _status(self) -> node_pb2.NodeStatus:
+        runtime = self._runtime
+        holds = runtime.holds()
+        status = node_pb2.NodeStatus(
+            record=record_to_proto(runtime.record()),
+            requests=holds.requests,
+            answers_unacknowledged=holds.answers_unacknowledged,
+            grants_received=holds.grants_received,
+            grants_quarantined=holds.grants_quarantined,
+            grants_written=holds.grants_written,
+            unacknowledged_writes=holds.unacknowledged_writes,
+            safe_to_delete=runtime.drain.safe_to_delete,
+            story=runtime.lifecycle.story(),
+        )
+        runtime.status(status)
         return status

@@ -136,8 +136,12 @@ class Child:
         self._process.send_signal(signum)
 
     def terminate(self) -> None:
-        """Ask it to stop; a stopped (SIGSTOP) one is continued, or it would not hear."""
-        self.send_signal(signal.SIGTERM)
+        """Ask it to stop now; a stopped (SIGSTOP) one is continued, or it would not hear.
+
+        A node that is ready takes SIGTERM as an order to finish what it has (`cli.service`), so that one gets SIGINT;
+        before, SIGINT may be blocked still.
+        """
+        self.send_signal(signal.SIGINT if self.ready.done() else signal.SIGTERM)
         self.send_signal(signal.SIGCONT)
 
     def log_tail(self) -> str:

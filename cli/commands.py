@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 from cli.child import tie_to_supervisor
 from cli.interrupts import QuietInterrupts
@@ -34,12 +35,20 @@ _COMMANDS: Final[Mapping[str, _Entry]] = {
     "up": _Entry(module="cli.up", attribute="up", summary="Start a whole cluster on this machine."),
     "generate": _Entry(module="cli.generate", attribute="generate", summary="Send a prompt and stream the answer."),
     "nodes": _Entry(module="cli.nodes", attribute="nodes", summary="Show who is in the cluster and what it holds."),
+    "describe": _Entry(module="cli.describe", attribute="describe", summary="Show everything about one node."),
+    "cordon": _Entry(module="cli.drain", attribute="cordon", summary="Keep new requests away from a node."),
+    "uncordon": _Entry(module="cli.drain", attribute="uncordon", summary="Let a cordoned node take requests again."),
+    "drain": _Entry(module="cli.drain", attribute="drain", summary="Empty a node until it is safe to delete."),
+    "undrain": _Entry(module="cli.drain", attribute="undrain", summary="Let a drained node take requests again."),
     "directory": _Entry(module="cli.service", attribute="directory", summary="Run the embedded directory."),
     "router": _Entry(module="cli.service", attribute="router", summary="Run a router."),
     "prefill": _Entry(module="cli.service", attribute="prefill", summary="Run a prefill node."),
     "decode": _Entry(module="cli.service", attribute="decode", summary="Run a decode node."),
     "demo-model": _Entry(module="cli.demo_model", attribute="demo_model", summary="Write a small random model."),
     "demo": _Entry(module="cli.demo", attribute="demo", summary="Start a cluster, check its answers, stop it."),
+    "completion": _Entry(
+        module="cli.completion", attribute="completion", summary="Print the completion script of a shell."
+    ),
 }
 
 
@@ -61,6 +70,11 @@ class _LazyGroup(click.Group):
                 command = getattr(module, entry.attribute)
         assert isinstance(command, click.Command), command
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """From the table: completing a command's name imports none of them."""
+        names = [CompletionItem(n, help=e.summary) for n, e in _COMMANDS.items() if n.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

@@ -6,7 +6,8 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,9 @@ from cli.client import Answer, InferenceClient
 from cli.demo_check import IDLE_MS_MAX, Mismatch, find_mismatches, wait_idle
 from cli.demo_model import FAMILIES
 from cli.demo_prompts import FIRST_WAVE, SECOND_WAVE, DemoRequest
+from cli.generate import answer_data
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
+from cli.output import Output, output_option, print_json
 from cli.services import Service
 from cli.signals import StopSignals
 from cli.supervisor import Cluster, ClusterSpec
@@ -43,6 +46,15 @@ _COLUMNS: Final = (
 _RIGHT: Final = frozenset(range(4, 11))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    request: DemoRequest
+    answer: Answer
+
+
+_Show = Callable[[Sequence[_Result], Sequence[Mismatch]], None]
+
+
 @click.command()
 @click.option(
     "--model-dir", type=click.Path(path_type=Path), default=Path("build/demo-model"), show_default=True,
@@ -51,12 +63,14 @@ _RIGHT: Final = frozenset(range(4, 11))
 @click.option("--family", type=click.Choice(list(FAMILIES)), default="llama", show_default=True, help="Architecture.")
 @click.option("--prefill", type=click.IntRange(min=1), default=2, show_default=True, help="Prefill nodes.")
 @click.option("--decode", type=click.IntRange(min=1), default=2, show_default=True, help="Decode nodes.")
-def demo(model_dir: Path, family: str, prefill: int, decode: int) -> int:
+@output_option
+def demo(model_dir: Path, family: str, prefill: int, decode: int, output: str) -> int:
     """Start a cluster on this machine, ask it some questions, check the answers, stop it.
 
     Writes a small random model, starts a directory, a router, prefill and decode nodes as separate processes, sends
     prompts over gRPC and shows what happened to each. Then every node must be empty again, and every answer must equal,
-    token for token, what one process computes alone; else the exit status is 1.
+    token for token, what one process computes alone; else the exit status is 1. With -o json, stdout has the
+    table only.
 
     \b
     Example:
@@ -73,19 +87,25 @@ def demo(model_dir: Path, family: str, prefill: int, decode: int) -> int:
         )
     except InvalidField as error:
         raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
-    return asyncio.run(_demo(model_dir, family, spec))
+    if Output(output) is Output.TEXT:
+        return asyncio.run(_demo(model_dir, family, spec, show=_print_table))
+    found: list[dict[str, object]] = []
+    with redirect_stdout(sys.stderr):
+        status = asyncio.run(_demo(model_dir, family, spec, show=lambda *results: found.extend(_data(*results))))
+    print_json(found)
+    return status
 
 
-async def _demo(model_dir: Path, family: str, spec: ClusterSpec) -> int:
+async def _demo(model_dir: Path, family: str, spec: ClusterSpec, *, show: _Show) -> int:
     with StopSignals() as signals:
-        running = asyncio.ensure_future(_run(model_dir, family, spec, signals))
+        running = asyncio.ensure_future(_run(model_dir, family, spec, signals, show))
         if not await signals.unless_stopped(running):
             click.echo("\nInterrupted; everything is stopped.", err=True)
             return EXIT_INTERRUPTED
         return running.result()
 
 
-async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSignals) -> int:
+async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSignals, show: _Show) -> int:
     try:
         params = DemoModelParams(family=FAMILIES[family])
         written = await asyncio.to_thread(write_demo_model, model_dir, params)
@@ -110,14 +130,8 @@ async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSig
         model=model_dir,
         compute_threads=len(os.sched_getaffinity(0)),
     )
-    _print_table(results, mismatches)
+    show(results, mismatches)
     return _verdict(len(results), mismatches, leftovers, len(problems))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
-    request: DemoRequest
-    answer: Answer
 
 
 async def _use(cluster: Cluster) -> tuple[list[_Result], list[str]]:
@@ -247,6 +261,14 @@ def _print_table(results: Sequence[_Result], mismatches: Sequence[Mismatch]) -> 
             "wrong" if result.request.name in wrong else "equal",
         ])  # fmt: skip
     click.echo(format_table(_COLUMNS, rows, right=_RIGHT))
+
+
+def _data(results: Sequence[_Result], mismatches: Sequence[Mismatch]) -> list[dict[str, object]]:
+    wrong = {mismatch.name for mismatch in mismatches}
+    return [
+        {"name": result.request.name, "equal": result.request.name not in wrong, **answer_data(result.answer)}
+        for result in results
+    ]
 
 
 def _verdict(count: int, mismatches: Sequence[Mismatch], leftovers: Sequence[str], problems: int) -> int:

@@ -11,8 +11,8 @@ from typing import Final
 
 from baton.rpc_client import Channels
 from cli.client import Answer
+from cli.cluster_view import NodeView, view_nodes
 from cli.demo_prompts import DemoRequest
-from cli.nodes import NodeView, view_nodes
 from cli.reference import Reference
 from engine.types import SamplingParams
 

@@ -32,11 +32,12 @@ async def serve(
     config: DirectoryProcessConfig,
     *,
     stop: asyncio.Event,
+    drain: asyncio.Event | None = None,
     on_ready: Callable[[str], None],
     progress: Callable[[str, int, int], None],
 ) -> None:
     """Answer until `stop`, then let running calls end. Raises BatonError where it cannot listen."""
-    del progress
+    del progress, drain  # it runs nothing that could be waited for
     server = RpcServer(limits=config.rpc, rng=random.Random())
     service = DirectoryService(config=config.service, clock=SystemClock())
     service.start(server)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import sys
 from typing import Any, Final, TextIO
@@ -14,6 +15,7 @@ from baton.errors import BatonError, Reason
 from baton.rpc_client import ChannelLimits, Channels
 from cli.client import Answer, InferenceClient, SamplingChoice
 from cli.invocation import EXIT_INTERRUPTED
+from cli.output import Output, output_option, print_json
 from cli.signals import StopSignals
 
 HELD_TOKENS_MAX: Final = 4
@@ -114,6 +116,7 @@ class StreamPrinter:
 @click.option("--ids", is_flag=True, help="Print token ids even where there is text.")
 @click.option("--stats", is_flag=True, help="Say on stderr what happened to the request.")
 @click.option("--no-stream", is_flag=True, help="Use the unary call: the answer comes at once.")
+@output_option
 def generate(
     prompt: str | None,
     router: str,
@@ -123,11 +126,13 @@ def generate(
     ids: bool,
     stats: bool,
     no_stream: bool,
+    output: str,
     **sampling: object,
 ) -> int:
     """Send PROMPT to a cluster and print the answer as it comes; `-` reads the prompt from stdin.
 
-    Prints text, or token ids where the router has no tokenizer. Ctrl-C cancels the request.
+    Prints text, or token ids where the router has no tokenizer; with -o json one object with both and the statistics,
+    when the answer is complete. Ctrl-C cancels the request.
 
     \b
     Example:
@@ -143,12 +148,16 @@ def generate(
         request.token_ids.ids.extend(token_ids)
     else:
         request.text = _text(str(prompt))
-    printer = StreamPrinter(sys.stdout, as_ids=ids, as_text=token_ids is None and not ids)
+    as_json = Output(output) is Output.JSON
+    screen = io.StringIO() if as_json else sys.stdout
+    printer = StreamPrinter(screen, as_ids=ids, as_text=token_ids is None and not ids)
     answer = asyncio.run(_run(request, printer, router=router, timeout_s=timeout_s, no_stream=no_stream))
     if answer is None:
         click.echo("Cancelled.", err=True)
         return EXIT_INTERRUPTED
-    if stats:
+    if as_json:
+        print_json(answer_data(answer))
+    elif stats:
         click.echo(_stats_text(answer), err=True)
     return 0
 
@@ -232,9 +241,24 @@ def _no_router(error: BatonError, router: str) -> BatonError:
     )
 
 
+def _finish_name(answer: Answer) -> str:
+    return common_pb2.FinishReason.Name(answer.reason).removeprefix("FINISH_REASON_").lower()
+
+
+def answer_data(answer: Answer) -> dict[str, object]:
+    """An answer as plain data, its statistics under the names of baton.v1.RequestStats."""
+    return {
+        "request": answer.request_id,
+        "finish": _finish_name(answer),
+        "text": answer.text,
+        "ids": list(answer.ids),
+        "stats": {field.name: getattr(answer.stats, field.name) for field in answer.stats.DESCRIPTOR.fields},
+    }
+
+
 def _stats_text(answer: Answer) -> str:
     stats = answer.stats
-    finish = common_pb2.FinishReason.Name(answer.reason).removeprefix("FINISH_REASON_").lower()
+    finish = _finish_name(answer)
     rows = [
         ("request", answer.request_id),
         ("finish", finish),

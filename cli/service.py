@@ -29,11 +29,19 @@ _EXAMPLES: Final = {
     Service.PREFILL: "baton prefill --name prefill-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
     Service.DECODE: "baton decode --name decode-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
 }
+_SIGNALS: Final = {
+    Service.DIRECTORY: "SIGINT or SIGTERM stops it, a second one ends it at once.",
+}
+_SIGNALS_OF_NODES: Final = """SIGTERM drains it: nothing new is taken, what runs is finished
+(for drain-ms-max at most), then it ends. SIGINT stops it now. A repeated signal ends it at once."""
 _HELP: Final = """{summary}
 
-Prints `ready NAME ENDPOINT` to stdout when it serves; its log goes to stderr. SIGINT or SIGTERM stops it, a second
-one ends it at once. Each option is also a key of the section [{section}] of the configuration file, and a variable
-{prefix}KEY of the environment (dots become two underscores); flags go first, then the environment, then the file.
+Prints `ready NAME ENDPOINT` to stdout when it serves; its log goes to stderr.
+
+{signals}
+
+Each option is also a key of the section [{section}] of the configuration file, and a variable {prefix}KEY of
+the environment (dots become two underscores); flags go first, then the environment, then the file.
 
 \b
 Example:
@@ -49,7 +57,11 @@ def service_command(name: str, summary: str) -> click.Command:
         params=[*config_options(config_class(service)), *common_options()],
         callback=click.pass_context(lambda ctx, **parameters: _command(service, ctx, parameters)),
         help=_HELP.format(
-            summary=summary, section=service.value, prefix=service.env_prefix, example=_EXAMPLES[service]
+            summary=summary,
+            signals=_SIGNALS.get(service, _SIGNALS_OF_NODES),
+            section=service.value,
+            prefix=service.env_prefix,
+            example=_EXAMPLES[service],
         ),
     )
 
@@ -108,9 +120,9 @@ def _end_process() -> None:
 
 
 async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> None:
-    """Run the service until a signal. One that comes before it is ready cancels it."""
+    """Run the service until a signal: SIGTERM lets a node finish what it has. One before it is ready cancels it."""
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    stop, drain = asyncio.Event(), asyncio.Event()
     ready = False
 
     def on_ready(endpoint: str) -> None:
@@ -125,9 +137,16 @@ async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> Non
         if not ready:
             serving.cancel()
 
-    restore = install_signal_handlers(loop, on_stop)
+    def on_drain(signum: signal.Signals) -> None:
+        if not ready:
+            on_stop(signum)
+            return
+        log.info("asked to drain", signal=signum.name)
+        drain.set()
+
+    restore = install_signal_handlers(loop, on_stop, on_drain=None if service is Service.DIRECTORY else on_drain)
     serve = serve_function(service)
-    serving = asyncio.ensure_future(serve(config, stop=stop, on_ready=on_ready, progress=printer))
+    serving = asyncio.ensure_future(serve(config, stop=stop, drain=drain, on_ready=on_ready, progress=printer))
     try:
         await serving
     except asyncio.CancelledError:

@@ -48,10 +48,17 @@ Progress = Callable[[str, int, int], None]
 
 
 class Serve(Protocol):
-    """What each service's module offers: runs until `stop`, calls `on_ready` once with its endpoint."""
+    """What each service's module offers: runs until `stop`, calls `on_ready` once with its endpoint. `drain` ends it
+    too, once what it has taken on is done."""
 
     async def __call__(
-        self, config: Any, *, stop: asyncio.Event, on_ready: Callable[[str], None], progress: Progress
+        self,
+        config: Any,
+        *,
+        stop: asyncio.Event,
+        drain: asyncio.Event | None = None,
+        on_ready: Callable[[str], None],
+        progress: Progress,
     ) -> None: ...
 
 

@@ -40,6 +40,9 @@ class DecodeConfig:
     finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})
     orphan_ms: int = field(default=10_000, metadata={"help": "a request whose router is away this long is cancelled"})
     busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full node"})
+    drain_ms_max: int = field(
+        default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
+    )
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
@@ -47,6 +50,5 @@ class DecodeConfig:
         check_directory_setting(self.directory)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
-        check_positive(
-            self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms", "busy_retry_ms", "stop_grace_ms"
-        )
+        check_positive(self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms", "busy_retry_ms")
+        check_positive(self, "drain_ms_max", "stop_grace_ms")

@@ -10,6 +10,7 @@ from random import Random
 from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 
 from baton.clock import SystemClock
+from baton.drain import Holdings
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.runtime import NodeRuntime, NodeSettings, Progress
@@ -18,10 +19,10 @@ from cachestore.device_pool import DevicePool, open_device_pool
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
-from engine.loop import EngineLoop, stopped_or_broken
+from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_grants import ReceiverGrants
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.shm import ShmReceiverPort
@@ -29,9 +30,14 @@ from kvtransfer.transports.tcp import TcpReceiverPort
 
 
 async def serve(
-    config: DecodeConfig, *, stop: asyncio.Event, on_ready: Callable[[str], None], progress: Progress
+    config: DecodeConfig,
+    *,
+    stop: asyncio.Event,
+    drain: asyncio.Event | None = None,
+    on_ready: Callable[[str], None],
+    progress: Progress,
 ) -> None:
-    """Run until `stop`. Raises BatonError when the node cannot start."""
+    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start."""
     loop = asyncio.get_running_loop()
     rng = Random(secrets.randbits(64))
 
@@ -67,7 +73,7 @@ async def serve(
         try:
             for transport in config.transports:
                 node.receiver.ports.add(_open_port(transport, config, pool, node.receiver.ports))
-            await _run(runtime, node, pool, stop, on_ready)
+            await _run(runtime, node, pool, stop, drain, on_ready)
         finally:
             await node.receiver.ports.close()
     finally:
@@ -79,6 +85,7 @@ async def _run(
     node: DecodeNode,
     pool: DevicePool,
     stop: asyncio.Event,
+    drain: asyncio.Event | None,
     on_ready: Callable[[str], None],
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
@@ -90,8 +97,6 @@ async def _run(
 
     def status(message: node_pb2.NodeStatus) -> None:
         watch.check()
-        message.requests = node.requests
-        message.grants_received = receiver.grants.unreleased
         message.conservation_errors = watch.errors
         for what, count in sorted(receiver.refused.items()):
             message.counters.add(name=f"refused: {what}", value=count)
@@ -103,9 +108,17 @@ async def _run(
                     for kind, times in figure.items():
                         message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
 
+    def holds() -> Holdings:
+        return Holdings(
+            requests=node.requests,
+            answers_unacknowledged=node.answers_unacknowledged,
+            grants_received=receiver.grants.unreleased,
+            grants_quarantined=receiver.grants.states()[GrantState.QUARANTINED],
+        )
+
     runtime.model, runtime.load = pool.model, node.load
     runtime.transports = tuple(t.value for t in receiver.ports.transports)
-    runtime.status, runtime.upkeep = status, upkeep
+    runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
     runtime.server.add(
         "baton.v1.Transfer",
         transfer_pb2_grpc.add_TransferServicer_to_server,
@@ -119,7 +132,7 @@ async def _run(
     stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
     try:
         on_ready(await runtime.open())
-        await stopped_or_broken(stop, stepping)
+        await done_or_broken(runtime.serve_until(stop, drain), stepping)
     finally:
         await runtime.leave()
         await node.close()
@@ -168,4 +181,5 @@ def _settings(config: DecodeConfig) -> NodeSettings:
         membership=config.membership,
         rpc=config.rpc,
         stop_grace_ms=config.stop_grace_ms,
+        drain_ms_max=config.drain_ms_max,
     )

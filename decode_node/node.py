@@ -266,6 +266,11 @@ class DecodeNode:
     def requests(self) -> int:
         return len(self._jobs)
 
+    @property
+    def answers_unacknowledged(self) -> int:
+        """Requests that are over here and whose router has not said that it has the whole answer."""
+        return len(self._lives) - len(self._jobs)
+
     def load(self) -> NodeLoad:
         return NodeLoad(
             waiting_requests=self._engine.waiting,

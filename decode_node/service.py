@@ -8,6 +8,7 @@ from typing import Any
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 
+from baton.drain import node_draining
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import GrantId, Incarnation, Pair, ReserveNumber
 from baton.wire import ModelInfo, check_header, model_from_proto
@@ -65,7 +66,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         if not request.prompt:
             raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
         if not self._takes_requests():
-            raise BatonError(Reason.NODE_DRAINING, "This node takes no new requests.", retry_after_ms=1_000)
+            raise node_draining(self._own)
         return self._node.reserve(request, pair)
 
     async def Renew(self, request: transfer_pb2.RenewRequest, context: Any) -> transfer_pb2.RenewReply:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 from baton.errors import BatonError, Reason
 from baton.log import get_log
@@ -73,13 +74,17 @@ class EngineLoop:
         self._thread.shutdown(wait=True)
 
 
-async def stopped_or_broken(stop: asyncio.Event, stepping: asyncio.Task[None]) -> None:
-    """Return when `stop` is set. Raises what ended the engine loop, which ends by itself only for a bug of ours."""
-    stopping = asyncio.ensure_future(stop.wait())
+async def done_or_broken(serving: Coroutine[Any, Any, None], stepping: asyncio.Task[None]) -> None:
+    """Return when `serving` does. Raises what ended the engine loop, which ends by itself only for a bug of ours."""
+    task = asyncio.ensure_future(serving)
     try:
-        await asyncio.wait([stopping, stepping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, stepping], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopping.cancel()
+        ended = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+    if ended:
+        await task
     if stepping.done():
         log.error("the engine loop has ended; this node cannot go on", exc_info=stepping.exception())
         raise BatonError(Reason.INTERNAL, "The engine loop broke off; the log says why.") from stepping.exception()

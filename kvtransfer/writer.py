@@ -467,7 +467,12 @@ class WriterPeer:
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
             self._connecting.add_done_callback(self._connect_over)
-        await asyncio.shield(self._connecting)
+        connecting = self._connecting
+        await asyncio.wait([connecting])  # whoever waits may be cancelled without ending the others' try
+        if not connecting.cancelled():
+            connecting.result()
+        if self._gone:
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{self.address.name} is gone.")
 
     def _connect_over(self, task: asyncio.Task[None]) -> None:
         self._connecting = None

@@ -11,13 +11,14 @@ from random import Random
 from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 
 from baton.clock import SystemClock
+from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, Pair
 from baton.log import get_log
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool, open_device_pool
-from engine.loop import EngineLoop, stopped_or_broken
+from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.negotiation import Offers, host_identity
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
@@ -143,9 +144,14 @@ class Peers:
 
 
 async def serve(
-    config: PrefillConfig, *, stop: asyncio.Event, on_ready: Callable[[str], None], progress: Progress
+    config: PrefillConfig,
+    *,
+    stop: asyncio.Event,
+    drain: asyncio.Event | None = None,
+    on_ready: Callable[[str], None],
+    progress: Progress,
 ) -> None:
-    """Run until `stop`. Raises BatonError when the node cannot start."""
+    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start."""
     rng = Random(secrets.randbits(64))
     runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=lambda: peers.follow_directory())
     await runtime.check_listen()
@@ -165,7 +171,7 @@ async def serve(
             rng=rng,
         )
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
-        await _run(runtime, node, peers, pool, stop, on_ready, config=config)
+        await _run(runtime, node, peers, pool, stop, drain, on_ready, config=config)
     finally:
         pool.close()
 
@@ -176,6 +182,7 @@ async def _run(
     peers: Peers,
     pool: DevicePool,
     stop: asyncio.Event,
+    drain: asyncio.Event | None,
     on_ready: Callable[[str], None],
     *,
     config: PrefillConfig,
@@ -190,9 +197,6 @@ async def _run(
 
     def status(message: node_pb2.NodeStatus) -> None:
         watch.check()
-        message.requests = node.requests
-        message.grants_written = sum(p.machine.live for p in peers.all())
-        message.unacknowledged_writes = sum(p.machine.outstanding for p in peers.all())
         message.conservation_errors = watch.errors
         for peer in peers.all():
             message.pairs.add(
@@ -206,9 +210,16 @@ async def _run(
 
         message.counters.add(name="transports given up", value=sum(len(p.offers.dropped) for p in peers.all()))
 
+    def holds() -> Holdings:
+        return Holdings(
+            requests=node.requests,
+            grants_written=sum(p.machine.live for p in peers.all()),
+            unacknowledged_writes=sum(p.machine.outstanding for p in peers.all()),
+        )
+
     runtime.model, runtime.load = pool.model, node.load
     runtime.transports = tuple(t.value for t in config.transports)
-    runtime.status, runtime.upkeep = status, upkeep
+    runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
     service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)
     runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)
     runtime.server.add(
@@ -219,7 +230,7 @@ async def _run(
     stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
     try:
         on_ready(await runtime.open())
-        await stopped_or_broken(stop, stepping)
+        await done_or_broken(runtime.serve_until(stop, drain), stepping)
     finally:
         await runtime.leave()
         await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
@@ -238,4 +249,5 @@ def _settings(config: PrefillConfig) -> NodeSettings:
         membership=config.membership,
         rpc=config.rpc,
         stop_grace_ms=config.stop_grace_ms,
+        drain_ms_max=config.drain_ms_max,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from batonpb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 
-from baton.errors import BatonError, Reason
+from baton.drain import node_draining
 from baton.ids import Incarnation, ReserveNumber
 from baton.tracing import forward_metadata
 from baton.wire import check_header
@@ -34,7 +34,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         check_header(request.header, own=self._own)
         if not self._takes_requests():
-            raise BatonError(Reason.NODE_DRAINING, "This node takes no new requests.", retry_after_ms=1_000)
+            raise node_draining(self._own)
         deadline_s = asyncio.get_running_loop().time() + context.time_remaining()
         metadata = forward_metadata(context.invocation_metadata(), self._rng)
         events = self._node.prefill(request, deadline_s=deadline_s, metadata=metadata)

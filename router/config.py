@@ -37,6 +37,9 @@ class RouterConfig:
     cancel_ms_max: int = field(default=1_000, metadata={"help": "how long one cancel call to a node may take"})
     cancel_tries_max: int = field(default=3, metadata={"help": "cancel calls before the node is left to its timers"})
     prefix_blocks_max: int = field(default=65_536, metadata={"help": "prompt blocks remembered for each prefill node"})
+    drain_ms_max: int = field(
+        default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
+    )
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
@@ -52,6 +55,7 @@ class RouterConfig:
             "cancel_ms_max",
             "cancel_tries_max",
             "prefix_blocks_max",
+            "drain_ms_max",
             "stop_grace_ms",
             "http_connections_max",
             "http_body_ms_max",

@@ -9,9 +9,10 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from batonpb import inference_pb2_grpc, node_pb2
+from batonpb import inference_pb2_grpc
 
 from baton.clock import SystemClock
+from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from baton.rpc import check_can_bind
@@ -32,9 +33,14 @@ log = get_log("router")
 
 
 async def serve(
-    config: RouterConfig, *, stop: asyncio.Event, on_ready: Callable[[str], None], progress: Progress
+    config: RouterConfig,
+    *,
+    stop: asyncio.Event,
+    drain: asyncio.Event | None = None,
+    on_ready: Callable[[str], None],
+    progress: Progress,
 ) -> None:
-    """Run until `stop`. Raises BatonError when the router cannot start."""
+    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the router cannot start."""
     del progress
     rng = Random(secrets.randbits(64))
     runtime = NodeRuntime(
@@ -60,10 +66,7 @@ async def serve(
         observer=metrics,
     )
 
-    def status(message: node_pb2.NodeStatus) -> None:
-        message.requests = node.requests
-
-    runtime.status = status
+    runtime.holds = lambda: Holdings(requests=node.requests)
     runtime.load = lambda: NodeLoad(running_requests=node.requests)
     service = InferenceService(
         node, limits=config.rpc, rng=rng, takes_requests=lambda: runtime.lifecycle.takes_requests
@@ -75,7 +78,7 @@ async def serve(
         if metrics is not None:
             http = _open_http(config, node, codec, folder, metrics, runtime)
         on_ready(endpoint)
-        await stop.wait()
+        await runtime.serve_until(stop, drain)
     finally:
         await runtime.leave()
         await asyncio.gather(
@@ -138,4 +141,5 @@ def _settings(config: RouterConfig) -> NodeSettings:
         membership=config.membership,
         rpc=config.rpc,
         stop_grace_ms=config.stop_grace_ms,
+        drain_ms_max=config.drain_ms_max,
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
+from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
@@ -124,6 +125,8 @@ class RouterNode:
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._drained: dict[Incarnation, int] = {}
+        """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
 
     async def generate(
         self,
@@ -246,6 +249,8 @@ class RouterNode:
                     async for event in events:
                         self._take(job, attempt, event)
             except BatonError as error:
+                if refused_by(error, record.incarnation):
+                    self._drained[record.incarnation] = record.sequence
                 if error.reason in ASK_ANOTHER:
                     job.avoid.add(record.incarnation)
                 raise
@@ -313,6 +318,9 @@ class RouterNode:
         """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
         prefill_nodes = self._prefill_nodes()
         self.placement.update(prefill_nodes)
+        # The node's own answer counts until a later record says otherwise.
+        sequences = {record.incarnation: record.sequence for record in prefill_nodes}
+        self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
         for endpoint in self._calls.keys() - {record.endpoint for record in prefill_nodes}:
             if self._calls[endpoint] == 0:
                 del self._calls[endpoint]
@@ -413,6 +421,7 @@ class RouterNode:
         model = self.model()
         hashes = chain_hashes(job.checked.prompt, model.block_size, b"")
         fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
+        fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
         untried = [r for r in fit if r.incarnation not in job.avoid]
         if not untried:
             job.avoid.clear()

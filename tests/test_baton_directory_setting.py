@@ -132,6 +132,7 @@ def test_a_node_takes_the_directory_of_its_setting() -> None:
             membership=MembershipConfig(),
             rpc=RpcLimits(),
             stop_grace_ms=1,
+            drain_ms_max=1,
         )
         runtime = NodeRuntime(settings, clock=SystemClock(), rng=random.Random(1))
         assert isinstance(runtime.directory, RedisDirectory)

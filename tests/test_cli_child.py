@@ -17,10 +17,13 @@ from cli.child import SUPERVISOR_ENV, Child, ChildProgress, describe_exit, stop_
 
 WAIT_S_MAX = 60
 ENDLESS_MS = 60_000
-SAYS_READY = "print('ready node-0 127.0.0.1:4242', flush=True)"
+SAYS_READY = (
+    "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
+    "print('ready node-0 127.0.0.1:4242', flush=True)"
+)
 SLEEPS = "import time; time.sleep(600)"
-DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SAYS_READY}; {SLEEPS}"
-POLITE = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); {SAYS_READY}; {SLEEPS}"
+DEAF = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {SAYS_READY}; {SLEEPS}"
+POLITE = f"import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit(0)); {SAYS_READY}; {SLEEPS}"
 
 
 def play(scene: Coroutine[Any, Any, None]) -> None:
@@ -52,7 +55,7 @@ def test_a_child_tells_progress_and_readiness(tmp_path: Path) -> None:
         assert child.ready.result() == "127.0.0.1:4242"
         assert told == [ChildProgress(what="loading", done=1, total=4)]
         assert await stop_children([child], grace_ms=ENDLESS_MS) == []
-        assert child.exited.result() == -signal.SIGTERM
+        assert child.exited.result() == -signal.SIGINT
 
     play(scene())
 
@@ -83,7 +86,7 @@ def test_a_child_that_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
-    """It ignores SIGTERM: after the grace time it is killed, and named."""
+    """It ignores SIGINT: after the grace time it is killed, and named."""
 
     async def scene() -> None:
         child = make(tmp_path, DEAF)
@@ -95,7 +98,7 @@ def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_stopped_child_can_still_end_well(tmp_path: Path) -> None:
-    """SIGSTOP keeps a process from hearing SIGTERM; it is continued."""
+    """SIGSTOP keeps a process from hearing SIGINT; it is continued."""
 
     async def scene() -> None:
         child = make(tmp_path, POLITE)
@@ -183,7 +186,8 @@ def test_a_child_starts_with_the_terminals_signals_blocked(tmp_path: Path) -> No
 
     async def scene() -> None:
         blocked = (
-            "import signal; print('ready', signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)"
+            "import signal; mask = signal.pthread_sigmask(signal.SIG_SETMASK, ()); "
+            "print('ready', signal.SIGINT in mask, flush=True)"
         )
         child = make(tmp_path, f"{blocked}; {SLEEPS}")
         assert await child.wait_ready()

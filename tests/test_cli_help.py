@@ -18,7 +18,8 @@ COMMANDS = cli.list_commands(click.Context(cli))
 def test_the_commands() -> None:
     """The list of commands is the one in the documentation."""
     assert COMMANDS == [
-        "up", "generate", "nodes", "directory", "router", "prefill", "decode", "demo-model", "demo",
+        "up", "generate", "nodes", "describe", "cordon", "uncordon", "drain", "undrain",
+        "directory", "router", "prefill", "decode", "demo-model", "demo", "completion",
     ]  # fmt: skip
 
 

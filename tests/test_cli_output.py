@@ -13,12 +13,14 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from cli.child import ChildProgress
+from cli.client import Answer
+from cli.cluster_view import NodeView
 from cli.demo_check import held_by
-from cli.generate import IntegerList, StreamPrinter
-from cli.nodes import NodeView
+from cli.generate import IntegerList, StreamPrinter, answer_data
 from cli.service import ProgressPrinter
 from cli.table import format_table
 from cli.up import StartBoard
+from tests.cli_harness import run_baton
 
 Tokens = inference_pb2.Tokens
 
@@ -156,3 +158,27 @@ def test_what_a_node_holds() -> None:
         "4 blocks promised, 7 conservation errors"
     )
     assert held_by(NodeView(record=record, status=None, problem="gone")) == "does not answer: gone"
+
+
+def test_an_answer_as_data() -> None:
+    """What `-o json` prints of an answer: text and ids, and every figure of the statistics."""
+    stats = inference_pb2.RequestStats(prefill_node="prefill-0", prompt_tokens=3, output_tokens=2)
+    data = answer_data(
+        Answer(request_id="r", ids=(5, 6), text="the sea", reason=common_pb2.FINISH_REASON_LENGTH, stats=stats)
+    )
+    told = data.pop("stats")
+    assert data == {"request": "r", "finish": "length", "text": "the sea", "ids": [5, 6]}
+    assert isinstance(told, dict)
+    assert {name: value for name, value in told.items() if value} == {
+        "prefill_node": "prefill-0", "prompt_tokens": 3, "output_tokens": 2,
+    }  # fmt: skip
+    assert json.loads(json.dumps(told)) == told
+
+
+@pytest.mark.parametrize(("words", "completed"), [("baton unc", "plain,uncordon\n"), ("baton nope", "\n")])
+def test_the_shell_completes_commands(words: str, completed: str) -> None:
+    """As the script of `baton completion bash` asks, with the words typed so far."""
+    done = run_baton(env={"_BATON_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "1"})
+    assert done.stdout == completed
+    script = run_baton("completion", "zsh")
+    assert (script.returncode, script.stdout.splitlines()[0]) == (0, "#compdef baton")

@@ -16,7 +16,7 @@ LOADS_FOREVER = """
 import asyncio, threading
 import cli.main, cli.service
 
-async def serve(config, *, stop, on_ready, progress):
+async def serve(config, *, stop, drain, on_ready, progress):
     progress("loading", 1, 4)
     await asyncio.to_thread(threading.Event().wait)
 

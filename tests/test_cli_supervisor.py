@@ -13,7 +13,7 @@ import pytest
 from baton.config import ConfigError
 from baton.errors import InvalidField
 from baton.rpc_client import ChannelLimits, Channels
-from cli.nodes import view_nodes
+from cli.cluster_view import view_nodes
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterError, ClusterSpec
 from engine.build import EngineKind

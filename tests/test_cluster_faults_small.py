@@ -322,7 +322,7 @@ def test_a_killed_router_leaves_orphans_that_are_cancelled() -> None:
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_a_node_that_is_asked_to_stop_leaves_nothing_on_its_peer(name: str) -> None:
-    """SIGTERM in the middle of handoffs and answers: status 0, errors that say so, and nothing left at the peer."""
+    """SIGINT in the middle of handoffs and answers: status 0, errors that say so, and nothing left at the peer."""
 
     async def scenario(cluster: RunningCluster) -> None:
         rng = random.Random(56)
@@ -331,7 +331,7 @@ def test_a_node_that_is_asked_to_stop_leaves_nothing_on_its_peer(name: str) -> N
             prompt = random_prompt(rng, PROMPT_TOKENS)
             calls.append(asyncio.create_task(cluster.client.generate(prompt, max_tokens=100)))
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal(name, signal.SIGTERM)
+        cluster.cluster.send_signal(name, signal.SIGINT)
         assert await cluster.cluster.wait_exit(name) == 0, cluster.story()
         cluster.set_down(name)
         for outcome in await asyncio.gather(*calls, return_exceptions=True):

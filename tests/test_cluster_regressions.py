@@ -245,6 +245,34 @@ def test_requests_share_one_try_to_connect() -> None:
     asyncio.run(scenario())
 
 
+def test_a_peer_that_is_lost_while_it_is_connected_to() -> None:
+    """decode-0 takes Connect and does not answer; then the directory says that it is gone. The request that waited is
+    not cancelled by that: decode-1 serves it."""
+
+    async def scenario() -> None:
+        silent: set[int] = set()
+        taken, never = asyncio.Event(), asyncio.Event()
+        real_connect = ReceiverService.Connect
+
+        async def connect(self: ReceiverService, request: transfer_pb2.ConnectRequest, context: Any) -> Any:
+            if request.header.receiver in silent:
+                taken.set()
+                await never.wait()
+            return await real_connect(self, request, context)
+
+        with patch.object(ReceiverService, "Connect", connect):
+            async with inprocess(mock_spec(**TWO_NODES, prefill_flags={"writer.call_ms_max": 30_000})) as cluster:
+                silent.add(cluster.runtimes["decode-0"].incarnation)
+                waiting = asyncio.create_task(ask_exactly(cluster, [5, 6, 7]))
+                await asyncio.wait_for(taken.wait(), REACHED_S_MAX)
+                peer_of(cluster, "decode-0").peer_gone()
+                cluster.peers["prefill-0"].close_gone()
+                assert (await waiting).stats.decode_node == "decode-1"
+                await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
 def test_a_peer_that_comes_back_goes_on_with_its_numbering() -> None:
     """decode-0 is wrongly believed gone. Until its writer is closed it is refused, and decode-1 serves; then a new
     writer goes on where the numbering was, and decode-0 serves again."""

@@ -7,12 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class LifecycleOrder(_message.Message):
+    __slots__ = ("incarnation", "why")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    why: str
+    def __init__(self, incarnation: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters")
+    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +29,10 @@ class NodeStatus(_message.Message):
     CONSERVATION_ERRORS_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_UNACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    SAFE_TO_DELETE_FIELD_NUMBER: _ClassVar[int]
+    STORY_FIELD_NUMBER: _ClassVar[int]
     record: _directory_pb2.NodeRecord
     requests: int
     grants_received: int
@@ -29,7 +41,11 @@ class NodeStatus(_message.Message):
     conservation_errors: int
     pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
     counters: _containers.RepeatedCompositeFieldContainer[Counter]
-    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ...) -> None: ...
+    answers_unacknowledged: int
+    grants_quarantined: int
+    safe_to_delete: bool
+    story: str
+    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ...) -> None: ...
 
 class PairStatus(_message.Message):
     __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures")

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class NodeStub(object):
-    """Every node: what it is and what it holds.
+    """Every node: what it is, what it holds, and its life. The orders are idempotent and answered at once; one that the
+    node's state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
     """
 
     def __init__(self, channel):
@@ -40,14 +41,62 @@ class NodeStub(object):
                 request_serializer=batonpb_dot_node__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=batonpb_dot_node__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/baton.v1.Node/Cordon',
+                request_serializer=batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
+                response_deserializer=batonpb_dot_node__pb2.NodeStatus.FromString,
+                _registered_method=True)
+        self.Uncordon = channel.unary_unary(
+                '/baton.v1.Node/Uncordon',
+                request_serializer=batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
+                response_deserializer=batonpb_dot_node__pb2.NodeStatus.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Node/Drain',
+                request_serializer=batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
+                response_deserializer=batonpb_dot_node__pb2.NodeStatus.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/baton.v1.Node/Undrain',
+                request_serializer=batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
+                response_deserializer=batonpb_dot_node__pb2.NodeStatus.FromString,
+                _registered_method=True)
 
 
 class NodeServicer(object):
-    """Every node: what it is and what it holds.
+    """Every node: what it is, what it holds, and its life. The orders are idempotent and answered at once; one that the
+    node's state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
     """
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cordon(self, request, context):
+        """Take nothing new, keep what is here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Uncordon(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Take nothing new, finish what is here, and prove that nothing is left: ask GetStatus until safe_to_delete.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Take requests again, before or after the proof.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -60,6 +109,26 @@ def add_NodeServicer_to_server(servicer, server):
                     request_deserializer=batonpb_dot_node__pb2.GetStatusRequest.FromString,
                     response_serializer=batonpb_dot_node__pb2.NodeStatus.SerializeToString,
             ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=batonpb_dot_node__pb2.LifecycleOrder.FromString,
+                    response_serializer=batonpb_dot_node__pb2.NodeStatus.SerializeToString,
+            ),
+            'Uncordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Uncordon,
+                    request_deserializer=batonpb_dot_node__pb2.LifecycleOrder.FromString,
+                    response_serializer=batonpb_dot_node__pb2.NodeStatus.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=batonpb_dot_node__pb2.LifecycleOrder.FromString,
+                    response_serializer=batonpb_dot_node__pb2.NodeStatus.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=batonpb_dot_node__pb2.LifecycleOrder.FromString,
+                    response_serializer=batonpb_dot_node__pb2.NodeStatus.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'baton.v1.Node', rpc_method_handlers)
@@ -69,7 +138,8 @@ def add_NodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Node(object):
-    """Every node: what it is and what it holds.
+    """Every node: what it is, what it holds, and its life. The orders are idempotent and answered at once; one that the
+    node's state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
     """
 
     @staticmethod
@@ -88,6 +158,114 @@ class Node(object):
             target,
             '/baton.v1.Node/GetStatus',
             batonpb_dot_node__pb2.GetStatusRequest.SerializeToString,
+            batonpb_dot_node__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/Cordon',
+            batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
+            batonpb_dot_node__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Uncordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/Uncordon',
+            batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
+            batonpb_dot_node__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/Drain',
+            batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
+            batonpb_dot_node__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/Undrain',
+            batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
             batonpb_dot_node__pb2.NodeStatus.FromString,
             options,
             channel_credentials,

@@ -1,0 +1,97 @@
+"""`baton describe NODE`: all that one node says of itself."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from baton.rpc_client import Channels
+from baton.wire import Role
+from cli.cluster_view import NodeView, complete_node, directory_option, find_record, run_with_channels, view_node
+from cli.invocation import EXIT_ERROR
+from cli.node_data import left_behind, node_data, state_name
+from cli.output import Output, output_option, print_json
+from cli.table import format_table
+
+_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")
+
+
+@click.command()
+@click.argument("node", shell_complete=complete_node)
+@directory_option
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True,
+    metavar="SECONDS", help="How long the directory, and then the node, may take to answer.",
+)  # fmt: skip
+@output_option
+def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
+    """Show everything that NODE says of itself: its life so far, what it holds, its links and counters.
+
+    Links show which transport is in use for each peer, and which better ones were given up.
+
+    \b
+    Example:
+      baton describe prefill-0 -o json
+    """
+    call_ms_max = round(timeout_s * 1e3)
+
+    async def ask(channels: Channels) -> NodeView:
+        record = await find_record(node, directory, channels=channels, call_ms_max=call_ms_max)
+        return await view_node(record, channels=channels, call_ms_max=call_ms_max)
+
+    view = run_with_channels(ask)
+    if Output(output) is Output.JSON:
+        print_json(node_data(view))
+    else:
+        click.echo(_text(view))
+    return 0 if view.status is not None else EXIT_ERROR
+
+
+def _text(view: NodeView) -> str:
+    record, status = view.record, view.status
+    rows = [
+        ("name", record.name),
+        ("role", record.role.name.lower()),
+        ("endpoint", record.endpoint),
+        ("incarnation", f"{record.incarnation:016x}"),
+    ]
+    if status is None:
+        return _lines([*rows, ("state", f"unreachable: {view.problem}")])
+    own, blocks = status.record, status.record.load.blocks
+    left = ", ".join(f"{count} {what}" for what, count in left_behind(status).items())
+    rows += [
+        ("state", state_name(status)),
+        ("life", status.story),
+        ("holds", left or "nothing"),
+        ("safe to delete", "yes" if status.safe_to_delete else "no"),
+    ]
+    if record.role is Role.ROUTER:
+        return _lines(rows)
+    rows += [
+        ("model", f"{own.model.name} ({own.model.fingerprint})"),
+        ("transports", ", ".join(own.transports) or "none"),
+        ("blocks", f"{blocks.free} free, {blocks.cached} cached, {blocks.held} held, {blocks.writer_owned} owned by a "
+            f"writer, {blocks.quarantined} quarantined; {blocks.promised} promised"),
+        ("errors", f"{status.conservation_errors} of block conservation"),
+        *((counter.name, f"{counter.value:g}") for counter in status.counters),
+    ]  # fmt: skip
+    text = _lines(rows)
+    if status.pairs:
+        text += "\n\n" + format_table(_PAIR_HEADER, [
+            (
+                pair.peer,
+                f"{pair.peer_incarnation:016x}",
+                pair.transport or "none",
+                str(pair.bytes_moved),
+                str(pair.link_failures),
+                ", ".join(pair.transports_given_up) or "-",
+            )
+            for pair in status.pairs
+        ], right={3, 4})  # fmt: skip
+    return text
+
+
+def _lines(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

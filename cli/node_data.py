@@ -1,0 +1,83 @@
+"""What is known of a node, as plain data for `-o json`. Part of the command's interface: keys are never renamed."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from batonpb import common_pb2, node_pb2
+
+from baton.wire import Role
+from cli.cluster_view import NodeView
+
+_LEFT: Final = (
+    ("requests", "requests"),
+    ("answers_unacknowledged", "answers not acknowledged by their router"),
+    ("grants_received", "grants received"),
+    ("grants_written", "grants written to"),
+    ("unacknowledged_writes", "unacknowledged writes"),
+)
+
+
+def state_name(status: node_pb2.NodeStatus) -> str:
+    """ "ready", "draining", ..."""
+    return common_pb2.Lifecycle.Name(status.record.lifecycle).removeprefix("LIFECYCLE_").lower()
+
+
+def left_behind(status: node_pb2.NodeStatus) -> dict[str, int]:
+    """What holds a drain back (`baton.drain.Holdings.left`), by the words of the text output."""
+    counts = {words: int(getattr(status, name)) for name, words in _LEFT}
+    counts["grants received"] -= status.grants_quarantined
+    return {words: count for words, count in counts.items() if count}
+
+
+def node_data(view: NodeView) -> dict[str, Any]:
+    """One node: its record, and its own answer (null, with `problem`, where there is none)."""
+    record = view.record
+    return {
+        "name": record.name,
+        "role": record.role.name.lower(),
+        "endpoint": record.endpoint,
+        "incarnation": f"{record.incarnation:016x}",
+        "status": None if view.status is None else status_data(view.status, record.role),
+        "problem": view.problem or None,
+    }
+
+
+def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
+    """A node's own answer."""
+    record, load = status.record, status.record.load
+    data: dict[str, Any] = {
+        "state": state_name(status),
+        "safe_to_delete": status.safe_to_delete,
+        "story": status.story,
+        "waiting": load.waiting_requests,
+        "running": load.running_requests,
+        "requests": status.requests,
+        "answers_unacknowledged": status.answers_unacknowledged,
+        "grants_received": status.grants_received,
+        "grants_quarantined": status.grants_quarantined,
+        "grants_written": status.grants_written,
+        "unacknowledged_writes": status.unacknowledged_writes,
+        "conservation_errors": status.conservation_errors,
+        "counters": {counter.name: counter.value for counter in status.counters},
+    }
+    if role is Role.ROUTER:
+        return data
+    names = ("free", "cached", "held", "writer_owned", "quarantined", "promised")
+    return {
+        **data,
+        "blocks": {name: getattr(load.blocks, name) for name in names},
+        "model": {"name": record.model.name, "fingerprint": record.model.fingerprint},
+        "transports": list(record.transports),
+        "pairs": [
+            {
+                "peer": pair.peer,
+                "peer_incarnation": f"{pair.peer_incarnation:016x}",
+                "transport": pair.transport or None,
+                "bytes_moved": pair.bytes_moved,
+                "transports_given_up": list(pair.transports_given_up),
+                "link_failures": pair.link_failures,
+            }
+            for pair in status.pairs
+        ],
+    }

@@ -1,0 +1,395 @@
+"""Draining nodes of a running cluster: no request fails, every token is right, and the node proves that it is empty."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+
+import pytest
+from batonpb import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.drain import refused_by
+from baton.errors import BatonError, Reason
+from baton.ids import Incarnation
+from baton.rpc_client import rpc_errors
+from tests.cli_harness import run_baton
+from tests.cluster_harness import (
+    CALL_S_MAX,
+    Answer,
+    RunningCluster,
+    assert_conserved,
+    collect,
+    error_of,
+    make_request,
+    mock_spec,
+    mock_tokens,
+    random_prompt,
+    running,
+    wait_for,
+)
+
+AT_ONCE: Final = 8
+SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
+PROOF: Final = (
+    "requests",
+    "answers_unacknowledged",
+    "grants_received",
+    "grants_written",
+    "unacknowledged_writes",
+)
+ROUTER: Final = 0xFEED
+SLOW: Final = {"engine.mock_layer_delay_ms": 1}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    """Two by two; a step takes a few milliseconds, so that an answer takes some tenths of a second."""
+    with running(mock_spec(prefill=2, decode=2, blocks=600, both=SLOW)) as cluster:
+        yield cluster
+        cluster.run(assert_conserved(cluster))
+
+
+async def order(cluster: RunningCluster, name: str, what: str, *, incarnation: int = 0) -> node_pb2.NodeStatus:
+    """Raises BatonError."""
+    stub = node_pb2_grpc.NodeStub(cluster.channel(name))
+    with rpc_errors(name):
+        request = node_pb2.LifecycleOrder(incarnation=incarnation, why="a test")
+        status: node_pb2.NodeStatus = await getattr(stub, what)(request, timeout=CALL_S_MAX)
+    return status
+
+
+async def health(cluster: RunningCluster, name: str) -> tuple[int, int]:
+    """Readiness and liveness."""
+    stub = health_pb2_grpc.HealthStub(cluster.channel(name))
+    checks = [await stub.Check(health_pb2.HealthCheckRequest(service=service)) for service in ("ready", "")]
+    return checks[0].status, checks[1].status
+
+
+def state(status: node_pb2.NodeStatus) -> str:
+    return common_pb2.Lifecycle.Name(status.record.lifecycle).removeprefix("LIFECYCLE_")
+
+
+def used(answer: Answer, name: str) -> bool:
+    return name in (answer.stats.prefill_node, answer.stats.decode_node)
+
+
+class Load:
+    """AT_ONCE clients, each asking again when it has its answer, which must be exact. Any error fails the test."""
+
+    def __init__(self, cluster: RunningCluster) -> None:
+        self._cluster = cluster
+        self._rng = random.Random(31)
+        self.answers: list[tuple[float, Answer]] = []
+        """Each with the time at which it was asked for."""
+
+    async def client(self) -> None:
+        while True:
+            asked_s = asyncio.get_running_loop().time()
+            prompt = random_prompt(self._rng, self._rng.choice([5, 33, 200, 700]))
+            answer = await self._cluster.client.generate(prompt, max_tokens=40)
+            assert answer.ids == mock_tokens(prompt, 40)
+            self.answers.append((asked_s, answer))
+
+    def asked_after(self, time_s: float) -> list[Answer]:
+        return [answer for asked_s, answer in self.answers if asked_s > time_s]
+
+
+@asynccontextmanager
+async def loaded(cluster: RunningCluster) -> AsyncIterator[Load]:
+    """Load for the length of the block; what fails in it fails here, at once."""
+    load = Load(cluster)
+    async with asyncio.TaskGroup() as group:
+        clients = [group.create_task(load.client()) for _ in range(AT_ONCE)]
+        yield load
+        for client in clients:
+            client.cancel()
+
+
+async def answers_come(cluster: RunningCluster, load: Load, count: int) -> list[Answer]:
+    """`count` answers that are asked for from now on."""
+    now_s = asyncio.get_running_loop().time()
+
+    async def holds() -> bool:
+        return len(load.asked_after(now_s)) >= count
+
+    await wait_for(holds, f"{count} answers", story=cluster.story)
+    return load.asked_after(now_s)
+
+
+async def node_is_used(cluster: RunningCluster, load: Load, name: str) -> None:
+    now_s = asyncio.get_running_loop().time()
+
+    async def holds() -> bool:
+        return any(used(answer, name) for answer in load.asked_after(now_s))
+
+    await wait_for(holds, f"an answer by {name}", story=cluster.story)
+
+
+async def node_is_busy(cluster: RunningCluster, name: str) -> None:
+    async def holds() -> bool:
+        return (await cluster.status(name)).requests > 0
+
+    await wait_for(holds, f"a request at {name}", story=cluster.story)
+
+
+async def node_is_empty(cluster: RunningCluster, name: str) -> node_pb2.NodeStatus:
+    async def holds() -> bool:
+        return (await cluster.status(name)).safe_to_delete
+
+    await wait_for(holds, f"{name} to be drained", story=cluster.story)
+    return await cluster.status(name)
+
+
+@pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
+def test_a_node_is_drained_under_load(cluster: RunningCluster, name: str) -> None:
+    """One of two nodes of a role, in the middle of handoffs and streams: it takes nothing new from the order on, proves
+    that it is empty, takes work again after undrain, and ends with status 0 when it is told to after a second drain.
+    """
+
+    async def scenario() -> None:
+        async with loaded(cluster) as load:
+            await node_is_used(cluster, load, name)
+            await node_is_busy(cluster, name)
+            assert await health(cluster, name) == (SERVING, SERVING)
+            first = await order(cluster, name, "Drain")
+            drained_s = asyncio.get_running_loop().time()
+            assert state(first) == ("DRAINED" if first.safe_to_delete else "DRAINING")
+            assert await health(cluster, name) == (NOT_SERVING, SERVING)
+            again = await order(cluster, name, "Drain", incarnation=first.record.incarnation)
+            assert again.story.count("DRAINING") == 1
+
+            proof = await node_is_empty(cluster, name)
+            assert state(proof) == "DRAINED"
+            assert {what: getattr(proof, what) for what in PROOF} == dict.fromkeys(PROOF, 0)
+            assert state(await order(cluster, name, "Drain")) == "DRAINED"
+            assert await health(cluster, name) == (NOT_SERVING, SERVING)
+            await answers_come(cluster, load, 2 * AT_ONCE)
+            assert [answer.stats for answer in load.asked_after(drained_s) if used(answer, name)] == []
+
+            assert state(await order(cluster, name, "Undrain")) == "READY"
+            assert await health(cluster, name) == (SERVING, SERVING)
+            await node_is_used(cluster, load, name)
+
+            arguments = ("drain", name, "--wait", "--directory", cluster.cluster.directory)
+            done = await asyncio.to_thread(run_baton, *arguments)
+            assert (done.returncode, done.stdout) == (
+                0, f"{name} is drained and holds nothing: safe to delete.\n",
+            ), done.stderr  # fmt: skip
+            cluster.set_down(name)
+            cluster.cluster.send_signal(name, signal.SIGTERM)
+            assert await cluster.cluster.wait_exit(name) == 0, cluster.story()
+            await answers_come(cluster, load, AT_ONCE)
+            await cluster.cluster.start_process(name)
+            cluster.set_down(name, down=False)
+            await node_is_used(cluster, load, name)
+
+    cluster.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_sigterm_is_the_same_drain(cluster: RunningCluster, name: str) -> None:
+    """Told to end in the middle of its work, with nobody asking it to drain before: nothing fails, status 0."""
+
+    async def scenario() -> None:
+        async with loaded(cluster) as load:
+            await node_is_used(cluster, load, name)
+            await node_is_busy(cluster, name)
+            cluster.set_down(name)
+            cluster.cluster.send_signal(name, signal.SIGTERM)
+            assert await cluster.cluster.wait_exit(name) == 0, cluster.story()
+            assert "drain given up" not in cluster.cluster.log_text(name)
+            await answers_come(cluster, load, AT_ONCE)
+            await cluster.cluster.start_process(name)
+            cluster.set_down(name, down=False)
+            await node_is_used(cluster, load, name)
+
+    cluster.run(scenario())
+
+
+def test_an_answer_that_nobody_has_fetched_holds_the_drain_back(cluster: RunningCluster) -> None:
+    """A router of our own prefills and does not subscribe: the request is over, and the node is not drained before that
+    router has read the answer to its end and said so. Meanwhile it refuses new work itself, whatever the others believe
+    of it; so does a prefill node.
+    """
+
+    async def scenario() -> None:
+        prefill = (await cluster.status("prefill-0")).record
+        key = common_pb2.RequestKey(request="unfetched")
+        request = prefill_pb2.PrefillRequest(
+            header=common_pb2.Header(sender=ROUTER, receiver=prefill.incarnation),
+            key=key,
+            prompt=[5, 6, 7],
+            sampling=common_pb2.SamplingSpec(temperature=0, top_p=1, max_tokens=20),
+            router=ROUTER,
+        )
+        stub = prefill_pb2_grpc.PrefillStub(cluster.channel("prefill-0"))
+        events = [event async for event in stub.Prefill(request, timeout=CALL_S_MAX)]
+        name, incarnation = events[0].granted.decode_node, events[0].granted.decode_incarnation
+
+        async def is_over() -> bool:
+            return (await cluster.status(name)).requests == 0
+
+        await order(cluster, name, "Drain")
+        await wait_for(is_over, "the answer to end", story=cluster.story)
+        status = await cluster.status(name)
+        assert (state(status), status.safe_to_delete, status.answers_unacknowledged) == ("DRAINING", False, 1)
+
+        reserve = transfer_pb2.ReserveRequest(header=request.header, key=key, prompt=[1], router=ROUTER, number=1)
+        reserve.header.receiver = incarnation
+        transfer = transfer_pb2_grpc.TransferStub(cluster.channel(name))
+        with pytest.raises(BatonError, match="takes no new requests") as caught, rpc_errors(name):
+            await transfer.Reserve(reserve, timeout=CALL_S_MAX)
+        assert refused_by(caught.value, Incarnation(incarnation))
+        await order(cluster, "prefill-0", "Cordon")
+        with pytest.raises(BatonError, match="takes no new requests") as caught, rpc_errors("prefill-0"):
+            [event async for event in stub.Prefill(request, timeout=CALL_S_MAX)]
+        assert refused_by(caught.value, Incarnation(prefill.incarnation))
+        await order(cluster, "prefill-0", "Uncordon")
+
+        told = asyncio.Event()
+
+        async def says() -> AsyncIterator[decode_pb2.SubscribeRequest]:
+            header = common_pb2.Header(sender=ROUTER, receiver=incarnation)
+            yield decode_pb2.SubscribeRequest(open=decode_pb2.SubscribeOpen(header=header))
+            await told.wait()
+            yield decode_pb2.SubscribeRequest(done=decode_pb2.SubscribeDone(keys=[key]))
+
+        ids: list[int] = []
+        call = decode_pb2_grpc.DecodeStub(cluster.channel(name)).Subscribe(says())
+        async for batch in call:
+            ids += batch.requests[0].ids
+            if batch.requests[0].HasField("finish"):
+                break
+        assert ids == mock_tokens([5, 6, 7], 20)
+        assert state(await cluster.status(name)) == "DRAINING"
+        told.set()
+        await node_is_empty(cluster, name)
+        call.cancel()
+        assert state(await order(cluster, name, "Undrain")) == "READY"
+
+    cluster.run(scenario())
+
+
+async def with_first_token(cluster: RunningCluster, prompt: list[int], count: int) -> asyncio.Task[Answer]:
+    """A request whose first token is out."""
+    call = cluster.client.stub.Generate(make_request(prompt, max_tokens=count), timeout=CALL_S_MAX)
+    seen = asyncio.Event()
+
+    async def events() -> AsyncIterator[object]:
+        async for event in call:
+            if event.HasField("tokens"):
+                seen.set()
+            yield event
+
+    async def read() -> Answer:
+        with rpc_errors("router"):
+            return await collect(events())
+
+    reading = asyncio.create_task(read())
+    waiting = asyncio.create_task(seen.wait())
+    await asyncio.wait({reading, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert seen.is_set(), await reading
+    return reading
+
+
+def baton(cluster: RunningCluster, *arguments: str) -> tuple[int, str, str]:
+    done = run_baton(*arguments, "--directory", cluster.cluster.directory)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_orders_of_an_operator() -> None:
+    """One by one node, one long answer: a drain that runs out of time says what is still there and goes on; undrain
+    takes it back; a cordon keeps requests away; orders that make no sense are refused; and SIGTERM gives up what is
+    not done within `drain_ms_max`.
+    """
+    long = list(range(1, 40))
+    spec = mock_spec(
+        router_flags={"placement_wait_ms_max": 200},
+        decode_flags={"engine.mock_layer_delay_ms": 10, "drain_ms_max": 200},
+    )
+    with running(spec) as cluster:
+        code, out, _ = baton(cluster, "describe", "prefill-0", "-o", "json")
+        told = json.loads(out)
+        assert (code, told["name"], told["status"]["state"]) == (0, "prefill-0", "ready")
+        assert [(pair["peer"], pair["transport"]) for pair in told["status"]["pairs"]] == [("decode-0", "shm")]
+        code, out, _ = baton(cluster, "nodes", "-o", "json")
+        assert [node["name"] for node in json.loads(out)] == ["decode-0", "prefill-0", "router-0"]
+        _, out, _ = baton(cluster, "describe", "prefill-0")
+        assert re.search(r"^decode-0 +[0-9a-f]{16} +shm +[1-9]\d* +0 +-$", out, re.MULTILINE)
+
+        words = f"baton drain --directory {cluster.cluster.directory} de"
+        completed = run_baton(env={"_BATON_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "4"})
+        assert completed.stdout == "plain,decode-0\n"
+
+        call = cluster.run(with_first_token(cluster, long, 2_000))
+        code, out, err = baton(cluster, "drain", "decode-0", "--wait", "--timeout", "0.2")
+        assert (code, out) == (1, "decode-0 is draining; it holds 1 requests, 1 grants received.\n"), err
+        assert err == "decode-0 is not empty after 0.2 s; still there: 1 requests, 1 grants received.\n"
+        assert baton(cluster, "uncordon", "decode-0")[0] == 1
+        refused = cluster.run(error_of(cluster.client.generate([1, 2], max_tokens=4)))
+        assert refused.reason in (Reason.NO_DECODE_NODE, Reason.NODE_DRAINING)
+        stale = cluster.run(error_of(order(cluster, "decode-0", "Undrain", incarnation=7)))
+        assert stale.reason is Reason.INCARNATION_MISMATCH
+        assert baton(cluster, "undrain", "decode-0") == (
+            0, "decode-0 is ready; it holds 1 requests, 1 grants received.\n", "",
+        )  # fmt: skip
+
+        for name in ("prefill-0", "decode-0"):
+            assert baton(cluster, "cordon", name)[0] == 0
+        cluster.run(refuses(cluster))
+        for name in ("prefill-0", "decode-0"):
+            assert baton(cluster, "uncordon", name)[0] == 0
+        cluster.run(answers_again(cluster))
+
+        code, out, err = baton(cluster, "cordon", "decode-7")
+        assert (code, out) == (1, "")
+        assert "does not know 'decode-7'. It knows decode-0, prefill-0, router-0." in err
+
+        async def end() -> BatonError:
+            cluster.set_down("decode-0")
+            cluster.cluster.send_signal("decode-0", signal.SIGTERM)
+            assert await cluster.cluster.wait_exit("decode-0") == 0, cluster.story()
+            assert "drain given up" in cluster.cluster.log_text("decode-0")
+            return await error_of(call)
+
+        assert cluster.run(end()).reason in (Reason.HANDOFF_FAILED, Reason.PEER_UNREACHABLE)
+        cluster.run(assert_conserved(cluster))
+
+
+async def refuses(cluster: RunningCluster) -> None:
+    """The nodes know of their state at once, the router when the directory has told it."""
+
+    async def holds() -> bool:
+        with suppress(BatonError):
+            await cluster.client.generate([1, 2], max_tokens=4)
+            return False
+        return True
+
+    await wait_for(holds, "the router to see that all nodes are cordoned", story=cluster.story)
+
+
+async def answers_again(cluster: RunningCluster) -> None:
+    async def holds() -> bool:
+        with suppress(BatonError):
+            return (await cluster.client.generate([1, 2], max_tokens=4)).ids == mock_tokens([1, 2], 4)
+        return False
+
+    await wait_for(holds, "the cluster to answer again", story=cluster.story)
