@@ -41,7 +41,11 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 Behavior = Callable[..., Any]
 SERVICES: dict[str, tuple[str, Behavior, tuple[str, ...]]] = {
-    "node": ("baton.v1.Node", node_pb2_grpc.add_NodeServicer_to_server, ("GetStatus",)),
+    "node": (
+        "baton.v1.Node",
+        node_pb2_grpc.add_NodeServicer_to_server,
+        ("GetStatus", "Cordon", "Uncordon", "Drain", "Undrain"),
+    ),
     "prefill": ("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, ("Prefill",)),
     "decode": (
         "baton.v1.Decode",

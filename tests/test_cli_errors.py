@@ -133,7 +133,7 @@ def test_no_directory_for_nodes() -> None:
         ["nodes", "--directory", endpoint, "--timeout", "1"],
         1,
         f"error: No directory answers at {endpoint} within 1000 ms. Is the cluster running (`baton up`)? "
-        "Name another place with --directory. (reason PEER_UNREACHABLE)\n",
+        "Name another place with --directory HOST:PORT. (reason PEER_UNREACHABLE)\n",
     )
 
 

@@ -68,8 +68,8 @@ def test_seals_that_contradict_the_commit_are_counted_and_nothing_is_scheduled()
     r = Receiver()
     r.reserve()
     r.seal(writes=3)
-    what = f"seals {(1, 3, 30)} contradict commit {(1, 5, 50)}"
-    assert r.commit(writes=5) == [CountRefused(pair=PAIR, what=what)]
+    detail = f"sealed {(1, 3, 30)}, committed {(1, 5, 50)} (channels, writes, bytes)"
+    assert r.commit(writes=5) == [CountRefused(pair=PAIR, what="seals that contradict the commit", detail=detail)]
     assert r.fire(TimerKind.LEASE) == revoking(commit_waits=True)
 
 
