@@ -203,7 +203,14 @@ class InProcessCluster:
     async def statuses(self) -> dict[str, node_pb2.NodeStatus]:
         found = {}
         for name, runtime in self.runtimes.items():
-            found[name] = node_pb2.NodeStatus(record=record_to_proto(runtime.record()))
+            holds = runtime.holds()
+            found[name] = node_pb2.NodeStatus(
+                record=record_to_proto(runtime.record()),
+                requests=holds.requests,
+                grants_received=holds.grants_received,
+                grants_written=holds.grants_written,
+                unacknowledged_writes=holds.unacknowledged_writes,
+            )
             runtime.status(found[name])
         return found
 
