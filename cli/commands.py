@@ -34,6 +34,7 @@ class _Entry:
 _COMMANDS: Final[Mapping[str, _Entry]] = {
     "up": _Entry(module="cli.up", attribute="up", summary="Start a whole cluster on this machine."),
     "generate": _Entry(module="cli.generate", attribute="generate", summary="Send a prompt and stream the answer."),
+    "chat": _Entry(module="cli.chat", attribute="chat", summary="Talk with the model, line by line."),
     "nodes": _Entry(module="cli.nodes", attribute="nodes", summary="Show who is in the cluster and what it holds."),
     "describe": _Entry(module="cli.describe", attribute="describe", summary="Show everything about one node."),
     "cordon": _Entry(module="cli.drain", attribute="cordon", summary="Keep new requests away from a node."),

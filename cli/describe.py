@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
 
 import click
@@ -12,6 +13,7 @@ from cli.cluster_view import NodeView, complete_node, directory_option, find_rec
 from cli.invocation import EXIT_ERROR
 from cli.node_data import left_behind, node_data, state_name
 from cli.output import Output, output_option, print_json
+from cli.parameters import Seconds
 from cli.table import format_table
 
 _PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")
@@ -21,7 +23,7 @@ _PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "BYTES MOVED", "LINK 
 @click.argument("node", shell_complete=complete_node)
 @directory_option
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True,
+    "--timeout", "timeout_s", type=Seconds(), default=2.0, show_default=True,
     metavar="SECONDS", help="How long the directory, and then the node, may take to answer.",
 )  # fmt: skip
 @output_option
@@ -34,7 +36,7 @@ def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
     Example:
       baton describe prefill-0 -o json
     """
-    call_ms_max = round(timeout_s * 1e3)
+    call_ms_max = ceil(timeout_s * 1e3)
 
     async def ask(channels: Channels) -> NodeView:
         record = await find_record(node, directory, channels=channels, call_ms_max=call_ms_max)

@@ -18,13 +18,14 @@ from cli.cluster_view import NodeView, complete_node, directory_option, find_rec
 from cli.invocation import EXIT_ERROR
 from cli.node_data import left_behind, node_data, state_name
 from cli.output import Output, output_option, print_json
+from cli.parameters import Seconds
 
 CALL_MS_MAX: Final = 5_000
 """How long the directory, and then the node, may take to answer once."""
 POLL_MS: Final = 100
 """Between two looks at a node that is being drained."""
 _timeout_option: Final = click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True,
+    "--timeout", "timeout_s", type=Seconds(), default=300.0, show_default=True,
     metavar="SECONDS", help="How long --wait may take.",
 )  # fmt: skip
 

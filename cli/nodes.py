@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
 
 import click
@@ -11,6 +12,7 @@ from baton.wire import Role
 from cli.cluster_view import NodeView, directory_option, run_with_channels, view_nodes
 from cli.node_data import node_data, state_name
 from cli.output import Output, output_option, print_json
+from cli.parameters import Seconds
 from cli.table import format_table
 
 _HEADER: Final = (
@@ -23,7 +25,7 @@ _RIGHT: Final = frozenset(range(5, len(_HEADER)))
 @click.command()
 @directory_option
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True,
+    "--timeout", "timeout_s", type=Seconds(), default=2.0, show_default=True,
     metavar="SECONDS", help="How long the directory, and then each node, may take to answer.",
 )  # fmt: skip
 @output_option
@@ -38,7 +40,7 @@ def nodes(directory: str, timeout_s: float, output: str) -> None:
       baton nodes --directory 127.0.0.1:7070
     """
     views = run_with_channels(
-        lambda channels: view_nodes(directory, channels=channels, call_ms_max=round(timeout_s * 1e3))
+        lambda channels: view_nodes(directory, channels=channels, call_ms_max=ceil(timeout_s * 1e3))
     )
     if Output(output) is Output.JSON:
         print_json([node_data(view) for view in views])

@@ -51,13 +51,13 @@ class ChatTemplate:
             text = f"The chat template of {folder} cannot be read: {error}."
             raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> str:
-        """The text, special tokens spelt out. `told` are further variables. Raises BatonError of the field messages."""
+    def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any], *, field: str = "messages") -> str:
+        """The text, special tokens spelt out. `told` are further variables. Raises BatonError of `field`."""
         variables = {"tools": None, "documents": None, **self._tokens, **told, "messages": messages}
         try:
             return self._template.render(variables)
         except _TEMPLATE_FAULTS as error:
-            raise bad_field("messages", f"The model's chat template refuses these messages: {error}.") from error
+            raise bad_field(field, f"The model's chat template refuses these messages: {error}.") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

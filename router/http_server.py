@@ -6,9 +6,8 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 from batonpb import inference_pb2
@@ -23,7 +22,7 @@ from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
 from baton.tracing import Traceparent, new_request_id, read_metadata
-from router.chat_template import ChatTemplate
+from router.chat import ChatEncoder
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
 from router.http_reply import CallReply, error_response
@@ -45,7 +44,7 @@ class OpenAiApp:
         *,
         config: RouterConfig,
         codec: TextCodec | None,
-        template: ChatTemplate | None,
+        chats: ChatEncoder,
         metrics: RouterMetrics,
         rng: random.Random,
         takes_requests: Callable[[], bool],
@@ -53,7 +52,7 @@ class OpenAiApp:
         self._node = node
         self._config = config
         self._codec = codec
-        self._template = template
+        self._chats = chats
         self._metrics = metrics
         self._rng = rng
         self._takes_requests = takes_requests
@@ -79,7 +78,7 @@ class OpenAiApp:
     async def _chat(self, request: Request) -> Response:
         raw = await self._body(request)
         # Off the loop: long chats take long to render and encode, and others' tokens must flow.
-        return self._reply(request, await asyncio.to_thread(lambda: parse_chat(parse_body(raw), self._encode_chat)))
+        return self._reply(request, await asyncio.to_thread(lambda: parse_chat(parse_body(raw), self._chats.encode)))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_json(self._node.model(), self._began)]})
@@ -138,20 +137,6 @@ class OpenAiApp:
     def _check_open(self) -> None:
         if not self._takes_requests():
             raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
-
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Sequence[int]:
-        if self._codec is None or self._template is None:
-            raise BatonError(
-                Reason.NO_CHAT_TEMPLATE,
-                "The router has no chat template: use /v1/completions, or start it with --model and a model folder "
-                "that has a chat_template.jinja.",
-                field="messages",
-            )
-        text, chars_max = self._template.render(messages, told), self._config.prompt_chars_max
-        if len(text) > chars_max:
-            problem = f"The messages make a prompt of {len(text)} characters; at most {chars_max} are taken."
-            raise bad_field("messages", problem, reason=Reason.PROMPT_TOO_LONG)
-        return self._codec.encode_rendered(text)
 
     async def _body(self, request: Request) -> bytes:
         """The whole body. Raises BatonError where it is too long, or does not come."""

@@ -20,12 +20,14 @@ from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeLoad, Role
 from engine.hub import resolve_model
 from engine.model_config import ModelError
+from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.node import RouterNode
 from router.service import InferenceService
 from router.text import TextCodec
 
 if TYPE_CHECKING:
+    from router.chat_template import ChatTemplate
     from router.http_server import HttpServer
     from router.metrics import RouterMetrics
 
@@ -54,6 +56,7 @@ async def serve(
         await check_can_bind(config.http_listen)
     folder = await asyncio.to_thread(_folder, config.model)
     codec = TextCodec.load(folder) if folder is not None else None
+    chats = ChatEncoder(codec=codec, template=_template(folder), chars_max=config.prompt_chars_max)
     metrics = _metrics(runtime) if config.http_listen is not None else None
     node = RouterNode(
         config=config,
@@ -61,6 +64,7 @@ async def serve(
         prefill_nodes=lambda: runtime.membership.nodes(Role.PREFILL),
         channels=runtime.channels,
         codec=codec,
+        chats=chats,
         loop=asyncio.get_running_loop(),
         rng=rng,
         observer=metrics,
@@ -76,7 +80,7 @@ async def serve(
     try:
         endpoint = await runtime.open()
         if metrics is not None:
-            http = _open_http(config, node, codec, folder, metrics, runtime)
+            http = _open_http(config, node, codec, chats, metrics, runtime)
         on_ready(endpoint)
         await runtime.serve_until(stop, drain)
     finally:
@@ -99,12 +103,11 @@ def _open_http(
     config: RouterConfig,
     node: RouterNode,
     codec: TextCodec | None,
-    folder: Path | None,
+    chats: ChatEncoder,
     metrics: RouterMetrics,
     runtime: NodeRuntime,
 ) -> HttpServer:
     """Imports the HTTP libraries only here: a router without HTTP does not load them."""
-    from router.chat_template import ChatTemplate
     from router.http_server import HttpServer, OpenAiApp
 
     assert config.http_listen is not None
@@ -112,7 +115,7 @@ def _open_http(
         node,
         config=config,
         codec=codec,
-        template=ChatTemplate.load(folder) if folder is not None else None,
+        chats=chats,
         metrics=metrics,
         rng=runtime.rng,
         takes_requests=lambda: runtime.lifecycle.takes_requests,
@@ -120,6 +123,15 @@ def _open_http(
     server = HttpServer(app.asgi(), config)
     log.info("HTTP is served", endpoint=server.start(config.http_listen))
     return server
+
+
+def _template(folder: Path | None) -> ChatTemplate | None:
+    """Imports the template language only here: a router without a model does not load it."""
+    if folder is None:
+        return None
+    from router.chat_template import ChatTemplate
+
+    return ChatTemplate.load(folder)
 
 
 def _folder(model: str | None) -> Path | None:

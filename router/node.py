@@ -24,6 +24,7 @@ from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
 from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord
+from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.observer import RequestObserver
 from router.placement import Placement, chain_hashes
@@ -106,6 +107,7 @@ class RouterNode:
         prefill_nodes: Callable[[], Sequence[NodeRecord]],
         channels: Channels,
         codec: TextCodec | None,
+        chats: ChatEncoder | None = None,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
         observer: RequestObserver | None = None,
@@ -117,6 +119,7 @@ class RouterNode:
         self._prefill_nodes = prefill_nodes
         self._channels = channels
         self._codec = codec
+        self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
         self._loop = loop
         self._rng = rng
         self._observer = observer or RequestObserver()
@@ -361,7 +364,9 @@ class RouterNode:
         return [r for r in self._prefill_nodes() if r.lifecycle is Lifecycle.READY and r.model is not None]
 
     async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
-        """Token ids of a text prompt, off the loop: a long text takes seconds, and others' tokens must flow."""
+        """Token ids of a text or a chat, off the loop: a long one takes seconds, and others' tokens must flow."""
+        if request.WhichOneof("prompt") == "chat":
+            return await asyncio.to_thread(self._chats.encode_proto, request.chat)
         if self._codec is None or request.WhichOneof("prompt") != "text":
             return ()
         if len(request.text) > self.config.prompt_chars_max:
@@ -402,6 +407,7 @@ class RouterNode:
             request,
             model=self.model(),
             encode=(lambda _text: encoded) if self._codec is not None else None,
+            chat=encoded,
             max_tokens_default=self.config.max_tokens_default,
             rng=self._rng,
             choice=choice,

@@ -43,11 +43,12 @@ def check_request(
     max_tokens_default: int,
     rng: random.Random,
     choice: int = 0,
+    chat: Sequence[int] = (),
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
-    `choice` numbers the answers to one question with one seed. `max_tokens` is cut to what the model's context leaves
-    after the prompt. Raises BatonError naming the field.
+    `chat` is the prompt that the messages of a conversation make. `choice` numbers the answers to one question with one
+    seed. `max_tokens` is cut to what the model's context leaves after the prompt. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         raise BatonError(
@@ -55,7 +56,7 @@ def check_request(
             f"This cluster serves '{model.name}', not '{request.model}'.",
             field="model",
         )
-    prompt = _prompt(request, model, encode)
+    prompt = _prompt(request, model, encode, chat)
     sampling = request.sampling
     max_tokens = _max_tokens(sampling, max_tokens_default, model.context_len_max - len(prompt))
     return CheckedRequest(
@@ -82,7 +83,9 @@ def check_request(
     )
 
 
-def _prompt(request: inference_pb2.GenerateRequest, model: ModelInfo, encode: Encode | None) -> tuple[int, ...]:
+def _prompt(
+    request: inference_pb2.GenerateRequest, model: ModelInfo, encode: Encode | None, chat: Sequence[int]
+) -> tuple[int, ...]:
     kind = request.WhichOneof("prompt")
     field = "prompt" if kind is None else kind
     if kind == "text":
@@ -93,6 +96,8 @@ def _prompt(request: inference_pb2.GenerateRequest, model: ModelInfo, encode: En
                 field="text",
             )
         ids = tuple(encode(request.text))
+    elif kind == "chat":
+        ids = tuple(chat)
     else:
         ids = tuple(request.token_ids.ids)
     if not ids:

@@ -37,7 +37,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         trace = parent.child(self._rng) if parent is not None else Traceparent.new(self._rng, sampled=False)
         request_id = called.request_id or new_request_id(self._rng)
         deadline_s = asyncio.get_running_loop().time() + time_left_s(context, self._limits)
-        events = self._node.generate(request, request_id=request_id, trace=trace, deadline_s=deadline_s)
+        events = self._node.generate(
+            request, request_id=request_id, trace=trace, deadline_s=deadline_s, choice=request.sampling.choice
+        )
         async with aclosing(events):
             async for event in events:
                 yield event

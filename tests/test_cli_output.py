@@ -16,7 +16,8 @@ from cli.child import ChildProgress
 from cli.client import Answer
 from cli.cluster_view import NodeView
 from cli.demo_check import held_by
-from cli.generate import IntegerList, StreamPrinter, answer_data
+from cli.answers import StreamPrinter, answer_data
+from cli.parameters import IntegerList
 from cli.service import ProgressPrinter
 from cli.table import format_table
 from cli.up import StartBoard
