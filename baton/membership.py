@@ -10,7 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from baton.clock import Clock, wait_s
@@ -31,14 +31,21 @@ _NAME_WAIT_TTLS: Final = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    heartbeat_ms: int = 500
-    """Between two pushes of the own record; a change that matters is pushed at once (`announce`)."""
-    ttl_ms: int = 3_000
-    """The directory forgets a node that was not heard of for this long."""
-    directory_wait_ms_max: int = 30_000
-    """How long a starting node waits for a directory that does not answer."""
-    backoff_ms_min: int = 50
-    backoff_ms_max: int = 1_000
+    heartbeat_ms: int = field(
+        default=500, metadata={"help": "between two pushes of the own record; a change that matters is pushed at once"}
+    )
+    ttl_ms: int = field(
+        default=3_000, metadata={"help": "the directory forgets a node that it has not heard of for this long"}
+    )
+    directory_wait_ms_max: int = field(
+        default=30_000, metadata={"help": "how long a starting node waits for a directory that does not answer"}
+    )
+    backoff_ms_min: int = field(
+        default=50, metadata={"help": "first pause before the directory is asked again after a failure"}
+    )
+    backoff_ms_max: int = field(
+        default=1_000, metadata={"help": "longest pause before the directory is asked again after a failure"}
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)

@@ -13,7 +13,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
@@ -52,18 +52,28 @@ UNTIMED_METHODS: Final = frozenset(
 class RpcLimits:
     """Limits of one server."""
 
-    message_bytes_max: int = 16 * 1024 * 1024
-    rpcs_max: int = 1024
-    """Calls at a time, those in UNTIMED_METHODS not counted."""
-    rpcs_untimed_max: int = 1024
-    """Room beyond `rpcs_max` for UNTIMED_METHODS, so that a full node still answers its health checks."""
-    busy_retry_ms: int = 200
-    public_deadline_ms_default: int = 300_000
-    public_deadline_ms_max: int = 3_600_000
-    ping_interval_ms_min: int = 5_000
-    """Clients that ping more often than this without data are disconnected."""
-    handler_end_ms_max: int = 5_000
-    """How long a stopping server waits for the handlers of the calls that it has cancelled."""
+    message_bytes_max: int = field(
+        default=16 * 1024 * 1024, metadata={"help": "bytes of one gRPC message, and of the body of an HTTP call"}
+    )
+    rpcs_max: int = field(default=1024, metadata={"help": "calls at a time, health checks and the like not counted"})
+    rpcs_untimed_max: int = field(
+        default=1024,
+        metadata={"help": "calls beyond those for health checks and the like, so that a full node still answers them"},
+    )
+    busy_retry_ms: int = field(
+        default=200, metadata={"help": "when to try again, told with a refusal for too many calls"}
+    )
+    public_deadline_ms_default: int = field(
+        default=300_000, metadata={"help": "deadline of a client's call that names none"}
+    )
+    public_deadline_ms_max: int = field(default=3_600_000, metadata={"help": "longest deadline of a client's call"})
+    ping_interval_ms_min: int = field(
+        default=5_000, metadata={"help": "clients that ping more often than this without data are disconnected"}
+    )
+    handler_end_ms_max: int = field(
+        default=5_000,
+        metadata={"help": "how long a stopping server waits for the handlers of calls that it has cancelled"},
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)

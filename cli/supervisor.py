@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
-from baton.config import ConfigError, ConfigProblem, flag_name
+from baton.config import ConfigError, ConfigProblem, env_name, flag_name
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
@@ -185,6 +185,8 @@ class Cluster:
         self._log_dir: Path | None = None
         self._keep_logs = False
         self._problems: list[str] = []
+        self._told: set[str] = set()
+        """Why processes could not start, in their own words."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -320,6 +322,8 @@ class Cluster:
             text = f"{child.name} did not stop within {self.spec.stop_grace_ms} ms (stop_grace_ms) and was killed."
         elif status == 0 or (status == -signal.SIGTERM and not child.ready.done()):
             return ""
+        elif not child.ready.done() and (words := child.own_words()):
+            return "" if words in self._told else self._could_not_start(child, words)
         else:
             text = f"{child.name} {describe_exit(status)} when it was stopped."
         self._keep_logs = True
@@ -340,13 +344,17 @@ class Cluster:
         if self.spec.config is not None:
             command += ["--config", str(self.spec.config)]
         for key, value in self.spec.flags_of(name, service, directory).items():
-            command += [flag_name(key), _text(value)]
+            if value != self.spec.directory:  # it may have a password: by the environment, which others cannot read
+                command += [flag_name(key), _text(value)]
         return command
 
     def _env(self, service: Service) -> dict[str, str]:
         engine = service in (Service.PREFILL, Service.DECODE)
         threads = str(self.spec.compute_threads() if engine else 1)
-        return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, threads), **self.spec.env}
+        own = dict.fromkeys(_THREAD_VARIABLES, threads)
+        if self.spec.directory is not None and service is not Service.DIRECTORY:
+            own[env_name(service.env_prefix, "directory")] = self.spec.directory
+        return {**os.environ, **own, **self.spec.env}
 
     def _make_log_dir(self) -> None:
         try:
@@ -364,14 +372,17 @@ class Cluster:
         self._log_dir = self._own_log_dir or self.spec.log_dir
 
     def _ended(self, child: Child, when: str) -> ClusterError:
-        said = child.own_words()
-        if said and not child.ready.done():
-            return ClusterError(f"{child.name} could not start: {said}", process=child.name)
+        if not child.ready.done() and (words := child.own_words()):
+            return ClusterError(self._could_not_start(child, words), process=child.name)
         self._keep_logs = True
         text = f"{child.name} {describe_exit(child.exited.result())} {when}."
         tail = child.log_tail()
         text += f" The end of its log ({child.log_path}):\n{tail}" if tail else f" Its log {child.log_path} is empty."
         return ClusterError(text, process=child.name)
+
+    def _could_not_start(self, child: Child, words: str) -> str:
+        self._told.add(words)
+        return f"{child.name} could not start: {words}"
 
     def _too_slow(self) -> ClusterError:
         waiting = [name for name in self.names if name not in self.endpoints]

@@ -14,6 +14,7 @@ from typing import Final, TextIO
 import click
 
 from baton.config import ConfigError, ConfigProblem, load
+from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
 from cli.child import ChildProgress
@@ -45,7 +46,13 @@ class UpConfig:
     engine_kind: EngineKind | None = field(default=None, metadata={"help": "model, or mock (tests of the protocol)"})
     listen: str = field(default="127.0.0.1:7000", metadata={"help": "host:port of the router"})
     http: str | None = field(default=None, metadata={"help": "host:port of the OpenAI endpoints over HTTP; none: off"})
-    directory_listen: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
+    directory: str | None = field(
+        default=None,
+        metadata={"help": f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}"},
+    )
+    directory_listen: str = field(
+        default="127.0.0.1:7070", metadata={"help": "host:port of the directory that is started"}
+    )
     threads: int | None = field(
         default=None, metadata={"help": "compute threads of each node; none: the cores of this machine shared out"}
     )
@@ -61,6 +68,8 @@ class UpConfig:
         for name in ("threads", "blocks"):
             if getattr(self, name) is not None:
                 check_positive(self, name)
+        if self.directory is not None:
+            check_directory_setting(self.directory)
 
     def spec(self, *, config: Path | None, log_level: LogLevel) -> ClusterSpec:
         """Raises InvalidField for values that do not fit each other."""
@@ -71,6 +80,7 @@ class UpConfig:
             engine=self.engine_kind,
             listen=self.listen,
             http=self.http,
+            directory=self.directory,
             directory_listen=self.directory_listen,
             threads=self.threads,
             blocks=self.blocks,
@@ -133,6 +143,7 @@ def _command(**parameters: object) -> int:
     Example:
       baton up --model /tmp/demo-model --prefill 2 --decode 2
       baton generate "the sea in the evening" --max-tokens 32 --stats
+      baton up --model /tmp/demo-model --directory redis://127.0.0.1:6379/0
     """
     path = config_path(parameters)
     config = load(
@@ -183,14 +194,20 @@ async def _up(spec: ClusterSpec) -> int:
 
 
 def _print_summary(cluster: Cluster) -> None:
+    directory = describe_directory(cluster.directory)
     click.echo(
-        f"The cluster is ready. Router {cluster.router}, directory {cluster.directory}, logs {cluster.log_dir}.\n"
+        f"The cluster is ready. Router {cluster.router}, directory {directory}, logs {cluster.log_dir}.\n"
         "Try, in another terminal:\n"
         f"  baton generate --router {cluster.router} {_example_prompt(cluster)} --max-tokens 32 --stats\n"
-        f"  baton nodes --directory {cluster.directory}\n"
+        f"{_chat_example(cluster)}"
+        f"  baton nodes --directory {directory}\n"
         f"{_http_example(cluster)}"
         "Ctrl-C stops it."
     )
+
+
+def _chat_example(cluster: Cluster) -> str:
+    return "" if cluster.spec.engine is EngineKind.MOCK else f"  baton chat --router {cluster.router}\n"
 
 
 def _http_example(cluster: Cluster) -> str:

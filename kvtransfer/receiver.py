@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc.aio
@@ -61,11 +61,15 @@ log = get_log("receiver")
 class ReceiverConfig:
     """Times of the receiver's side of a handoff."""
 
-    lease_ms: int = 10_000
-    """A grant that is not renewed for this long is taken back (which ends with evidence, not with the time)."""
-    revoke_ms: int = 1_000
-    """How long one try to take a grant back may go unanswered before the next, stronger one."""
-    pairs_max: int = 1024
+    lease_ms: int = field(
+        default=10_000,
+        metadata={"help": "a grant not renewed for this long is taken back (which ends with evidence, not with time)"},
+    )
+    revoke_ms: int = field(
+        default=1_000,
+        metadata={"help": "how long one try to take a grant back may go unanswered before the next, stronger one"},
+    )
+    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -12,11 +12,11 @@ from batonpb import common_pb2, directory_pb2, inference_pb2, node_pb2
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
+from cli.answers import StreamPrinter, answer_data
 from cli.child import ChildProgress
 from cli.client import Answer
 from cli.cluster_view import NodeView
 from cli.demo_check import held_by
-from cli.answers import StreamPrinter, answer_data
 from cli.parameters import IntegerList
 from cli.service import ProgressPrinter
 from cli.table import format_table
