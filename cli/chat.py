@@ -7,6 +7,7 @@ import io
 import json
 import signal
 import sys
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from batonpb import inference_pb2
 from baton.errors import BatonError, Reason
 from baton.rpc_client import ChannelLimits, Channels
 from cli.answers import StreamPrinter, answer_data, logprobs_text, stats_line, stats_text
-from cli.client import Answer, InferenceClient, no_router, router_option, timeout_option
+from cli.client import Answer, AnswerBuilder, InferenceClient, no_router, router_option, timeout_option
 from cli.conversation import ORDERS_HELP, Conversation, Order, UnknownOrder, parse_line
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.line_input import LineSource, open_lines
@@ -64,7 +65,7 @@ def chat(
         channels = runner.run(_open_channels())
         try:
             client = InferenceClient(router, channels=channels, timeout_s=timeout_s)
-            screen = _Screen(as_json=Output(output) is Output.JSON, stats=stats)
+            screen = Screen(as_json=Output(output) is Output.JSON, stats=stats)
             session = ChatSession(
                 runner, client, Conversation(system.strip()), screen, template=template, router=router
             )
@@ -82,12 +83,14 @@ class _Turn:
     """How a message was answered: wholly, up to a signal, or not."""
 
     text: str = ""
+    taken: bool = True
+    """The router has taken the request."""
     answer: Answer | None = None
     stopped_by: signal.Signals | None = None
     error: BatonError | None = None
 
 
-class _Screen:
+class Screen:
     """Where turns are shown: text on stdout as it comes and remarks on stderr, or JSON lines on stdout."""
 
     def __init__(self, *, as_json: bool, stats: bool) -> None:
@@ -128,7 +131,7 @@ class ChatSession:
         runner: asyncio.Runner,
         client: InferenceClient,
         conversation: Conversation,
-        screen: _Screen,
+        screen: Screen,
         *,
         template: inference_pb2.GenerateRequest,
         router: str,
@@ -209,8 +212,9 @@ class ChatSession:
         self._sent += 1
         turn = self._runner.run(self._answer(said))
         if turn.error is not None:
-            if not self._reached and no_router(turn.error, self._router) is not turn.error:
-                raise no_router(turn.error, self._router)
+            said_for_all = no_router(turn.error, self._router)
+            if said_for_all is not turn.error and not turn.taken and not self._reached:
+                raise said_for_all
             self._failed = True
         self._reached = True
         if turn.answer is not None:
@@ -225,23 +229,25 @@ class ChatSession:
         request = inference_pb2.GenerateRequest(chat=self._conversation.messages(said))
         request.MergeFrom(self._template)
         printer = self._screen.printer()
-        heard: list[str] = []
-
-        def show(tokens: inference_pb2.Tokens) -> None:
-            heard.append(tokens.text)
-            printer.show(tokens)
-
+        builder = AnswerBuilder()
         with StopSignals() as signals:
-            working = asyncio.ensure_future(self._client.generate(request, show))
             try:
-                if await signals.unless_stopped(working):
-                    answer = working.result()
-                    return _Turn(text=answer.text, answer=answer)
-                return _Turn(text="".join(heard), stopped_by=signals.received)
+                if await signals.unless_stopped(self._listen(request, builder, printer)):
+                    return _Turn(text=builder.text, answer=builder.answer())
+                return _Turn(text=builder.text, stopped_by=signals.received)
             except BatonError as error:
-                return _Turn(text="".join(heard), error=error)
+                return _Turn(text=builder.text, taken=bool(builder.request_id), error=error)
             finally:
                 printer.end()
+
+    async def _listen(
+        self, request: inference_pb2.GenerateRequest, builder: AnswerBuilder, printer: StreamPrinter
+    ) -> None:
+        async with aclosing(self._client.events(request)) as events:
+            async for event in events:
+                builder.push(event)
+                if event.HasField("tokens"):
+                    printer.show(event.tokens)
 
 
 def _turn_data(turn: _Turn) -> dict[str, object]:
@@ -258,7 +264,7 @@ def _error_text(turn: _Turn) -> str:
     """What went wrong, what became of the message, what may help."""
     error = turn.error
     assert error is not None
-    when = "The answer broke off. " if turn.text else ""
+    when = "The answer broke off. " if turn.taken else ""
     retry = f" Try again in {error.retry_after_ms} ms." if error.retry_after_ms is not None else ""
     hint = f" {_HINTS[error.reason]}" if error.reason in _HINTS else ""
     return f"error: {when}{error.message} (reason {error.reason.name}){retry} {_LEFT_OUT}{hint}"

@@ -47,7 +47,8 @@ class AnswerBuilder:
     def __init__(self) -> None:
         self.text = ""
         """What there is so far."""
-        self._request_id = ""
+        self.request_id = ""
+        """Set as soon as the router has taken the request."""
         self._ids: list[int] = []
         self._logprobs: list[common_pb2.TokenLogprobs] = []
         self._finished: inference_pb2.Finished | None = None
@@ -56,7 +57,7 @@ class AnswerBuilder:
         assert self._finished is None, "an event after the end"
         kind = event.WhichOneof("event")
         if kind == "started":
-            self._request_id = event.started.request_id
+            self.request_id = event.started.request_id
         elif kind == "tokens":
             assert event.tokens.first_index == len(self._ids), (event.tokens.first_index, len(self._ids))
             self._ids += event.tokens.ids
@@ -65,15 +66,11 @@ class AnswerBuilder:
         elif kind == "finished":
             self._finished = event.finished
 
-    @property
-    def complete(self) -> bool:
-        return self._finished is not None
-
     def answer(self) -> Answer:
         """The whole answer, when its stream has ended."""
         assert self._finished is not None, "the stream ended without an end of the answer"
         return Answer(
-            request_id=self._request_id,
+            request_id=self.request_id,
             ids=tuple(self._ids),
             text=self.text,
             reason=self._finished.reason,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
+import signal
+from collections.abc import AsyncGenerator
 
 import click
 import pytest
@@ -12,7 +16,9 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import BatonError, Reason
 from cli.answers import answer_data, logprobs_text
+from cli.chat import ChatSession, Screen
 from cli.client import Answer
 from cli.conversation import Conversation, Line, Order, UnknownOrder, parse_line
 from cli.sampling import SamplingChoice, sampling_choice, sampling_options
@@ -71,6 +77,64 @@ def test_a_conversation_grows_by_what_was_answered() -> None:
     )
     conversation.system = ""
     assert roles(conversation.messages("four")) == [("user", "four")]
+
+
+class ScriptedClient:
+    """Answers the first message up to half, then Ctrl-C comes; breaks the second off; answers the third."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[tuple[str, str]]] = []
+
+    async def events(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        self.seen.append(roles(request.chat))
+        yield inference_pb2.GenerateEvent(started=inference_pb2.Started(request_id="r"))
+        yield inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(ids=[5], text="half"))
+        if len(self.seen) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        if len(self.seen) == 2:
+            raise BatonError(Reason.PEER_UNREACHABLE, "router at nowhere: gone")
+        yield inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))
+
+
+class Lines:
+    interactive = True
+
+    def __init__(self, *lines: str) -> None:
+        self._lines = iter(lines)
+
+    def next(self) -> str | None:
+        return next(self._lines, None)
+
+
+def test_what_was_stopped_stays_and_what_broke_off_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """The part of an answer that the user has seen before Ctrl-C is in the next prompt; that of a lost connection is
+    not, nor its message."""
+    client = ScriptedClient()
+    with asyncio.Runner() as runner:
+        session = ChatSession(
+            runner,
+            client,  # type: ignore[arg-type]
+            Conversation(),
+            Screen(as_json=False, stats=False),
+            template=inference_pb2.GenerateRequest(model="m"),
+            router="nowhere",
+        )
+        assert session.run(Lines("one", "two", "three", "four")) == 0
+    stopped = [("user", "one"), ("assistant", "half")]
+    assert client.seen == [
+        [("user", "one")],
+        [*stopped, ("user", "two")],
+        [*stopped, ("user", "three")],
+        [*stopped, ("user", "three"), ("assistant", "half"), ("user", "four")],
+    ]
+    shown = capsys.readouterr()
+    assert shown.out == "half\n" * 4
+    assert shown.err == (
+        "Stopped.\n"
+        "error: The answer broke off. router at nowhere: gone (reason PEER_UNREACHABLE) "
+        "The message is left out of the conversation.\n"
+    )
 
 
 def parsed(*arguments: str) -> SamplingChoice | str:

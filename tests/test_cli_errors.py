@@ -7,8 +7,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 
+from cli.commands import cli
 from tests.cli_harness import BATON, RUN_S_MAX, clean_env, free_endpoint, run_baton, taken_port
 
 
@@ -194,6 +196,17 @@ def test_a_timeout_that_is_no_time(timeout: str) -> None:
     result = run_baton("generate", "hello", "--timeout", timeout)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1].startswith("Error: Invalid value for '--timeout': ")
+
+
+@pytest.mark.parametrize("command", [["nodes"], ["describe", "decode-0"], ["drain", "decode-0", "--wait"], ["chat"]])
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-inf", "0", "0.0001", "-1", "86401", "soon"])
+def test_every_command_refuses_such_a_timeout(command: list[str], timeout: str) -> None:
+    """Each in the same words, before anybody is called."""
+    with pytest.raises(click.UsageError) as caught:
+        made = cli.get_command(click.Context(cli), command[0])
+        assert made is not None
+        made.make_context(command[0], [*command[1:], "--timeout", timeout])
+    assert caught.value.format_message().startswith("Invalid value for '--timeout': ")
 
 
 @pytest.mark.parametrize("command", [["up", "--engine-kind", "mock"], ["demo"]])
