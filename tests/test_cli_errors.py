@@ -202,9 +202,9 @@ def test_a_timeout_that_is_no_time(timeout: str) -> None:
 @pytest.mark.parametrize("timeout", ["nan", "inf", "-inf", "0", "0.0001", "-1", "86401", "soon"])
 def test_every_command_refuses_such_a_timeout(command: list[str], timeout: str) -> None:
     """Each in the same words, before anybody is called."""
+    made = cli.get_command(click.Context(cli), command[0])
+    assert made is not None
     with pytest.raises(click.UsageError) as caught:
-        made = cli.get_command(click.Context(cli), command[0])
-        assert made is not None
         made.make_context(command[0], [*command[1:], "--timeout", timeout])
     assert caught.value.format_message().startswith("Invalid value for '--timeout': ")
 
