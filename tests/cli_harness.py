@@ -110,8 +110,8 @@ class Foreground:
         self._seen.update(found)
         return found
 
-    def wait_all_ended(self) -> list[int]:
-        """Wait for every process that it started, itself too; those that still live after RUN_S_MAX.
+    def wait_all_ended(self) -> list[str]:
+        """Wait for every process that it started, itself too; what those are that still live after RUN_S_MAX.
 
         Those that `processes` or `children` have named before are waited for to the end: a process gives up its
         environment, by which they are found, some time before its files.
@@ -131,7 +131,7 @@ class Foreground:
                 os.close(pidfd)
             if not ended:
                 break
-        return self.processes()
+        return [_portrait(pid) for pid in self.processes()]
 
     def children(self) -> dict[str, int]:
         """Its living children by the name that they were given."""
@@ -154,6 +154,17 @@ def _has_mark(folder: Path, mark: bytes) -> bool:
     except OSError:  # it has just ended
         return False
     return mark in environment.split(b"\0")
+
+
+def _portrait(pid: int) -> str:
+    """What a process is and what it is doing, for the report of a failed test."""
+    facts = [str(pid)]
+    for name in ("cmdline", "status", "wchan", "syscall", "stack"):
+        try:
+            facts.append(f"{name}: {Path(f'/proc/{pid}/{name}').read_bytes().decode().replace(chr(0), ' ')}")
+        except OSError as error:
+            facts.append(f"{name}: {error}")
+    return "\n".join(facts)
 
 
 @contextmanager
