@@ -21,8 +21,8 @@ from typing import Final, Self
 
 RUN_S_MAX: Final = 60.0
 PROCESSES_MAX: Final = 1000
-REST_BYTES_MAX: Final = 4_000
-"""Of a terminal's text in a failed test's report."""
+EXEC_LOOKS_MAX: Final = 1000
+"""How often to look at a process that has no environment, before it is taken for one that was given none."""
 _MARK: Final = "CLI_HARNESS_MARK"
 BATON: Final = (sys.executable, "-P", "-m", "cli.main")
 
@@ -112,8 +112,8 @@ class Foreground:
         self._seen.update(found)
         return found
 
-    def wait_all_ended(self) -> list[int]:
-        """Wait for every process that it started, itself too; those that still live after RUN_S_MAX.
+    def wait_all_ended(self) -> list[str]:
+        """Wait for every process that it started, itself too; what those are that still live after RUN_S_MAX.
 
         Those that `processes` or `children` have named before are waited for to the end: a process gives up its
         environment, by which they are found, some time before its files.
@@ -133,7 +133,7 @@ class Foreground:
                 os.close(pidfd)
             if not ended:
                 break
-        return self.processes()
+        return [_portrait(pid) for pid in self.processes()]
 
     def children(self) -> dict[str, int]:
         """Its living children by the name that they were given."""
@@ -151,11 +151,29 @@ class Foreground:
 
 
 def _has_mark(folder: Path, mark: bytes) -> bool:
-    try:
-        environment = (folder / "environ").read_bytes()
-    except OSError:  # it has just ended
-        return False
-    return mark in environment.split(b"\0")
+    for _ in range(EXEC_LOOKS_MAX):
+        try:
+            environment = (folder / "environ").read_bytes()
+            if environment:
+                return mark in environment.split(b"\0")
+            # A kernel thread and a process that has ended have no program either; in the middle of execve(2) the new
+            # program is there, and its environment is not yet.
+            (folder / "exe").readlink()
+        except OSError:  # it has just ended
+            return False
+        os.sched_yield()
+    return False
+
+
+def _portrait(pid: int) -> str:
+    """What a process is and what it is doing, for the report of a failed test."""
+    facts = [str(pid)]
+    for name in ("cmdline", "status", "wchan", "syscall", "stack"):
+        try:
+            facts.append(f"{name}: {Path(f'/proc/{pid}/{name}').read_bytes().decode().replace(chr(0), ' ')}")
+        except OSError as error:
+            facts.append(f"{name}: {error}")
+    return "\n".join(facts)
 
 
 @contextmanager
@@ -174,87 +192,7 @@ def free_endpoint() -> str:
 
 
 def is_free(endpoint: str) -> bool:
-    """Whether the port can be bound now."""
+    """Whether nobody listens there. (That somebody else's connection has the number by now is no matter.)"""
     host, _, port = endpoint.rpartition(":")
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError:
-            return False
-    return True
-
-
-class Terminal:
-    """A baton command in a terminal of its own, where keys are pressed. `with` it: the command is gone at the end."""
-
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        self._arguments = arguments
-        # No escape sequences around what is typed.
-        self._env = clean_env(TERM="dumb", INPUTRC="/dev/null", **(env or {}))
-        self._shown = b""
-        self._read = 0
-
-    def __enter__(self) -> Self:
-        self._master, slave = os.openpty()
-        try:
-            # Another process makes the terminal its own: this one has threads and may not fork Python code.
-            self.process = subprocess.Popen(
-                ["setsid", "--ctty", *BATON, *self._arguments], stdin=slave, stdout=slave, stderr=slave, env=self._env
-            )
-        finally:
-            os.close(slave)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-    def press(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
-
-    def interrupt(self) -> None:
-        """Ctrl-C at a prompt that is shown, once it waits for keys there: CPython's `input` sees a signal that comes
-        between the two only with the next key."""
-        for _ in range(round(RUN_S_MAX * 100)):
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state == "S":
-                break
-            select.select([], [], [], 0.01)
-        self.press("\x03")
-
-    def wait_for(self, text: str) -> str:
-        """Until `text` is shown; all that has been since the last wait, up to and with it."""
-        wanted = text.encode()
-        while (found := self._shown.find(wanted, self._read)) < 0:
-            assert self._take(), f"no {text!r} in:\n{self._rest()}"
-        begin, self._read = self._read, found + len(wanted)
-        return self._shown[begin : self._read].decode(errors="replace")
-
-    def wait_for_more(self) -> None:
-        """Until anything is shown after what was waited for."""
-        while len(self._shown) == self._read:
-            assert self._take(), "nothing more is shown"
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the command's end: its exit status, and what it has shown since the last wait."""
-        while self._take():
-            pass
-        return self.process.wait(timeout=RUN_S_MAX), self._rest()
-
-    def _take(self) -> bool:
-        """More of what is shown; False at the end of it."""
-        ready, _, _ = select.select([self._master], [], [], RUN_S_MAX)
-        assert ready, f"nothing more is shown after:\n{self._rest()}"
-        try:
-            data = os.read(self._master, 65536)
-        except OSError:  # EIO: nobody has the other side open any more
-            return False
-        self._shown += data.replace(b"\r", b"")
-        return bool(data)
-
-    def _rest(self) -> str:
-        return self._shown[self._read :][-REST_BYTES_MAX:].decode(errors="replace")
+        return probe.connect_ex((host, int(port))) != 0

@@ -116,11 +116,11 @@ def test_a_directory_that_is_none() -> None:
 
 
 def test_what_all_nodes_say_is_told_once(tmp_path: Path) -> None:
-    """A model without weights: four nodes cannot start, for the same reason."""
+    """A model without weights: three nodes cannot start, for the same reason."""
     model = tmp_path / "model"
     write_demo_model(model, DemoModelParams(num_layers=1, hidden_size=32, num_heads=2, head_dim=16, vocab_size=300))
     (model / "model.safetensors").unlink()
-    arguments = ["--model", str(model), "--prefill", "2", "--decode", "2", *MOCK[-4:]]
+    arguments = ["--model", str(model), "--decode", "2", *MOCK[-4:]]
     with Foreground("up", *arguments, folder=tmp_path) as up:
         assert up.wait() == 1
         assert up.err.count(f"{model} holds neither model.safetensors") == 1

@@ -17,8 +17,9 @@ from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.cli_harness import BATON, RUN_S_MAX, Terminal, clean_env, run_baton
+from tests.cli_harness import BATON, RUN_S_MAX, clean_env, run_baton
 from tests.cluster_harness import CALL_S_MAX, RunningCluster, assert_conserved, collect, running
+from tests.terminal_harness import Terminal
 
 BLOCK: Final = 16
 CONTEXT: Final = 512
