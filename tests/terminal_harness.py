@@ -1,4 +1,4 @@
-"""The `baton` command in a terminal, as a user sits in front of it: keys are pressed, and what is shown is waited for."""
+"""The `baton` command in a terminal, as a user sits before it: keys are pressed, what is shown is waited for."""
 
 from __future__ import annotations
 
