@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
-from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from tests.cli_harness import BATON, RUN_S_MAX, clean_env
 
+INTERRUPT_LOOK_S: Final = 0.1
+_ECHO: Final = b"^C\n"
+"""What a terminal itself may show for Ctrl-C."""
 REST_BYTES_MAX: Final = 4_000
 """Of a terminal's text in a failed test's report."""
 
@@ -47,14 +50,17 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C at a prompt that is shown, once it waits for keys there: CPython's `input` sees a signal that comes
-        between the two only with the next key."""
-        for _ in range(round(RUN_S_MAX * 100)):
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state == "S":
-                break
-            select.select([], [], [], 0.01)
+        """Ctrl-C at a prompt, and wait until it has been seen.
+
+        CPython's `input` sees a signal only while it waits for keys; one that comes just before that wait is seen with
+        the next signal, so a harmless one follows until something is shown.
+        """
         self.press("\x03")
+        for _ in range(round(RUN_S_MAX / INTERRUPT_LOOK_S)):
+            ready, _, _ = select.select([self._master], [], [], INTERRUPT_LOOK_S)
+            if ready and (not self._take() or self._shown[self._read :].strip(_ECHO)):
+                break
+            self.process.send_signal(signal.SIGWINCH)
 
     def wait_for(self, text: str) -> str:
         """Until `text` is shown; all that has been since the last wait, up to and with it."""
