@@ -38,7 +38,9 @@ class Job:
 
     key: RequestKey
     grant: GrantId
-    prompt: list[int]
+    tokens: list[int]
+    """Prompt, and what the client has of the answer already."""
+    prompt_len: int
     params: SamplingParams
     cache_salt: bytes
     prefix: tuple[BlockId, ...]
@@ -128,18 +130,19 @@ class DecodeNode:
     def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
         """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once."""
         key = key_from_proto(request.key)
-        prompt = list(request.prompt)
-        reject = self._never(prompt, request.sampling)
+        tokens = [*request.prompt, *request.output]
+        prompt_len = len(request.prompt)
+        reject = self._never(tokens, prompt_len, request.sampling)
         if reject is not None:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
         if len(self._jobs) >= self.config.requests_max:
             return self._busy("its request limit is reached")
-        prompt_blocks = self._blocks.blocks_for(len(prompt))
-        prefix = self._blocks.match(prompt, request.cache_salt, prompt_blocks)
-        promise = self._growth(prompt, request.sampling.max_tokens)
+        known_blocks = self._blocks.blocks_for(len(tokens))
+        prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
+        promise = self._growth(tokens, prompt_len, request.sampling.max_tokens)
         self._blocks.hold(prefix)  # so that making room does not evict what was just matched
         try:
-            new = prompt_blocks - len(prefix)
+            new = known_blocks - len(prefix)
             if new + promise <= self.ledger.available:
                 self._blocks.make_room(new)
             answer = self.receiver.reserve(
@@ -161,7 +164,7 @@ class DecodeNode:
                 return self._busy(answer.refusal.value)
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         if answer.grant not in self._jobs:
-            self._begin(request, key, prompt, answer.grant, answer.prefix, answer.blocks)
+            self._begin(request, key, answer.grant, answer.prefix, answer.blocks)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -295,7 +298,6 @@ class DecodeNode:
         self,
         request: transfer_pb2.ReserveRequest,
         key: RequestKey,
-        prompt: list[int],
         grant: GrantId,
         prefix: tuple[BlockId, ...],
         blocks: tuple[BlockId, ...],
@@ -303,13 +305,14 @@ class DecodeNode:
         job = Job(
             key=key,
             grant=grant,
-            prompt=prompt,
+            tokens=[*request.prompt, *request.output],
+            prompt_len=len(request.prompt),
             params=params_from_proto(request.sampling),
             cache_salt=request.cache_salt,
             prefix=prefix,
             blocks=blocks,
             deadline_s=self._loop.time() + request.deadline_left_ms / 1000,
-            output=RequestOutput(key=key, router=Incarnation(request.router), tokens=[]),
+            output=RequestOutput(key=key, router=Incarnation(request.router), first_index=len(request.output)),
             committed=self._loop.create_future(),
         )
         self._jobs[grant] = job
@@ -332,9 +335,9 @@ class DecodeNode:
             Sequence(
                 key=job.key,
                 params=job.params,
-                tokens=[*job.prompt, job.first_token],
-                prompt_len=len(job.prompt),
-                computed=len(job.prompt),
+                tokens=[*job.tokens, job.first_token],
+                prompt_len=job.prompt_len,
+                computed=len(job.tokens),
                 block_table=table,
                 promise_key=job.grant,
                 mode=SequenceMode.COMPLETE,
@@ -344,27 +347,31 @@ class DecodeNode:
         )
         self.engine_loop.wake()
 
-    def _never(self, prompt: list[int], sampling: common_pb2.SamplingSpec) -> str | None:
+    def _never(self, tokens: list[int], prompt_len: int, sampling: common_pb2.SamplingSpec) -> str | None:
         """Why this request can never run here, whatever is free. A bad one must not break the steps of the others."""
-        if max(prompt) >= self._runner.vocab_size:
-            return f"token id {max(prompt)} is outside the vocabulary of {self._runner.vocab_size}"
-        if sampling.max_tokens < 1 or not math.isfinite(sampling.temperature) or not 0 < sampling.top_p <= 1:
+        if max(tokens) >= self._runner.vocab_size:
+            return f"token id {max(tokens)} is outside the vocabulary of {self._runner.vocab_size}"
+        if (
+            sampling.max_tokens <= len(tokens) - prompt_len
+            or not math.isfinite(sampling.temperature)
+            or not 0 < sampling.top_p <= 1
+        ):
             return "its sampling parameters are out of range"
-        if len(prompt) >= self._runner.context_len_max:
-            return f"the prompt's {len(prompt)} tokens leave no room in a context of {self._runner.context_len_max}"
-        need = self._blocks.blocks_for(len(prompt)) + self._growth(prompt, sampling.max_tokens)
+        if len(tokens) >= self._runner.context_len_max:
+            return f"its {len(tokens)} tokens leave no room in a context of {self._runner.context_len_max}"
+        need = self._blocks.blocks_for(len(tokens)) + self._growth(tokens, prompt_len, sampling.max_tokens)
         if need > self.ledger.num_blocks:
             return f"prompt and answer need {need} blocks, the region has {self.ledger.num_blocks}"
         return None
 
-    def _growth(self, prompt: list[int], max_tokens: int) -> int:
+    def _growth(self, tokens: list[int], prompt_len: int, max_tokens: int) -> int:
         return growth_blocks(
-            prompt_len=len(prompt),
-            known_len=len(prompt) + 1,
+            prompt_len=prompt_len,
+            known_len=len(tokens) + 1,
             max_tokens=max_tokens,
             context_len_max=self._runner.context_len_max,
             block_size=self._blocks.block_size,
-            blocks_held=self._blocks.blocks_for(len(prompt)),
+            blocks_held=self._blocks.blocks_for(len(tokens)),
         )
 
     def _busy(self, reason: str) -> transfer_pb2.ReserveReply:

@@ -38,6 +38,13 @@ class EngineConfig:
         default=ComputeDtype.AUTO,
         metadata={"help": "auto (bfloat16 if the weights are, else float32), float32, or bfloat16; KV cache too"},
     )
+    deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "same tokens whatever else is in the batch, and after a resumption: one token at a time, slow; "
+            "nodes need the same compute_threads"
+        },
+    )
     block_size: int = field(default=16, metadata={"help": "token positions in a block"})
     num_blocks: int = field(default=1024, metadata={"help": "blocks in the region"})
     compute_threads: int = field(default=1, metadata={"help": "threads of this process that compute"})
@@ -115,6 +122,12 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
 
     configure_threads(config.compute_threads)
     folder: Path = resolve_model(config.model)
-    runner = TorchRunner.load(folder, block_size=config.block_size, dtype=config.dtype, progress=progress)
+    runner = TorchRunner.load(
+        folder,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        deterministic=config.deterministic,
+        progress=progress,
+    )
     name = Path(config.model).name if Path(config.model).is_dir() else config.model
     return BuiltEngine(runner=runner, model_name=name, fingerprint=checkpoint_fingerprint(folder))

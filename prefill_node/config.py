@@ -31,6 +31,9 @@ class PrefillConfig:
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
+    resumed_queue_max: int = field(
+        default=256, metadata={"help": "requests in the middle of their answer that wait too, ahead of the others"}
+    )
     decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})
     busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full queue"})
     drain_ms_max: int = field(
@@ -41,4 +44,6 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         check_transports(self.transports)
         check_directory_setting(self.directory)
-        check_positive(self, "queue_max", "decode_tries_max", "busy_retry_ms", "drain_ms_max", "stop_grace_ms")
+        check_positive(
+            self, "queue_max", "resumed_queue_max", "decode_tries_max", "busy_retry_ms", "drain_ms_max", "stop_grace_ms"
+        )

@@ -59,7 +59,9 @@ class Job:
     """One request in this node."""
 
     key: RequestKey
-    prompt: list[int]
+    tokens: list[int]
+    """Prompt, and what the client has of the answer already."""
+    prompt_len: int
     params: SamplingParams
     router: Incarnation
     cache_salt: bytes
@@ -78,6 +80,15 @@ class Job:
     computed_s: float = 0.0
     over: bool = False
     """Its life here went to the end. Otherwise the decode node must not run it."""
+
+    @property
+    def draws_left(self) -> int:
+        return self.params.max_tokens - (len(self.tokens) - self.prompt_len)
+
+    @property
+    def resumed(self) -> bool:
+        """The client is in the middle of its answer: it goes before those that have none yet."""
+        return len(self.tokens) > self.prompt_len
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -138,7 +149,7 @@ class PrefillNode:
         job = self._enqueue(request, deadline_s, metadata)
         try:
             await job.turn  # in order of arrival, when engine and region have room for the whole prompt
-            if job.params.max_tokens > 1:
+            if job.draws_left > 1:
                 job.handoff = await self._reserve(job)
                 yield _granted(job.handoff)
             self._start(job)
@@ -163,7 +174,8 @@ class PrefillNode:
         self._check(request, key)
         job = Job(
             key=key,
-            prompt=list(request.prompt),
+            tokens=[*request.prompt, *request.output],
+            prompt_len=len(request.prompt),
             params=params_from_proto(request.sampling),
             router=Incarnation(request.router),
             cache_salt=request.cache_salt,
@@ -173,7 +185,8 @@ class PrefillNode:
             turn=self._loop.create_future(),
             drawn=self._loop.create_future(),
         )
-        self._queue.append(job)
+        ahead = sum(other.resumed for other in self._queue) if job.resumed else len(self._queue)
+        self._queue.insert(ahead, job)
         self._admit()
         return job
 
@@ -181,7 +194,7 @@ class PrefillNode:
         """Let the head of the queue go ahead while its prompt's blocks can be set aside (a count: nobody holds any)."""
         while self._queue:
             job = self._queue[0]
-            need = self._blocks.blocks_for(len(job.prompt))
+            need = self._blocks.blocks_for(len(job.tokens))
             if len(self._admitted) >= self.config.engine.sequences_max or need > self.ledger.available:
                 return
             self._queue.popleft()
@@ -204,7 +217,8 @@ class PrefillNode:
         for record in candidates:
             request = transfer_pb2.ReserveRequest(
                 key=job.request.key,
-                prompt=job.prompt,
+                prompt=job.request.prompt,
+                output=job.request.output,
                 sampling=job.request.sampling,
                 router=job.router,
                 cache_salt=job.cache_salt,
@@ -232,13 +246,13 @@ class PrefillNode:
         """Hold the prompt's blocks, send what was cached here and decode lacks, and hand over to the engine."""
         self.ledger.unpromise(job.key)
         size = self._blocks.block_size
-        prefix = self._blocks.match(job.prompt, job.cache_salt, prefix_blocks_max(len(job.prompt), size))
-        table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.prompt)) - len(prefix))
+        prefix = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
+        table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.tokens)) - len(prefix))
         job.seq = EngineSequence(
             key=job.key,
             params=job.params,
-            tokens=list(job.prompt),
-            prompt_len=len(job.prompt),
+            tokens=list(job.tokens),
+            prompt_len=job.prompt_len,
             computed=len(prefix) * size,
             block_table=table,
             promise_key=job.key,
@@ -369,7 +383,7 @@ class PrefillNode:
         return NodeLoad(
             waiting_requests=len(self._queue),
             running_requests=len(self._admitted),
-            waiting_tokens=sum(len(job.prompt) for job in (*self._queue, *self._admitted.values())),
+            waiting_tokens=sum(len(job.tokens) for job in (*self._queue, *self._admitted.values())),
             blocks=block_load(self.ledger),
             prefill_tokens_per_s=self._tokens_per_s,
         )
@@ -388,33 +402,37 @@ class PrefillNode:
 
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
         """Refuse at the door what cannot be served: the router has checked the client's input, this is our own."""
-        count = len(request.prompt)
-        if count == 0:
+        count = len(request.prompt) + len(request.output)
+        if not request.prompt:
             raise bad_field("prompt", "The prompt is empty.", reason=Reason.EMPTY_PROMPT)
         if count >= self._runner.context_len_max:
             raise bad_field(
                 "prompt",
-                f"The prompt has {count} tokens; the model's context of {self._runner.context_len_max} must hold an "
-                "output token too.",
+                f"Prompt and output have {count} tokens; the model's context of {self._runner.context_len_max} must "
+                "hold another one.",
                 reason=Reason.PROMPT_TOO_LONG,
             )
-        if max(request.prompt) >= self._runner.vocab_size:
+        largest = max(max(request.prompt), max(request.output, default=0))
+        if largest >= self._runner.vocab_size:
             raise bad_field(
                 "prompt",
-                f"Token id {max(request.prompt)} is outside the vocabulary of {self._runner.vocab_size}.",
+                f"Token id {largest} is outside the vocabulary of {self._runner.vocab_size}.",
                 reason=Reason.TOKEN_OUT_OF_RANGE,
             )
+        if len(request.output) >= request.sampling.max_tokens:
+            raise bad_field("output", f"The answer has its {request.sampling.max_tokens} tokens (max_tokens) already.")
         if self._blocks.blocks_for(count) > self.ledger.num_blocks:
             raise bad_field(
                 "prompt",
-                f"The prompt's {count} tokens need {self._blocks.blocks_for(count)} blocks; this node's region has "
+                f"Its {count} tokens need {self._blocks.blocks_for(count)} blocks; this node's region has "
                 f"{self.ledger.num_blocks}.",
                 reason=Reason.PROMPT_TOO_LONG,
             )
-        if len(self._queue) >= self.config.queue_max:
+        alike = sum(job.resumed == bool(request.output) for job in self._queue)
+        if alike >= (self.config.resumed_queue_max if request.output else self.config.queue_max):
             raise BatonError(
                 Reason.QUEUE_FULL,
-                f"{len(self._queue)} requests are waiting here already, the limit.",
+                f"{alike} requests are waiting here already, the limit.",
                 retry_after_ms=self.config.busy_retry_ms,
             )
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
@@ -447,8 +465,7 @@ def _logprobs(event: TokenEvent) -> common_pb2.TokenLogprobs | None:
 
 
 def _handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
-    lost = end in (HandoffEnd.LINK_LOST, HandoffEnd.PEER_GONE)
     return BatonError(
-        Reason.PEER_UNREACHABLE if lost else Reason.HANDOFF_FAILED,
+        Reason.PEER_UNREACHABLE if end is HandoffEnd.PEER_GONE else Reason.HANDOFF_FAILED,
         f"The handoff to {handoff.peer.address.name} ended: {end.value}. Send the request again.",
     )

@@ -8,6 +8,7 @@ from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import check_positive
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
+from router.retries import RetryConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,10 @@ class RouterConfig:
     decode_lost_ms: int = field(
         default=3_000, metadata={"help": "a decode node out of reach this long fails its requests"}
     )
+    handed_off_ms_max: int = field(
+        default=200, metadata={"help": "how long a finished answer waits for the prefill node's word on its handoff"}
+    )
+    retries: RetryConfig = field(default_factory=RetryConfig)
     cancel_ms_max: int = field(default=1_000, metadata={"help": "how long one cancel call to a node may take"})
     cancel_tries_max: int = field(default=3, metadata={"help": "cancel calls before the node is left to its timers"})
     prefix_blocks_max: int = field(default=65_536, metadata={"help": "prompt blocks remembered for each prefill node"})
@@ -52,6 +57,7 @@ class RouterConfig:
             "placement_wait_ms_max",
             "placement_retry_ms",
             "decode_lost_ms",
+            "handed_off_ms_max",
             "cancel_ms_max",
             "cancel_tries_max",
             "prefix_blocks_max",

@@ -23,41 +23,19 @@ from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
 from baton.tracing import Traceparent, call_metadata, new_request_id
-from baton.wire import ModelInfo, NodeRecord
+from baton.wire import ModelInfo, NodeRecord, Role
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.observer import RequestObserver
 from router.placement import Placement, chain_hashes
 from router.request import CheckedRequest, check_request
+from router.retries import ASK_ANOTHER, RESUMABLE, ResumptionPace, Retries, Verdict
 from router.stop_strings import StopStrings
 from router.subscriptions import DecodeSubscription, Inbox
 from router.text import AnswerText, TextCodec
 
 log = get_log("router")
 
-PLACE_AGAIN = frozenset(
-    {
-        Reason.DECODE_FULL,
-        Reason.QUEUE_FULL,
-        Reason.TOO_MANY_CALLS,
-        Reason.NODE_DRAINING,
-        Reason.NO_PREFILL_NODE,
-        Reason.NO_DECODE_NODE,
-        Reason.PEER_UNREACHABLE,
-        Reason.INCARNATION_MISMATCH,
-    }
-)
-"""Nobody has taken the request yet and somebody may soon: looked for again until `placement_wait_ms_max` is over."""
-ASK_ANOTHER = frozenset(
-    {
-        Reason.QUEUE_FULL,
-        Reason.TOO_MANY_CALLS,
-        Reason.NODE_DRAINING,
-        Reason.PEER_UNREACHABLE,
-        Reason.INCARNATION_MISMATCH,
-    }
-)
-"""The prefill node's own trouble: the next try goes to another one where there is one."""
 PLACEMENT_DOUBLINGS_MAX = 4
 """The pause between two looks doubles this often."""
 
@@ -77,12 +55,11 @@ class Job:
     checked: CheckedRequest
     began_s: float
     deadline_s: float
-    give_up_s: float
-    """Until then it may look for a node that takes it."""
+    retries: Retries
     stats: inference_pb2.RequestStats
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
-    granted: bool = False
-    """A decode node has taken it: from here on it is not placed again."""
+    output: list[int] = field(default_factory=list)
+    """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
     avoid: set[Incarnation] = field(default_factory=set)
     """Prefill processes that did not answer this request."""
     token_times_s: list[float] = field(default_factory=list)
@@ -93,7 +70,11 @@ class Try:
     """One try: its inbox, and where its tokens come from once a decode node has granted."""
 
     inbox: Inbox
+    granted: bool = False
+    """A decode node has taken it, or it needs none."""
     subscription: DecodeSubscription | None = None
+    resolved: int = 0
+    """How often the decode node was asked whether it goes on."""
 
 
 class RouterNode:
@@ -125,6 +106,7 @@ class RouterNode:
         self._observer = observer or RequestObserver()
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
+        self._pace = ResumptionPace(config.retries, now_s=loop.time())
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -188,57 +170,93 @@ class RouterNode:
         )
 
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
-        """Try until an attempt is taken; then its tokens in order. Nothing is tried again once a token is out."""
-        for attempt in range(1 << 30):
-            key = RequestKey(request=job.id, attempt=Attempt(attempt))
+        """The answer's tokens in order, each index once, from as many attempts as it takes, one at a time."""
+        looks = 0
+        for number in range(1 << 30):
+            key = RequestKey(request=job.id, attempt=Attempt(number))
+            attempt = Try(inbox=Inbox(key=key, first_index=len(job.output)))
             try:
-                async with aclosing(self._attempt(job, key)) as batches:
+                async with aclosing(self._attempt(job, attempt)) as batches:
                     async for batch in batches:
                         yield batch
                 return
             except BatonError as error:
-                if error.reason not in PLACE_AGAIN or job.granted or self._loop.time() >= job.give_up_s:
-                    raise
-                log.info("placed again", request=job.id, attempt=attempt, reason=error.message)
-            await self._pause(attempt)
+                verdict = job.retries.judge(error, granted=attempt.granted, now_s=self._loop.time())
+                log.info(
+                    verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message
+                )
+            if verdict is Verdict.RESUME:
+                looks = 0
+                job.stats.resumptions += 1
+                await asyncio.sleep(self._pace.take_turn(self._loop.time()))
+            else:
+                await self._pause(looks)
+                looks += 1
 
-    async def _pause(self, attempt: int) -> None:
-        pause_ms = self.config.placement_retry_ms << min(attempt, PLACEMENT_DOUBLINGS_MAX)
+    async def _pause(self, looks: int) -> None:
+        pause_ms = self.config.placement_retry_ms << min(looks, PLACEMENT_DOUBLINGS_MAX)
         await asyncio.sleep(pause_ms / 1000 * self._rng.uniform(0.5, 1.5))
 
-    async def _attempt(self, job: Job, key: RequestKey) -> AsyncGenerator[TokenPart, None]:
+    async def _attempt(self, job: Job, attempt: Try) -> AsyncGenerator[TokenPart, None]:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
-        attempt = Try(inbox=Inbox(key=key))
         inbox = attempt.inbox
-        self._inboxes[key] = inbox
+        self._inboxes[inbox.key] = inbox
         prefilling = self._loop.create_task(self._prefill(job, attempt), name=f"prefill-{job.id}")
         given = 0
         try:
-            while not (inbox.ended and given == len(inbox.tokens)):
-                if given == len(inbox.tokens):
-                    await inbox.news.wait()
-                    inbox.news.clear()
+            while inbox.finish is None or given < len(inbox.tokens):
                 new = inbox.tokens[given:]
                 if new:
                     job.token_times_s += [self._loop.time()] * len(new)
-                    yield given, new, inbox.logprobs[given : given + len(new)]
+                    job.output += new
+                    yield inbox.first_index + given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
-            if inbox.error is not None:
-                raise inbox.error
-            assert inbox.finish is not None
+                elif inbox.error is not None:
+                    await self._resolve(attempt, inbox.error)
+                else:
+                    await inbox.news.wait()
+                    inbox.news.clear()
             job.finish = inbox.finish
-            await prefilling
+            await asyncio.wait([prefilling], timeout=self.config.handed_off_ms_max / 1000)
         finally:
             prefilling.cancel()
-            del self._inboxes[key]
+            del self._inboxes[inbox.key]
             self._let_go(attempt)
+
+    async def _resolve(self, attempt: Try, error: BatonError) -> None:
+        """Something of the attempt has failed. Where the decode node has committed it all the same, it goes on there.
+
+        Raises `error` otherwise: the decode node never runs the attempt then, or its tokens are not taken.
+        """
+        inbox, subscription = attempt.inbox, attempt.subscription
+        if subscription is None or inbox.given_up or error.reason not in RESUMABLE:
+            raise error
+        if attempt.resolved == self.config.retries.resolves_max:
+            raise error
+        attempt.resolved += 1
+        if not await self._has_committed(subscription, inbox.key) or inbox.given_up:
+            raise error
+        log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
+        inbox.go_on()
+        subscription.add(inbox)
+
+    async def _has_committed(self, subscription: DecodeSubscription, key: RequestKey) -> bool:
+        limits = self.config.retries
+        for _ in range(limits.resolve_tries_max):
+            try:
+                return await subscription.resolve(key, timeout_s=limits.resolve_ms_max / 1000)
+            except BatonError as error:
+                log.info("resolve unanswered", request=key.request, node=subscription.name, why=error.message)
+                if error.reason is Reason.INCARNATION_MISMATCH:
+                    break
+        return False
 
     async def _prefill(self, job: Job, attempt: Try) -> None:
         """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
         inbox = attempt.inbox
         try:
             record, hashes = self._place(job)
-            placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt))
+            placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt) + len(job.output))
             job.stats.prefill_node = record.name
             self._calls[record.endpoint] += 1
             try:
@@ -271,15 +289,17 @@ class RouterNode:
         stats, inbox = job.stats, attempt.inbox
         kind = event.WhichOneof("event")
         if kind == "granted":
-            job.granted = True
+            attempt.granted = True
             attempt.subscription = self._subscription(event.granted)
             attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
-            job.granted = True
+            attempt.granted = True
             stats.prompt_tokens_cached = event.first_token.prompt_tokens_cached
             has_logprobs = event.first_token.HasField("logprobs")
-            inbox.put(0, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else [])
+            inbox.put(
+                inbox.first_index, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else []
+            )
             if event.first_token.HasField("finish"):
                 stats.decode_node = ""
                 inbox.end(event.first_token.finish)
@@ -321,6 +341,7 @@ class RouterNode:
         """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
         prefill_nodes = self._prefill_nodes()
         self.placement.update(prefill_nodes)
+        self._pace.routers = max(1, sum(record.role is Role.ROUTER for record in records))
         # The node's own answer counts until a later record says otherwise.
         sequences = {record.incarnation: record.sequence for record in prefill_nodes}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
@@ -419,25 +440,27 @@ class RouterNode:
             checked=checked,
             began_s=self._loop.time(),
             deadline_s=deadline_s,
-            give_up_s=give_up_s,
+            retries=Retries(config=self.config.retries, give_up_s=give_up_s),
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
 
     def _place(self, job: Job) -> tuple[NodeRecord, list[bytes]]:
         model = self.model()
-        hashes = chain_hashes(job.checked.prompt, model.block_size, b"")
+        tokens = (*job.checked.prompt, *job.output)
+        hashes = chain_hashes(tokens, model.block_size, b"")
         fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
         fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
         untried = [r for r in fit if r.incarnation not in job.avoid]
         if not untried:
             job.avoid.clear()
-        return self.placement.pick(untried or fit, hashes, len(job.checked.prompt)), hashes
+        return self.placement.pick(untried or fit, hashes, len(tokens)), hashes
 
     def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             header=common_pb2.Header(sender=self._incarnation, receiver=record.incarnation),
             key=common_pb2.RequestKey(request=key.request, attempt=key.attempt),
             prompt=job.checked.prompt,
+            output=job.output,
             sampling=job.checked.sampling,
             router=self._incarnation,
         )

@@ -26,11 +26,15 @@ class Inbox:
     """
 
     key: RequestKey
+    first_index: int = 0
+    """Index of `tokens[0]` in the answer: what is before it came from earlier attempts."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
     """One for each token where the request asks for them, else empty."""
     finish: common_pb2.FinishReason | None = None
     error: BatonError | None = None
+    given_up: bool = False
+    """The decode node itself has said that it will not go on."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
@@ -38,7 +42,7 @@ class Inbox:
 
         A gap is a bug of the sender: the request fails rather than skips a token.
         """
-        have = len(self.tokens)
+        have = self.next_index
         if first_index > have:
             self.fail(
                 BatonError(Reason.INTERNAL, f"Tokens {have} to {first_index - 1} of the answer were never received.")
@@ -57,9 +61,18 @@ class Inbox:
             self.error = error
             self.news.set()
 
+    def give_up(self, error: BatonError) -> None:
+        """Fail, by the decode node's own word."""
+        self.given_up = True
+        self.fail(error)
+
+    def go_on(self) -> None:
+        """The failure was not one of what the tokens come from."""
+        self.error = None
+
     @property
-    def ended(self) -> bool:
-        return self.finish is not None or self.error is not None
+    def next_index(self) -> int:
+        return self.first_index + len(self.tokens)
 
 
 class DecodeSubscription:
@@ -110,6 +123,14 @@ class DecodeSubscription:
         request.key.request, request.key.attempt = key.request, key.attempt
         with rpc_errors(self.name):
             await self._stub.Cancel(request, timeout=timeout_s)
+
+    async def resolve(self, key: RequestKey, *, timeout_s: float) -> bool:
+        """Whether the attempt has committed there; if not, it never will. Raises BatonError when there is no answer."""
+        request = decode_pb2.ResolveRequest(header=self._header())
+        request.key.request, request.key.attempt = key.request, key.attempt
+        with rpc_errors(self.name):
+            reply = await self._stub.Resolve(request, timeout=timeout_s)
+        return bool(reply.committed)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -167,13 +188,13 @@ class DecodeSubscription:
             if message.HasField("finish"):
                 inbox.end(message.finish)
             elif message.HasField("error"):
-                inbox.fail(BatonError(Reason.HANDOFF_FAILED, f"{self.name} gave the request up: {message.error}."))
+                inbox.give_up(BatonError(Reason.HANDOFF_FAILED, f"{self.name} gave the request up: {message.error}."))
 
     async def _requests(self, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
         """What this router says on one stream, until another stream has taken over."""
         opening = decode_pb2.SubscribeOpen(header=self._header())
         for key, inbox in self._inboxes.items():
-            cursor = opening.cursors.add(next_index=len(inbox.tokens))
+            cursor = opening.cursors.add(next_index=inbox.next_index)
             cursor.key.request, cursor.key.attempt = key.request, key.attempt
         yield decode_pb2.SubscribeRequest(open=opening)
         while True:

@@ -214,24 +214,27 @@ def test_a_stopped_prefill_node_keeps_its_blocks_until_it_has_let_go() -> None:
 
 
 def test_a_killed_prefill_node_is_fenced_by_its_death() -> None:
-    """prefill-0 is killed in the middle of a handoff: its client is told at once, the decode node's proof is the
-    pidfd and its blocks are free; started again, the cluster serves."""
+    """prefill-0 is killed in the middle of a handoff: the decode node's proof is the pidfd, and its blocks are free.
+    Its client's request waits for a node, and has its answer when prefill-0 is started again."""
 
     async def scenario(cluster: RunningCluster) -> None:
         rng = random.Random(53)
-        call = asyncio.create_task(error_of(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=5)))
+        call = asyncio.create_task(ask_exactly(cluster, random_prompt(rng, PROMPT_TOKENS), 5))
         await writer_owns_blocks(cluster, "decode-0")
         cluster.cluster.send_signal("prefill-0", signal.SIGKILL)
         assert await cluster.cluster.wait_exit("prefill-0") == -signal.SIGKILL
         cluster.set_down("prefill-0")
-        error = await call
-        assert (error.code, error.reason) == (Code.UNAVAILABLE, Reason.PEER_UNREACHABLE), error
-        assert "prefill-0" in error.message
-        await assert_conserved(cluster)
+
+        async def freed() -> bool:
+            load = (await cluster.status("decode-0")).record.load
+            return load.blocks.writer_owned + load.blocks.quarantined + load.running_requests == 0
+
+        await until(cluster, "the dead writer's blocks to be free", freed)
         assert "dead" in cluster.cluster.log_text("decode-0"), "fenced without its proof"
         await cluster.cluster.start_process("prefill-0")
         cluster.set_down("prefill-0", False)
         await directory_lists(cluster, "prefill-0", True)
+        assert (await call).stats.resumptions == 1
 
         async def served() -> bool:
             outcome = await asyncio.gather(ask_exactly(cluster, random_prompt(rng, 100), 5), return_exceptions=True)
@@ -248,13 +251,12 @@ def test_a_killed_prefill_node_is_fenced_by_its_death() -> None:
         cluster.run(scenario(cluster))
 
 
-def test_a_killed_decode_node_fails_its_requests_and_no_others() -> None:
-    """decode-1 is killed with answers running on it and a handoff to it under way: their clients are told UNAVAILABLE,
-    the others' answers are exact, and the prefill node lets go of everything."""
+def test_a_killed_decode_nodes_requests_are_taken_up_by_the_other() -> None:
+    """decode-1 is killed with answers running on it and a handoff to it under way: every client has its answer,
+    exactly, and the prefill node lets go of everything."""
 
     async def scenario(cluster: RunningCluster) -> None:
         rng = random.Random(54)
-        loop = asyncio.get_running_loop()
         calls = await ask_until_handoff(
             cluster,
             "decode-1",
@@ -263,20 +265,13 @@ def test_a_killed_decode_node_fails_its_requests_and_no_others() -> None:
             requests_min=4,
         )
         cluster.cluster.send_signal("decode-1", signal.SIGKILL)
-        killed_s = loop.time()
         await cluster.cluster.wait_exit("decode-1")
         cluster.set_down("decode-1")
-        told_s: list[float] = []
-        for call in calls:
-            call.add_done_callback(lambda c: told_s.append(loop.time() - killed_s) if c.exception() else None)
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                assert isinstance(outcome, BatonError), outcome
-                assert outcome.code is Code.UNAVAILABLE, outcome
-                assert "decode-1" in outcome.message
-        assert told_s, "nothing ran on the killed node"
-        assert len(told_s) < len(calls), "nothing ran on the other node"
-        print(f"told after at most {max(told_s):.3f} s")
+        answers = await asyncio.gather(*calls)
+        resumed = [answer for answer in answers if answer.stats.resumptions]
+        assert resumed, "nothing ran on the killed node"
+        assert len(resumed) < len(answers), "nothing ran on the other node"
+        assert {answer.stats.decode_node for answer in resumed} == {"decode-0"}
         await assert_conserved(cluster)
         await asyncio.gather(*(ask_exactly(cluster, random_prompt(rng, 100), 10) for _ in range(6)))
         await assert_conserved(cluster)
