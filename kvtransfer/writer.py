@@ -208,6 +208,8 @@ class WriterPeer:
         self.dst_num_blocks = 0
         self.bytes_moved = 0
         self.transport: TransportName | None = None
+        self.epoch = Epoch(0)
+        """Of the data connection that is or was last."""
         self._connect_request = connect_request
         self._stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
         self._channels = channels
@@ -501,7 +503,7 @@ class WriterPeer:
         except BatonError as error:
             self._count_failure(endpoint.transport, error.message)
             raise
-        self.transport = endpoint.transport
+        self.transport, self.epoch = endpoint.transport, endpoint.epoch
         log.info("data link", peer=self.address.name, transport=reply.transport, epoch=reply.epoch)
 
     async def _call_reserve(self, instruction: SendReserve) -> None:

@@ -203,6 +203,7 @@ async def _run(
                 peer=peer.address.name,
                 peer_incarnation=peer.address.pair.receiver,
                 transport=peer.transport.value if peer.transport is not None else "",
+                epoch=peer.epoch,
                 bytes_moved=peer.bytes_moved,
                 transports_given_up=[t.value for t in peer.offers.dropped],
                 link_failures=peer.link_failures,

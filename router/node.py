@@ -42,6 +42,7 @@ PLACE_AGAIN = frozenset(
         Reason.NODE_DRAINING,
         Reason.NO_PREFILL_NODE,
         Reason.NO_DECODE_NODE,
+        Reason.PAIR_FENCING,
         Reason.PEER_UNREACHABLE,
         Reason.INCARNATION_MISMATCH,
     }

@@ -35,6 +35,7 @@ MESSAGES = st.one_of(
     st.builds(lambda reason: wire.Refused(reason=reason), st.sampled_from(wire.RefusalReason)),
     st.builds(lambda epoch: wire.Fence(epoch=Epoch(epoch)), U64),
     st.builds(lambda epoch: wire.Bye(epoch=Epoch(epoch)), U64),
+    st.builds(lambda nonce: wire.LateBye(nonce=nonce), TOKEN),
     st.builds(
         lambda grant, epoch, writes, nbytes: Seal(
             grant=GrantId(grant), epoch=Epoch(epoch), writes=writes, bytes_written=nbytes

@@ -274,6 +274,9 @@ class ShmReceiverPort:
                 self._challenge(connection, message)
             case _Stage.CHALLENGED, wire.Answer():
                 self._welcome(connection, message)
+            case _Stage.HELLO, wire.LateBye(nonce=nonce):
+                self._lose(connection)
+                self._late_bye(nonce)
             case _Stage.WRITING, Seal():
                 self._seal(connection, message)
             case _Stage.REFUSED, Seal():
@@ -339,6 +342,15 @@ class ShmReceiverPort:
             return
         self._seals += 1
         self._events.seal_landed(hello.pair, seal)
+
+    def _late_bye(self, nonce: bytes) -> None:
+        """The writer's word about a connection that broke before its BYE. Only that writer knows the nonce."""
+        for connection in list(self._connections.values()):
+            if connection.nonce and hmac.compare_digest(connection.nonce, nonce):
+                if connection.may_write:
+                    self._prove(connection, Evidence.ACKNOWLEDGED)
+                else:
+                    self._lose(connection)
 
     def _writer_died(self, connection: _Connection) -> None:
         # What the dead writer had still sent is delivered first, its seals and perhaps its BYE; it can add nothing.

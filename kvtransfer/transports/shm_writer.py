@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import fcntl
 import mmap
 import os
@@ -49,7 +50,7 @@ class ShmWriterConfig:
     abandoned_grants_max: int = 1 << 20
     outbox_messages_max: int = 4096
     bye_ms_max: int = 2000
-    """How long `close` waits for room in the socket for its BYE; without BYE the receiver waits for our death."""
+    """How long the end waits until its BYE could be sent; without BYE the receiver waits for our death."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -62,7 +63,7 @@ class ShmWriterLink:
 
     Made by `connect`. `post` may be called from any thread, the rest from the loop's. The end comes once, from `close`,
     a FENCE, EOF or a failed copy: copying stops, what is queued completes uncopied, the receiver's region is unmapped,
-    and only then BYE is sent. `link_lost` is called last, and not for an end that `close` began.
+    and only then BYE is sent, on a new connection where the old one has broken. `link_lost` is called last, and not for an end that `close` began.
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
@@ -72,6 +73,7 @@ class ShmWriterLink:
         *,
         sock: socket.socket,
         mapping: mmap.mmap,
+        nonce: bytes,
         endpoint: DataEndpoint,
         pair: Pair,
         source_region_U8: np.ndarray,
@@ -82,6 +84,7 @@ class ShmWriterLink:
         """Takes ownership of socket and mapping. Use `connect`."""
         self._sock = sock
         self._mapping: mmap.mmap | None = mapping
+        self._nonce = nonce
         self._address = endpoint.address
         self._epoch = endpoint.epoch
         self._pair = pair
@@ -127,13 +130,14 @@ class ShmWriterLink:
             ShmConnectError: refused, unreachable, or not done within `connect_ms_max`.
         """
         config = config or ShmWriterConfig()
+        handshake = _Handshake()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             async with asyncio.timeout(config.connect_ms_max / 1000):
                 await _connect_socket(sock, endpoint, config)
-                mapping = await _shake_hands(sock, endpoint, pair, loop)
+                mapping = await handshake.run(sock, endpoint, pair, loop)
         except BaseException as error:
-            _give_up(sock, endpoint.epoch)
+            _give_up(sock, endpoint, handshake.nonce)
             if isinstance(error, TimeoutError):
                 raise ShmConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
             if isinstance(error, (OSError, ValueError, wire.MalformedMessage)):
@@ -143,6 +147,7 @@ class ShmWriterLink:
             return cls(
                 sock=sock,
                 mapping=mapping,
+                nonce=handshake.nonce,
                 endpoint=endpoint,
                 pair=pair,
                 source_region_U8=source_region_U8,
@@ -282,13 +287,26 @@ class ShmWriterLink:
             except OSError as error:
                 self._outbox.clear()
                 self._end(f"connection lost: {error}")
-                break
+                self._loop.remove_writer(self._sock)
+                if self._bye_timer is not None:
+                    self._say_late_bye()
+                return
             self._outbox.popleft()
-        else:
-            self._bye_sent = self._bye_timer is not None
         self._loop.remove_writer(self._sock)
         if self._bye_timer is not None:
+            self._bye_sent = True
             self._finish()
+
+    def _say_late_bye(self) -> None:
+        """The socket broke before the BYE, and the receiver may live. Tried until `bye_ms_max`: see `_drained`."""
+        if self._ended.done():
+            return
+        try:
+            self._bye_sent = _late_bye(self._address, self._nonce)
+        except BlockingIOError:
+            self._loop.call_later(self._config.connect_retry_ms / 1000, self._say_late_bye)
+            return
+        self._finish()
 
     def _finish(self) -> None:
         if self._ended.done():
@@ -318,26 +336,32 @@ async def _connect_socket(sock: socket.socket, endpoint: DataEndpoint, config: S
         raise ShmConnectError(f"{endpoint.address}: the listener runs as user {uid}, we as {os.geteuid()}")
 
 
-async def _shake_hands(
-    sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
-) -> mmap.mmap:
-    """HELLO, CHALLENGE, ANSWER, WELCOME; returns the mapped region."""
-    sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
-    challenge, fd = await _receive(sock, loop)
-    if fd is not None:
-        os.close(fd)
-    if not isinstance(challenge, wire.Challenge):
-        raise ShmConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
-    sock.send(wire.encode(wire.Answer(nonce=challenge.nonce)))
-    welcome, fd = await _receive(sock, loop)
-    if fd is None:
-        raise ShmConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
-    try:
-        if not isinstance(welcome, wire.Welcome):
-            raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
-        return _map_region(fd, welcome.region_nbytes, endpoint.address)
-    finally:
-        os.close(fd)
+@dataclass(slots=True)
+class _Handshake:
+    nonce: bytes = b""
+    """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
+
+    async def run(
+        self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
+    ) -> mmap.mmap:
+        """HELLO, CHALLENGE, ANSWER, WELCOME; returns the mapped region."""
+        sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
+        challenge, fd = await _receive(sock, loop)
+        if fd is not None:
+            os.close(fd)
+        if not isinstance(challenge, wire.Challenge):
+            raise ShmConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
+        self.nonce = challenge.nonce
+        sock.send(wire.encode(wire.Answer(nonce=challenge.nonce)))
+        welcome, fd = await _receive(sock, loop)
+        if fd is None:
+            raise ShmConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
+        try:
+            if not isinstance(welcome, wire.Welcome):
+                raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
+            return _map_region(fd, welcome.region_nbytes, endpoint.address)
+        finally:
+            os.close(fd)
 
 
 def _map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
@@ -386,12 +410,32 @@ async def _receive(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> tupl
     return message, fd
 
 
-def _give_up(sock: socket.socket, epoch: Epoch) -> None:
+def _give_up(sock: socket.socket, endpoint: DataEndpoint, nonce: bytes) -> None:
     """Nothing is mapped, and a descriptor still under way dies with the socket: so BYE is true, and spares a wait."""
     try:
-        sock.send(wire.encode(wire.Bye(epoch=epoch)))
+        sock.send(wire.encode(wire.Bye(epoch=endpoint.epoch)))
+        said = True
     except OSError:
-        # Not connected, or the receiver is gone: nobody waits for it.
-        pass
+        said = not nonce  # not connected, or the receiver is gone: nobody waits for it
     finally:
         sock.close()
+    if not said:
+        with contextlib.suppress(BlockingIOError):
+            _late_bye(endpoint.address, nonce)
+
+
+def _late_bye(address: str, nonce: bytes) -> bool:
+    """Say BYE for a connection that has broken. False: the receiver is gone, and nobody waits for it.
+
+    Raises:
+        BlockingIOError: the receiver's backlog is full.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as sock:
+        try:
+            sock.connect(wire.socket_address(address))
+            sock.send(wire.encode(wire.LateBye(nonce=nonce)))
+        except BlockingIOError:
+            raise
+        except OSError:
+            return False
+    return True
