@@ -6,11 +6,18 @@ import asyncio
 import json
 import random
 import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 from batonpb import node_pb2
 
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Code, Reason
+from cli.services import Service
+from cli.supervisor import Cluster
 from kvtransfer.transport import TransportName
 from tests.broken_sockets import break_connections
 from tests.cli_harness import run_baton
@@ -119,3 +126,34 @@ def describe(cluster: RunningCluster, *flags: str) -> str:
     done = run_baton("describe", "prefill-0", "--directory", cluster.cluster.directory, *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def in_pid_namespace(command: list[str]) -> list[str]:
+    return [sys.executable, str(Path(__file__).with_name("in_pid_namespace.py")), *command]
+
+
+def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
+    """The prefill node lives in a PID namespace of its own, as in a container: the decode node could not watch it
+    through a pidfd, so shm is never tried. The first request goes over tcp, nothing has failed, and all say so."""
+    if subprocess.run(in_pid_namespace(["/bin/true"]), capture_output=True, check=False).returncode != 0:
+        pytest.skip("a PID namespace cannot be made here (CAP_SYS_ADMIN)")
+    real = Cluster._command
+
+    def command(self: Cluster, name: str, service: Service, directory: str) -> list[str]:
+        plain = real(self, name, service, directory)
+        return in_pid_namespace(plain) if service is Service.PREFILL else plain
+
+    with patch.object(Cluster, "_command", command), running(mock_spec()) as cluster:
+
+        async def scenario() -> None:
+            rng = random.Random(72)
+            assert {(await ask(cluster, rng)).stats.transport for _ in range(3)} == {"tcp"}
+            pair = await link(cluster)
+            assert (pair.transport, list(pair.transports_given_up), pair.link_failures) == ("tcp", [], 0)
+            assert list((await cluster.status("prefill-0")).record.transports) == ["shm", "tcp"]
+            assert (await counters(cluster, "decode-0"))["shm: connections_made"] == 0
+            await assert_conserved(cluster)
+
+        cluster.run(scenario())
+        assert "data link peer=decode-0 transport=tcp" in cluster.cluster.log_text("prefill-0")
+        assert re.search(r"^decode-0 +[0-9a-f]{16} +tcp +0 +[1-9]\d* +0 +-$", describe(cluster), re.MULTILINE)

@@ -94,7 +94,9 @@ def test_a_late_bye_for_a_nonce_that_was_never_given_proves_nothing() -> None:
         async with receiver() as r, linked(r):
             endpoint = r.port.expect(PAIR, EPOCH)
             loop = asyncio.get_running_loop()
-            for before in ([], [shm_wire.Hello(pair=PAIR, epoch=EPOCH, secret=endpoint.secret)]):
+            hello = shm_wire.Hello(pair=PAIR, epoch=EPOCH, secret=endpoint.secret)
+            scripts: tuple[list[shm_wire.Message], ...] = ([], [hello])
+            for before in scripts:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                     sock.setblocking(False)
                     sock.connect(shm_wire.socket_address(r.port.address))

@@ -63,7 +63,8 @@ class ShmWriterLink:
 
     Made by `connect`. `post` may be called from any thread, the rest from the loop's. The end comes once, from `close`,
     a FENCE, EOF or a failed copy: copying stops, what is queued completes uncopied, the receiver's region is unmapped,
-    and only then BYE is sent, on a new connection where the old one has broken. `link_lost` is called last, and not for an end that `close` began.
+    and only then BYE is sent, on a new connection where the old one has broken. `link_lost` is called last, and not for
+    an end that `close` began.
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
