@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 
@@ -17,6 +17,7 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
+from baton.tasks import Tasks
 from kvtransfer.grant_messages import (
     AbandonWrites,
     AllPosted,
@@ -223,17 +224,17 @@ class WriterPeer:
         self._handoffs: dict[ReserveNumber, Handoff] = {}
         self._by_grant: dict[GrantId, Handoff] = {}
         self._requests: dict[ReserveNumber, transfer_pb2.ReserveRequest] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(loop, log, peer=address.name)
         self._gone = False
         self._changed = asyncio.Event()
         self._actions: dict[type, Callable[..., None]] = {
-            SendReserve: lambda i: self._spawn(self._call_reserve(i)),
+            SendReserve: lambda i: self._tasks.spawn(self._call_reserve(i)),
             StartWriting: self._start_writing,
             SendSeal: self._send_seal,
-            SendCommit: lambda i: self._spawn(self._call_commit(i)),
+            SendCommit: lambda i: self._tasks.spawn(self._call_commit(i)),
             AbandonWrites: self._abandon,
             ReleaseSources: self._release_sources,
-            SendLetGo: lambda i: self._spawn(self._call_let_go(i)),
+            SendLetGo: lambda i: self._tasks.spawn(self._call_let_go(i)),
             AnswerRevoke: self._answer_revoke,
             ReportEnd: self._report_end,
         }
@@ -358,10 +359,12 @@ class WriterPeer:
     async def close(self) -> None:
         """Stop calls, unmap the receiver's region. Handoffs still open end as PEER_GONE."""
         self.peer_gone()
-        tasks = [*self._tasks, *([self._connecting] if self._connecting is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        connecting = self._connecting
+        if connecting is not None:
+            connecting.cancel()
+        await self._tasks.cancel()
+        if connecting is not None:
+            await asyncio.wait([connecting])
         if self._link is not None:
             await self._link.close()
 
@@ -388,12 +391,12 @@ class WriterPeer:
             self.handle(LinkLost(epoch=epoch))
             for handoff in self._handoffs.values():
                 if self.machine.state_of(handoff.number) is WriterState.COMMITTING:
-                    self._spawn(self._await_commit(handoff))
+                    self._tasks.spawn(self._await_commit(handoff))
 
     def cancel_request(self, key: RequestKey) -> None:
         """See to it that the receiver does not run this attempt, whatever became of its Commit. One call, at best."""
         if not self._gone:
-            self._spawn(self._call_cancel(key))
+            self._tasks.spawn(self._call_cancel(key))
 
     async def _call_cancel(self, key: RequestKey) -> None:
         request = decode_pb2.CancelRequest(header=self._header(), reason="the prefill node gave the request up")
@@ -437,16 +440,6 @@ class WriterPeer:
         del self._handoffs[number]
         self._by_grant.pop(handoff.grant, None)
         self._changed.set()
-
-    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_over)
-
-    def _task_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("task broke off", peer=self.address.name, exc_info=task.exception())
 
     def _count_failure(self, transport: TransportName, reason: str) -> None:
         """A link broke by itself or could not be made: at some point the next best transport is used instead."""
@@ -550,7 +543,7 @@ class WriterPeer:
             self.handle(LinkLost(epoch=instruction.epoch))
             return
         handoff.link = self._link
-        self._spawn(self._keep_lease(handoff))
+        self._tasks.spawn(self._keep_lease(handoff))
         if not handoff.granted.done():
             handoff.granted.set_result(None)
 
