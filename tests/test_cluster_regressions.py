@@ -198,7 +198,7 @@ def test_a_commit_whose_seal_is_lost_with_the_link_is_given_up() -> None:
             call = asyncio.create_task(error_of(asking(cluster, marked(random.Random(4), 40), timeout_s=20)))
             await reached(cluster, Point.SEAL)
             await reached(cluster, Point.COMMIT_TAKEN)
-            link: Any = peer_of(cluster, "decode-0")._link
+            link: Any = peer_of(cluster, "decode-0")._link.now
             link._end("the test ended the link")
             error = await call
             assert error.reason is Reason.PEER_UNREACHABLE, error
