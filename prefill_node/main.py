@@ -135,7 +135,7 @@ class Peers:
         source_U8 = self._pool.region.array_U8
         try:
             if endpoint.transport is TransportName.SHM:
-                return await ShmWriterLink.connect(endpoint, pair, source_U8, events, self._loop)
+                return await ShmWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.shm)
             assert endpoint.transport is TransportName.TCP, endpoint.transport
             return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
         except (ShmConnectError, TcpConnectError) as error:
