@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from batonpb import common_pb2
@@ -25,17 +25,29 @@ Metadata = tuple[tuple[str, str], ...]
 class WriterConfig:
     """Times and limits of the writer's side of a handoff, for each receiver."""
 
-    reserve_ms_max: int = 1_000
-    """How long a Reserve may go unanswered; the answer comes at once from a healthy node."""
-    call_ms_max: int = 2_000
-    retry_ms_min: int = 20
-    retry_ms_max: int = 1_000
-    drift_per_mille: int = 20
-    """Margin taken off a lease because two clocks run at different rates."""
-    unacked_bytes_max: int = 1 << 30
-    pinned_blocks_max: int = 65_536
-    stall_ms_max: int = 10_000
-    """A handoff whose posted writes make no progress for this long is given up."""
+    reserve_ms_max: int = field(
+        default=1_000, metadata={"help": "how long a Reserve may go unanswered; a healthy node answers at once"}
+    )
+    call_ms_max: int = field(
+        default=2_000, metadata={"help": "how long any other call to a receiver may go unanswered"}
+    )
+    retry_ms_min: int = field(default=20, metadata={"help": "first pause before an unanswered call is repeated"})
+    retry_ms_max: int = field(default=1_000, metadata={"help": "longest pause before an unanswered call is repeated"})
+    drift_per_mille: int = field(
+        default=20, metadata={"help": "margin taken off a lease because two clocks run at different rates"}
+    )
+    unacked_bytes_max: int = field(
+        default=1 << 30,
+        metadata={
+            "help": "posted bytes to one receiver without an acknowledgement, beyond which nothing new goes there"
+        },
+    )
+    pinned_blocks_max: int = field(
+        default=65_536, metadata={"help": "source blocks pinned for one receiver, beyond which nothing new goes there"}
+    )
+    stall_ms_max: int = field(
+        default=10_000, metadata={"help": "a handoff whose posted writes make no progress for this long is given up"}
+    )
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

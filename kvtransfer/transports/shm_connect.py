@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.ids import Pair
 from kvtransfer.transport import DataEndpoint
@@ -30,16 +30,22 @@ class ShmConnectError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmWriterConfig:
-    """Limits of one link. `outbox_messages_max`: seals that wait for a receiver that does not read its socket."""
+    """Limits of one link."""
 
-    connect_ms_max: int = 5000
-    connect_retry_ms: int = 20
-    copy_threads: int = 1
-    copy_chunk_ops_max: int = 256
-    abandoned_grants_max: int = 1 << 20
-    outbox_messages_max: int = 4096
-    bye_ms_max: int = 2000
-    """How long the end waits until its BYE could be sent; without BYE the receiver waits for our death."""
+    connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
+    connect_retry_ms: int = field(default=20, metadata={"help": "pause while the receiver's backlog is full"})
+    copy_threads: int = field(default=1, metadata={"help": "copying threads of each link"})
+    copy_chunk_ops_max: int = field(
+        default=256, metadata={"help": "writes copied between two looks at whether the grant was given up"}
+    )
+    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
+    outbox_messages_max: int = field(
+        default=4096, metadata={"help": "seals that wait for a receiver that does not read its socket"}
+    )
+    bye_ms_max: int = field(
+        default=2000,
+        metadata={"help": "how long a link's end tries to say so; else the receiver waits for this process to end"},
+    )
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

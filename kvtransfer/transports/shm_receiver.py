@@ -14,7 +14,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -38,13 +38,16 @@ from kvtransfer.transports.shm_wire import RefusalReason
 class ShmReceiverConfig:
     """Limits of one port. `connections_max` counts each connection until there is evidence for it, not until EOF."""
 
-    connections_max: int = 1024
-    pairs_max: int = 1024
-    handshake_ms_max: int = 2000
-    accepts_per_wake_max: int = 16
-    messages_per_wake_max: int = 64
-    accept_pause_ms: int = 100
-    """How long no connection is accepted after the process ran out of file descriptors."""
+    connections_max: int = field(default=1024, metadata={"help": "connections that may write, or are being made"})
+    pairs_max: int = field(default=1024, metadata={"help": "writer processes expected, connected or being fenced"})
+    handshake_ms_max: int = field(default=2000, metadata={"help": "how long a writer may take to prove itself"})
+    accepts_per_wake_max: int = field(default=16, metadata={"help": "connections accepted before others have a turn"})
+    messages_per_wake_max: int = field(
+        default=64, metadata={"help": "messages read from one connection before others have a turn"}
+    )
+    accept_pause_ms: int = field(
+        default=100, metadata={"help": "pause of accepting after the process ran out of file descriptors"}
+    )
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
