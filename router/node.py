@@ -37,6 +37,7 @@ log = get_log("router")
 PLACE_AGAIN = frozenset(
     {
         Reason.DECODE_FULL,
+        Reason.HANDOFF_FAILED,  # before it began: its link ended while the grant was on its way
         Reason.QUEUE_FULL,
         Reason.TOO_MANY_CALLS,
         Reason.NODE_DRAINING,
