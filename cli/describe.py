@@ -16,7 +16,7 @@ from cli.output import Output, output_option, print_json
 from cli.parameters import Seconds
 from cli.table import format_table
 
-_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")
+_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "EPOCH", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")
 
 
 @click.command()
@@ -85,12 +85,13 @@ def _text(view: NodeView) -> str:
                 pair.peer,
                 f"{pair.peer_incarnation:016x}",
                 pair.transport or "none",
+                str(pair.epoch),
                 str(pair.bytes_moved),
                 str(pair.link_failures),
                 ", ".join(pair.transports_given_up) or "-",
             )
             for pair in status.pairs
-        ], right={3, 4})  # fmt: skip
+        ], right={3, 4, 5})  # fmt: skip
     return text
 
 

@@ -74,6 +74,7 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
                 "peer": pair.peer,
                 "peer_incarnation": f"{pair.peer_incarnation:016x}",
                 "transport": pair.transport or None,
+                "epoch": pair.epoch,
                 "bytes_moved": pair.bytes_moved,
                 "transports_given_up": list(pair.transports_given_up),
                 "link_failures": pair.link_failures,

@@ -12,6 +12,7 @@ from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
+from kvtransfer.transports.shm import ShmReceiverConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig
 
 
@@ -32,6 +33,7 @@ class DecodeConfig:
     data_advertise_host: str | None = field(
         default=None, metadata={"help": "host that prefill nodes reach for data; default: the one in advertise"}
     )
+    shm: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
     tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)

@@ -148,7 +148,9 @@ def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool,
     """Listen for data connections. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""
     loop, events = asyncio.get_running_loop(), ports.port_events(transport)
     if transport is TransportName.SHM:
-        return ShmReceiverPort(region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes)
+        return ShmReceiverPort(
+            region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
+        )
     assert transport is TransportName.TCP, transport
     host, _ = split_endpoint(config.listen)
     listen = config.data_listen or join_endpoint(host, 0)

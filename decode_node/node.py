@@ -15,6 +15,7 @@ from batonpb import common_pb2, transfer_pb2
 
 from baton.ids import BlockId, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
+from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from decode_node.config import DecodeConfig
 from decode_node.streams import RequestOutput, TokenStreams
@@ -83,7 +84,7 @@ class DecodeNode:
         self._randomness = randomness
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
-        self._lives: set[asyncio.Task[None]] = set()
+        self._lives = Tasks(loop, log, broken="a request's life broke off")
 
     async def live(self, job: Job) -> None:
         """The whole life of one request in this node, from its grant to the router's acknowledgement."""
@@ -285,8 +286,7 @@ class DecodeNode:
         """Give every request up and wait until all have let go."""
         for job in list(self._by_key.values()):
             self.cancel(job.key, "this node is shutting down")
-        if self._lives:
-            await asyncio.wait(self._lives, timeout=self.config.stop_grace_ms / 1000)
+        await self._lives.drain(self.config.stop_grace_ms)
 
     # Small helpers.
 
@@ -317,14 +317,7 @@ class DecodeNode:
         )
         self._jobs[grant] = job
         self._by_key[key] = job
-        task = self._loop.create_task(self.live(job))
-        self._lives.add(task)
-        task.add_done_callback(self._life_over)
-
-    def _life_over(self, task: asyncio.Task[None]) -> None:
-        self._lives.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a request's life broke off", exc_info=task.exception())
+        self._lives.spawn(self.live(job))
 
     def _resume(self, job: Job) -> None:
         """Give the committed sequence to the engine, with references of its own to every block."""

@@ -7,9 +7,9 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
@@ -18,6 +18,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
+from baton.tasks import Tasks
 from kvtransfer.grant_messages import (
     AnswerCommit,
     AnswerGranted,
@@ -121,7 +122,7 @@ class Receiver:
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(loop, log)
         self._revoking: set[tuple[Pair, ReserveNumber]] = set()
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
@@ -225,10 +226,7 @@ class Receiver:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     # What the port tells (kvtransfer.transport.ReceiverEvents).
 
@@ -314,7 +312,7 @@ class Receiver:
         if which in self._revoking:
             return  # the one under way ends within revoke_ms, and the timer comes again
         self._revoking.add(which)
-        self._spawn(self._revoke(instruction.pair, instruction.number))
+        self._tasks.spawn(self._revoke(instruction.pair, instruction.number))
 
     async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
         """One call to the writer. Its answer is evidence; no answer is nothing, and the timer goes on."""
@@ -335,17 +333,7 @@ class Receiver:
 
     def _drop_channel(self, endpoint: str) -> None:
         if endpoint not in self._writers.values():
-            self._spawn(self._channels.drop(endpoint))
-
-    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_over)
-
-    def _task_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("task broke off", exc_info=task.exception())
+            self._tasks.spawn(self._channels.drop(endpoint))
 
     def _header(self, pair: Pair) -> common_pb2.Header:
         return common_pb2.Header(sender=pair.receiver, receiver=pair.writer)

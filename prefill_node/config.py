@@ -11,6 +11,7 @@ from baton.rpc import RpcLimits
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
 from kvtransfer.transport import TransportName
+from kvtransfer.transports.shm import ShmWriterConfig
 from kvtransfer.transports.tcp import TcpWriterConfig
 from kvtransfer.writer import WriterConfig
 
@@ -27,6 +28,7 @@ class PrefillConfig:
         default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to decode nodes, best first"}
     )
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
+    shm: ShmWriterConfig = field(default_factory=ShmWriterConfig)
     tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)

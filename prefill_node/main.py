@@ -135,7 +135,7 @@ class Peers:
         source_U8 = self._pool.region.array_U8
         try:
             if endpoint.transport is TransportName.SHM:
-                return await ShmWriterLink.connect(endpoint, pair, source_U8, events, self._loop)
+                return await ShmWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.shm)
             assert endpoint.transport is TransportName.TCP, endpoint.transport
             return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
         except (ShmConnectError, TcpConnectError) as error:
@@ -203,6 +203,7 @@ async def _run(
                 peer=peer.address.name,
                 peer_incarnation=peer.address.pair.receiver,
                 transport=peer.transport.value if peer.transport is not None else "",
+                epoch=peer.epoch,
                 bytes_moved=peer.bytes_moved,
                 transports_given_up=[t.value for t in peer.offers.dropped],
                 link_failures=peer.link_failures,

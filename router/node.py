@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
@@ -22,6 +21,7 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
+from baton.tasks import Tasks
 from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.chat import ChatEncoder
@@ -109,7 +109,7 @@ class RouterNode:
         self._pace = ResumptionPace(config.retries, now_s=loop.time())
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(loop, log)
         self._drained: dict[Incarnation, int] = {}
         """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
 
@@ -317,7 +317,7 @@ class RouterNode:
             return
         subscription.remove(inbox)
         if inbox.finish is None:
-            self._spawn(self._cancel(subscription, inbox.key))
+            self._tasks.spawn(self._cancel(subscription, inbox.key))
 
     async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
         """Bounded tries; a node that answers none of them is left to its own timers."""
@@ -335,7 +335,8 @@ class RouterNode:
     async def close(self) -> None:
         for subscription in self._subscriptions.values():
             await subscription.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.drain(self.config.stop_grace_ms)
+        await self._tasks.cancel()
 
     def follow_directory(self, records: Sequence[NodeRecord]) -> None:
         """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
@@ -348,27 +349,17 @@ class RouterNode:
         for endpoint in self._calls.keys() - {record.endpoint for record in prefill_nodes}:
             if self._calls[endpoint] == 0:
                 del self._calls[endpoint]
-                self._spawn(self._channels.drop(endpoint))
+                self._tasks.spawn(self._channels.drop(endpoint))
         alive = {record.incarnation for record in records}
         for incarnation, subscription in list(self._subscriptions.items()):
             if incarnation not in alive and subscription.idle:
                 del self._subscriptions[incarnation]
-                self._spawn(self._drop(subscription))
+                self._tasks.spawn(self._drop(subscription))
 
     async def _drop(self, subscription: DecodeSubscription) -> None:
         await subscription.close()
         if all(other.endpoint != subscription.endpoint for other in self._subscriptions.values()):
             await self._channels.drop(subscription.endpoint)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_over)
-
-    def _task_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("task broke off", exc_info=task.exception())
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""

@@ -17,11 +17,13 @@ from baton.errors import BatonError, Reason, check_positive
 PLACE_AGAIN = frozenset(
     {
         Reason.DECODE_FULL,
+        Reason.HANDOFF_FAILED,  # before it began: its link ended while the grant was on its way
         Reason.QUEUE_FULL,
         Reason.TOO_MANY_CALLS,
         Reason.NODE_DRAINING,
         Reason.NO_PREFILL_NODE,
         Reason.NO_DECODE_NODE,
+        Reason.PAIR_FENCING,
         Reason.PEER_UNREACHABLE,
         Reason.INCARNATION_MISMATCH,
     }

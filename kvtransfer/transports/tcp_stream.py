@@ -23,6 +23,7 @@ import numpy as np
 from baton.ids import Epoch, GrantId
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_socket import TcpSocketOptions
 from kvtransfer.transports.tcp_wire import RefusalReason
 
@@ -190,7 +191,7 @@ class ReceiveStream:
         finally:
             # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
             self._say_why()
-            self._call_loop(self._ended, self)
+            call_loop(self._loop, self._ended, self)
 
     def _take_message(self) -> None:
         self._read(memoryview(self._head), between_messages=True)
@@ -207,7 +208,7 @@ class ReceiveStream:
                 self._check_order(message.sequence, message.seal.epoch)
                 if not message.streams_mask >> self.hello.stream & 1:
                     raise StreamEnded("a seal on a stream that it does not name", RefusalReason.MALFORMED)
-                self._call_loop(self._sealed, self, message)
+                call_loop(self._loop, self._sealed, self, message)
                 self._acknowledge(wire.Ack(sequence=message.sequence, landed=True))
             case wire.Bye():
                 self._check_order(message.sequence, message.epoch)
@@ -357,11 +358,3 @@ class ReceiveStream:
                 self._flush()
         except (OSError, StreamEnded):
             return
-
-    def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            # At the end of the process the loop may be closed first; then there is nobody left to tell.
-            if not self._loop.is_closed():
-                raise
