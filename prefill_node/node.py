@@ -182,11 +182,16 @@ class PrefillNode:
         while self._queue:
             job = self._queue[0]
             need = self._blocks.blocks_for(len(job.prompt))
-            if len(self._admitted) >= self.config.engine.sequences_max or need > self.ledger.available:
+            too_long = need > self._blocks.blocks_usable  # a pin may have come after the request
+            full = len(self._admitted) >= self.config.engine.sequences_max or need > self.ledger.available
+            if full and not too_long:
                 return
             self._queue.popleft()
             if job.turn.done():
                 continue  # being cancelled: its own task gives it back
+            if too_long:
+                job.turn.set_exception(self._too_long(need, len(job.prompt)))
+                continue
             self.ledger.promise(job.key, need)
             self._admitted[job.key] = job
             job.turn.set_result(None)
@@ -404,13 +409,9 @@ class PrefillNode:
                 f"Token id {max(request.prompt)} is outside the vocabulary of {self._runner.vocab_size}.",
                 reason=Reason.TOKEN_OUT_OF_RANGE,
             )
-        if self._blocks.blocks_for(count) > self.ledger.num_blocks:
-            raise bad_field(
-                "prompt",
-                f"The prompt's {count} tokens need {self._blocks.blocks_for(count)} blocks; this node's region has "
-                f"{self.ledger.num_blocks}.",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
+        need = self._blocks.blocks_for(count)
+        if need > self._blocks.blocks_usable:
+            raise self._too_long(need, count)
         if len(self._queue) >= self.config.queue_max:
             raise BatonError(
                 Reason.QUEUE_FULL,
@@ -419,6 +420,11 @@ class PrefillNode:
             )
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
+
+    def _too_long(self, need: int, count: int) -> BatonError:
+        has = f"{self.ledger.num_blocks}{self._blocks.less_pins}"
+        text = f"The prompt's {count} tokens need {need} blocks; this node's region has {has}."
+        return bad_field("prompt", text, reason=Reason.PROMPT_TOO_LONG)
 
 
 def _granted(handoff: Handoff) -> prefill_pb2.PrefillEvent:

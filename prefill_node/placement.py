@@ -14,7 +14,7 @@ from kvtransfer.compatibility import differences
 def room(record: NodeRecord) -> int:
     """Blocks that the node could give to a new request, by its last report."""
     blocks = record.load.blocks
-    return blocks.free + blocks.cached - blocks.promised
+    return blocks.free + blocks.cached - blocks.pinned - blocks.promised
 
 
 def order_decode_nodes(
