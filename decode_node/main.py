@@ -16,7 +16,7 @@ from baton.errors import BatonError, Reason
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.prefixes import serve_prefixes
+from cachestore.prefix_service import serve_prefixes
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService

@@ -18,7 +18,7 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.prefixes import serve_prefixes
+from cachestore.prefix_service import serve_prefixes
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.negotiation import Offers, host_identity

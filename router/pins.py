@@ -1,7 +1,7 @@
 """Pinned prefixes of this router: kept here, leased to every prefill and decode node, and leased again when one joins.
 
-Two routers may have a pin of one name: the nodes keep the newer one, by the routers' wall clocks. A wrong clock makes the
-other one stay, and nothing else.
+Two routers may have a pin of one name: the nodes keep the newer one, by the routers' wall clocks. A wrong clock makes
+the other one stay, and nothing else.
 """
 
 from __future__ import annotations
