@@ -77,7 +77,7 @@ class PinTable:
         if not chain:
             raise bad_field(
                 "tokens",
-                f"The prefix has {len(tokens)} tokens and fills no block of {self._block_size}: there is nothing to pin.",
+                f"The prefix has {len(tokens)} tokens and fills no block of {self._block_size}: nothing would be pinned.",
             )
         old = self._pins.get(name)
         if old is not None and old.chain == chain:

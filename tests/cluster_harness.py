@@ -78,8 +78,12 @@ class Client:
 
     async def generate(self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any) -> Answer:
         """One streamed answer; `request` goes to `make_request`. Raises BatonError, AssertionError on a gap."""
+        return await self.send(make_request(prompt, **request), timeout_s=timeout_s)
+
+    async def send(self, request: inference_pb2.GenerateRequest, *, timeout_s: float = CALL_S_MAX) -> Answer:
+        """Like `generate`, of a request that is made already."""
         with rpc_errors(self.endpoint):
-            return await collect(self.stub.Generate(make_request(prompt, **request), timeout=timeout_s))
+            return await collect(self.stub.Generate(request, timeout=timeout_s))
 
     async def unary(
         self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any
