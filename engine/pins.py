@@ -77,7 +77,7 @@ class PinTable:
         if not chain:
             raise bad_field(
                 "tokens",
-                f"The prefix has {len(tokens)} tokens and fills no block of {self._block_size}: nothing would be pinned.",
+                f"The prefix has {len(tokens)} tokens; it must fill at least one block of {self._block_size}.",
             )
         old = self._pins.get(name)
         if old is not None and old.chain == chain:

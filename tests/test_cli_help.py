@@ -18,7 +18,7 @@ COMMANDS = cli.list_commands(click.Context(cli))
 def test_the_commands() -> None:
     """The list of commands is the one in the documentation."""
     assert COMMANDS == [
-        "up", "generate", "nodes", "describe", "cordon", "uncordon", "drain", "undrain",
+        "up", "generate", "nodes", "describe", "pin", "unpin", "pins", "cordon", "uncordon", "drain", "undrain",
         "directory", "router", "prefill", "decode", "demo-model", "demo", "completion",
     ]  # fmt: skip
 
