@@ -31,7 +31,8 @@ def nodes(directory: str, timeout_s: float, output: str) -> None:
     """Show who is in the cluster and what each node holds.
 
     One line a node: what waits and runs there, its KV blocks by owner (free, cached for prefixes, held by requests,
-    owned by a remote writer, quarantined), the share of prompt tokens that its prefix cache had, its open grants, and violations of block conservation, which must be 0.
+    owned by a remote writer, quarantined), the share of prompt tokens that its prefix cache had, its open grants, and
+    violations of block conservation, which must be 0.
 
     \b
     Example:

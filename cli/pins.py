@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import click
-from batonpb import inference_pb2, pins_pb2, pins_pb2_grpc
+from batonpb import pins_pb2, pins_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
@@ -118,7 +118,7 @@ def pins(directory: str, timeout_s: float, output: str) -> None:
 
     \b
     Example:
-      baton pins
+      baton pins -o json
     """
 
     async def send(stub: pins_pb2_grpc.PinsStub, timeout_s: float) -> pins_pb2.ListPinsReply:

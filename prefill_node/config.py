@@ -32,6 +32,9 @@ class PrefillConfig:
     rpc: RpcLimits = field(default_factory=RpcLimits)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
     decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})
+    affinity_blocks_max: int = field(
+        default=65_536, metadata={"help": "prompt blocks remembered as sent to decode nodes, all of these together"}
+    )
     busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full queue"})
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
@@ -41,4 +44,12 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         check_transports(self.transports)
         check_directory_setting(self.directory)
-        check_positive(self, "queue_max", "decode_tries_max", "busy_retry_ms", "drain_ms_max", "stop_grace_ms")
+        check_positive(
+            self,
+            "queue_max",
+            "decode_tries_max",
+            "affinity_blocks_max",
+            "busy_retry_ms",
+            "drain_ms_max",
+            "stop_grace_ms",
+        )

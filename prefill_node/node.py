@@ -31,6 +31,7 @@ from kvtransfer.grant_messages import HandoffEnd
 from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites, WriterPeer
+from prefill_node.affinity import DecodeAffinity
 from prefill_node.config import PrefillConfig
 from prefill_node.placement import order_decode_nodes
 
@@ -122,6 +123,7 @@ class PrefillNode:
         self._peer_for = peer_for
         self._loop = loop
         self._rng = rng
+        self.affinity = DecodeAffinity(blocks_max=config.affinity_blocks_max)
         self._queue: deque[Job] = deque()
         self._admitted: dict[RequestKey, Job] = {}
         self._tokens_per_s = 0.0
@@ -198,13 +200,18 @@ class PrefillNode:
 
     async def _reserve(self, job: Job) -> Handoff:
         """Ask decode nodes one after the other. Raises the last one's refusal when none grants."""
+        records = self._decode_nodes()
+        chain = self._blocks.prefix_cache.chain(job.prompt, job.cache_salt)
         candidates = order_decode_nodes(
-            self._decode_nodes(),
+            records,
             own=self._model,
             may_place=self._may_place,
             rng=self._rng,
             tries_max=self.config.decode_tries_max,
+            room_of=self.affinity.room,
+            instead=self.affinity.instead(chain),
         )
+        self.affinity.keep_only({record.incarnation for record in records})
         refusals: list[BatonError] = []
         for record in candidates:
             request = transfer_pb2.ReserveRequest(
@@ -216,9 +223,11 @@ class PrefillNode:
                 deadline_left_ms=max(0, int((job.deadline_s - self._loop.time()) * 1000)),
             )
             try:
-                return await self._peer_for(record).reserve(
+                handoff = await self._peer_for(record).reserve(
                     job.key, request, metadata=job.metadata, sources_released=lambda: self._sources_released(job)
                 )
+                self.affinity.granted(record, chain, self._blocks.blocks_for(len(job.prompt) + job.params.max_tokens))
+                return handoff
             except BatonError as error:
                 if error.reason not in ASK_ELSEWHERE:
                     raise
