@@ -71,8 +71,8 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
             lease_s=request.lease_ms / 1e3,
             now_s=self._clock.monotonic_s(),
         )
-        if state is None:
-            return pins_pb2.HoldPinReply(superseded=True)
+        if isinstance(state, int):
+            return pins_pb2.HoldPinReply(superseded_by=state)
         return pins_pb2.HoldPinReply(blocks=state.blocks, blocks_pinned=state.blocks_pinned)
 
     async def DropPin(self, request: pins_pb2.DropPinRequest, context: Any) -> pins_pb2.DropPinReply:

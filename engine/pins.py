@@ -61,10 +61,9 @@ class PinTable:
 
     def hold(
         self, name: str, tokens: Sequence[int], salt: bytes, *, version: int, lease_s: float, now_s: float
-    ) -> PinState | None:
-        """Pin the full blocks of `tokens` under `name`, or renew. Of two prefixes the one of the higher version stays.
-
-        None where another prefix of a higher version has the name. Raises BatonError, with nothing changed: BAD_FIELD
+    ) -> PinState | int:
+        """Pin the full blocks of `tokens` under `name`, or renew. Of two prefixes the one of the higher version stays:
+        where that is the other one, its version is returned. Raises BatonError, with nothing changed: BAD_FIELD
         for a prefix without a full block or a lease out of range, PINS_FULL beyond the limits.
         """
         self.expire(now_s)
@@ -84,8 +83,9 @@ class PinTable:
             old.version, old.expires_s = max(old.version, version), now_s + lease_s
             self._cache.settle(chain)
             return self._state(name, old, now_s)
-        if old is not None and old.version > version:
-            return None
+        # Of equal versions one must win on every node alike, or two routers would take turns.
+        if old is not None and (old.version, old.chain) > (version, chain):
+            return old.version
         if old is None and len(self._pins) >= self._limits.count_max:
             raise BatonError(
                 Reason.PINS_FULL,

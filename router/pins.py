@@ -1,7 +1,7 @@
 """Pinned prefixes of this router: kept here, leased to every prefill and decode node, and leased again when one joins.
 
-Two routers may have a pin of one name: the nodes keep the newer one, by the routers' wall clocks. A wrong clock makes
-the other one stay, and nothing else.
+Two routers may have a pin of one name: the nodes keep the newer one. An operator's pin is always that; which of two
+configured ones is, the routers' wall clocks say.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class PinKeeper:
         self._expire()
         old = self._pins.get(prefix.name)
         pin = self.add(prefix, tokens, warm=warm)
-        await asyncio.gather(*(self._hold(pin, record) for record in self._reachable()))
+        await asyncio.gather(*(self._hold(pin, record, insist=True) for record in self._reachable()))
         refusals = [on.problem for on in pin.on_nodes.values() if on.problem is not None]
         refusals = [problem for problem in refusals if problem.reason not in _UNREACHED]
         if refusals and all(on.problem is not None for on in pin.on_nodes.values()):
@@ -171,20 +171,23 @@ class PinKeeper:
             if problem is not None and problem.reason in _UNREACHED:
                 return
 
-    async def _hold(self, pin: KeptPin, record: NodeRecord) -> None:
-        """Lease one pin to one node; what it says is in `pin.on_nodes` then."""
+    async def _hold(self, pin: KeptPin, record: NodeRecord, *, insist: bool = False) -> None:
+        """Lease one pin to one node; what it says is in `pin.on_nodes` then. `insist`: it is the newest of its name."""
         async with self._lock(record):
             if self._pins.get(pin.name) is not pin:
                 return
             try:
                 reply = await self._call_hold(pin, record)
+                if reply.superseded_by and insist:
+                    self._version_last = pin.version = max(pin.version, reply.superseded_by + 1)
+                    reply = await self._call_hold(pin, record)
             except BatonError as error:
                 known = pin.on_nodes.get(record.incarnation)
                 if known is None or known.problem is None or known.problem.reason is not error.reason:
                     log.warning("pin not taken", pin=pin.name, node=record.name, problem=error.message)
                 pin.on_nodes[record.incarnation] = OnNode(node=record.name, problem=error)
                 return
-            if reply.superseded:
+            if reply.superseded_by:
                 self._superseded(pin, record)
                 return
             pin.on_nodes[record.incarnation] = OnNode(
@@ -211,7 +214,7 @@ class PinKeeper:
         log.info("another router has replaced a pin", pin=pin.name, node=record.name)
         problem = BatonError(Reason.NAME_IN_USE, "Another router has pinned another prefix by this name, later.")
         pin.on_nodes[record.incarnation] = OnNode(node=record.name, problem=problem)
-        if not pin.from_config:
+        if not pin.from_config and self._pins.get(pin.name) is pin:
             del self._pins[pin.name]
 
     async def _drop(self, name: str, version: int, record: NodeRecord) -> bool:

@@ -190,7 +190,7 @@ def hold(table: PinTable, name: str, tokens: list[int], **more: float) -> int | 
     """Blocks of the pin, or None where a later one has the name."""
     version, lease_s, now_s = int(more.get("version", 1)), more.get("lease_s", 5.0), more.get("now_s", 0.0)
     state = table.hold(name, tokens, b"", version=version, lease_s=lease_s, now_s=now_s)
-    return None if state is None else state.blocks
+    return None if isinstance(state, int) else state.blocks
 
 
 def test_a_lease_ends_unless_it_is_renewed() -> None:
@@ -215,6 +215,8 @@ def test_of_two_prefixes_of_one_name_the_later_one_stays() -> None:
     assert hold(table, "a", [3, 4, 5, 6], version=6) == 2
     assert hold(table, "a", [3, 4, 5, 6], version=2) == 2  # the same prefix, from a router that pinned it before
     assert hold(table, "a", [1, 2], version=5) is None
+    same = [hold(table, "a", tokens, version=6) for tokens in ([1, 2], [3, 4, 5, 6], [1, 2], [3, 4, 5, 6])]
+    assert same in ([1, None, 1, None], [None, 2, None, 2])  # of equal versions always the same one
     assert not table.drop("a", version=5)
     assert table.drop("a", version=6)
     assert not table.drop("a", version=6)

@@ -99,14 +99,14 @@ class HoldPinRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., name: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class HoldPinReply(_message.Message):
-    __slots__ = ("blocks", "blocks_pinned", "superseded")
+    __slots__ = ("blocks", "blocks_pinned", "superseded_by")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_PINNED_FIELD_NUMBER: _ClassVar[int]
-    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_BY_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     blocks_pinned: int
-    superseded: bool
-    def __init__(self, blocks: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., superseded: bool = ...) -> None: ...
+    superseded_by: int
+    def __init__(self, blocks: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., superseded_by: _Optional[int] = ...) -> None: ...
 
 class DropPinRequest(_message.Message):
     __slots__ = ("header", "name", "version")
