@@ -189,7 +189,7 @@ def test_a_configured_pin_waits_while_a_later_one_has_its_name() -> None:
 
     async def scenario() -> None:
         async with two_nodes() as (_, routers):
-            first, second = routers.keeper(1, lease_ms=900), routers.keeper(2)
+            first, second = routers.keeper(1, lease_ms=900), routers.keeper(2, off_s=1.0)
             kept = first.add(prefix("a"), A, from_config=True, warm=False)
             await second.pin(prefix("a", B), B, warm=False)
             routers.run(first)
