@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc.aio
-from batonpb import inference_pb2, node_pb2, pins_pb2, pins_pb2_grpc
+from batonpb import inference_pb2, pins_pb2, pins_pb2_grpc
 
 from baton.errors import Reason
 from baton.rpc_client import rpc_errors
@@ -22,7 +22,7 @@ from tests.cluster_harness import (
     random_prompt,
     wait_for,
 )
-from tests.inprocess_cluster import InProcessCluster, inprocess
+from tests.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
 
 SIZE = 16
 BLOCKS = 40
@@ -147,6 +147,31 @@ def test_a_region_full_of_pins_admits_what_fits_beside_them() -> None:
     asyncio.run(scenario())
 
 
+def test_a_pin_that_comes_after_a_request_ends_its_wait() -> None:
+    """A request for 25 of 40 blocks is queued when a pin takes 20 of them for good: it is refused, and the one behind
+    it is served."""
+
+    async def scenario() -> None:
+        rng = random.Random(5)
+        async with inprocess(mock_spec(blocks=BLOCKS)) as cluster, Operator(cluster) as operator:
+            gate = cluster.gates[Point.PREFILL_QUEUE]
+            gate.close()
+            waiting = asyncio.create_task(
+                error_of(cluster.client.generate([MARK, *random_prompt(rng, 25 * SIZE - 1)], max_tokens=2))
+            )
+            await asyncio.wait_for(gate.reached.wait(), CALL_S_MAX)
+            behind = asyncio.create_task(cluster.client.generate([1, 2, 3], max_tokens=5))
+            await operator.pin("system", random_prompt(rng, 20 * SIZE))
+            gate.open()
+            error = await waiting
+            assert error.reason is Reason.PROMPT_TOO_LONG
+            assert "need 25 blocks" in error.message and "20 of them for pinned prefixes" in error.message
+            assert (await behind).ids == mock_tokens([1, 2, 3], 5)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
 def test_a_node_that_restarts_is_told_of_the_pins() -> None:
     """The new process is another incarnation and knows nothing: the router leases the pin to it as it joins."""
 
@@ -166,10 +191,6 @@ def test_a_node_that_restarts_is_told_of_the_pins() -> None:
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
-
-
-def status_of(statuses: dict[str, node_pb2.NodeStatus], name: str) -> node_pb2.PrefixStatus:
-    return statuses[name].prefixes
 
 
 def test_a_configured_pin_is_computed_before_the_first_user() -> None:

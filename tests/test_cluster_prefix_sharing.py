@@ -14,6 +14,7 @@ import pytest
 
 from baton.errors import Code, Reason
 from cli.supervisor import ROUTER_NAME
+from router.placement import chain_hashes
 from tests.cluster_harness import (
     Answer,
     RunningCluster,
@@ -25,6 +26,7 @@ from tests.cluster_harness import (
     random_prompt,
     running,
 )
+from tests.inprocess_cluster import inprocess
 
 SIZE: Final = 16
 BLOCKS: Final = 3_000
@@ -198,6 +200,26 @@ def test_usage_tells_a_tenant_of_its_own_hits_only(one_of_each: RunningCluster) 
         assert status == 200
         cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 0, 4 * SIZE, 0, 4 * SIZE]
+
+
+def test_a_tenants_prompt_does_not_attract_anothers() -> None:
+    """What the router remembers of a node's cache is by tenant too: placement would tell of the other one's prompts."""
+
+    async def scenario() -> None:
+        prompt = random_prompt(random.Random(11), 3 * SIZE)
+        async with inprocess(mock_spec()) as cluster:
+            request = make_request(prompt, max_tokens=2)
+            request.cache_salt = "acme"
+            await cluster.client.send(request)
+            placement, incarnation = cluster.router.placement, cluster.runtimes["prefill-0"].incarnation
+            known = {
+                salt: placement.cached_blocks(incarnation, chain_hashes(prompt, SIZE, salt))
+                for salt in (b"acme", b"globex", b"")
+            }
+            assert known == {b"acme": 3, b"globex": 0, b"": 0}
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
 
 
 def test_a_bad_salt_is_refused(one_of_each: RunningCluster) -> None:
