@@ -27,6 +27,7 @@ from tests.test_engine_prefix_cache import (
 )
 
 BLOCKS = 24
+ALL = 1_000
 
 
 @dataclass
@@ -129,7 +130,7 @@ def test_pins_equal_a_naive_model(script: list[tuple[str, object, object]]) -> N
         st.one_of(
             st.tuples(st.just("enter"), prompts),
             st.tuples(st.just("leave"), st.integers(0, 7)),
-            st.tuples(st.just("promise"), st.integers(0, 12)),
+            st.tuples(st.just("promise"), st.sampled_from([1, 3, 8, ALL])),
             st.tuples(st.just("grow"), st.integers(0, 7)),
             st.tuples(st.just("pin"), prompts),
             st.tuples(st.just("unpin"), st.integers(0, 7)),
@@ -153,9 +154,9 @@ def test_pins_never_take_what_is_promised(script: list[tuple[str, object]]) -> N
                 live.append(enter(ledger, cache, value))
         elif word == "leave" and live and isinstance(value, int):
             leave(ledger, cache, live.pop(value % len(live)))
-        elif word == "promise" and isinstance(value, int) and value <= ledger.available:
+        elif word == "promise" and isinstance(value, int):
             promises += 1
-            ledger.promise(promises, value)
+            ledger.promise(promises, min(value, ledger.available))
         elif word == "grow" and promises:
             left = ledger.promise_left(promises)
             assert left is not None
@@ -178,6 +179,48 @@ def test_pins_never_take_what_is_promised(script: list[tuple[str, object]]) -> N
         cache.settle(cache.chain(tokens, b""))
         here = len(cache.match(tokens, b"", BLOCKS))
         assert cache.pinned_of(cache.chain(tokens, b"")) == here  # nothing is promised now: all that is here stays
+
+
+def test_a_pin_waits_for_a_block_that_is_promised() -> None:
+    """The prefix is cached and idle, and all that is available is promised: the pin takes hold when the next request
+    has used the prefix, and until then the block may be evicted like any other."""
+    ledger, cache = make(4)
+    leave(ledger, cache, enter(ledger, cache, [1, 2]))
+    chain = cache.chain([1, 2], b"")
+    ledger.promise("growth", ledger.available)
+    cache.pin(chain)
+    assert (cache.pinned_of(chain), cache.pinned_blocks_wanted) == (0, 1)
+    found = cache.match([1, 2, 3], b"", 1)
+    ledger.unpromise("growth")
+    ledger.hold(found)
+    ledger.promise("growth", ledger.available)
+    cache.index([1, 2, 3], found, 2, b"", IndexCursor())
+    leave(ledger, cache, found)
+    assert cache.pinned_of(chain) == 1
+    assert ledger.check().pinned == 1
+    ledger.unpromise("growth")
+    assert not cache.evict_until(4)
+    assert cache.evict_until(3)
+
+
+def test_no_block_is_pinned_behind_one_that_is_not() -> None:
+    """Two sequences compute the same first block; the indexed copy is idle and promised away when the pin comes, so the
+    second block, which its own sequence holds, is not pinned either: it would go with the first."""
+    ledger, cache = make(4)
+    first = enter(ledger, cache, [1, 2])
+    table, cursor = ledger.take(2), IndexCursor()
+    cache.index([1, 2], table, 2, b"", cursor)
+    leave(ledger, cache, first)
+    ledger.promise("growth", ledger.available)
+    chain = cache.chain([1, 2, 3, 4], b"")
+    cache.pin(chain)
+    cache.index([1, 2, 3, 4], table, 4, b"", cursor)
+    assert cache.pinned_of(chain) == 0
+    ledger.unpromise("growth")
+    assert cache.evict_until(2)
+    assert len(cache) == 0
+    leave(ledger, cache, table)
+    assert ledger.check().free == 4
 
 
 def table_of(count_max: int = 3, share: float = 0.5) -> tuple[Ledger, PrefixCache, PinTable]:
