@@ -226,6 +226,12 @@ class RunningCluster:
             status: node_pb2.NodeStatus = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=CALL_S_MAX)
             return status
 
+    async def order(self, name: str, what: str) -> None:
+        """Cordon, Uncordon, Drain or Undrain of one node."""
+        call = getattr(node_pb2_grpc.NodeStub(self.channel(name)), what)
+        with rpc_errors(name):
+            await call(node_pb2.LifecycleOrder(why="the test says so"), timeout=CALL_S_MAX)
+
     async def statuses(self) -> dict[str, node_pb2.NodeStatus]:
         services = dict(self.cluster.spec.processes())
         names = [n for n, s in services.items() if s is not Service.DIRECTORY and n not in self._down]
