@@ -14,8 +14,8 @@ from cli.output import Output, output_option, print_json
 from cli.table import format_table
 
 _HEADER: Final = (
-    "NAME", "ROLE", "STATE", "ENDPOINT", "INCARNATION", "WAITING", "RUNNING",
-    "FREE", "CACHED", "HELD", "WRITER", "QUARANTINED", "HITS", "GRANTS", "ERRORS",
+    "NAME", "ROLE", "STATE", "ENDPOINT", "INCARNATION", "WAITING", "RUNNING", "HITS",
+    "FREE", "CACHED", "HELD", "WRITER", "QUARANTINED", "GRANTS", "ERRORS",
 )  # fmt: skip
 _RIGHT: Final = frozenset(range(5, len(_HEADER)))
 
@@ -30,8 +30,8 @@ _RIGHT: Final = frozenset(range(5, len(_HEADER)))
 def nodes(directory: str, timeout_s: float, output: str) -> None:
     """Show who is in the cluster and what each node holds.
 
-    One line a node: what waits and runs there, its KV blocks by owner (free, cached for prefixes, held by requests,
-    owned by a remote writer, quarantined), the share of prompt tokens that its prefix cache had, its open grants, and
+    One line a node: what waits and runs there, the share of prompt tokens that its prefix cache had, its KV blocks by
+    owner (free, cached for prefixes, held by requests, owned by a remote writer, quarantined), its open grants, and
     violations of block conservation, which must be 0.
 
     \b
@@ -68,4 +68,4 @@ def _row(view: NodeView) -> list[str]:
     grants = status.grants_received + status.grants_written
     percent = hit_percent(status.prefixes)
     hits = "-" if percent is None else f"{percent:.0f}%"
-    return [*row, *map(str, counts), hits, str(grants), str(status.conservation_errors)]
+    return [*row, hits, *map(str, counts), str(grants), str(status.conservation_errors)]
