@@ -66,6 +66,7 @@ class Reason(Enum):
     QUEUE_FULL = "QUEUE_FULL"
     DECODE_FULL = "DECODE_FULL"
     DIRECTORY_FULL = "DIRECTORY_FULL"
+    PINS_FULL = "PINS_FULL"
     TOO_MANY_CALLS = "TOO_MANY_CALLS"
     TOO_MANY_PEERS = "TOO_MANY_PEERS"
 
@@ -117,6 +118,7 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
         Reason.QUEUE_FULL,
         Reason.DECODE_FULL,
         Reason.DIRECTORY_FULL,
+        Reason.PINS_FULL,
         Reason.TOO_MANY_CALLS,
         Reason.TOO_MANY_PEERS,
     ),

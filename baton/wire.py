@@ -52,6 +52,8 @@ class BlockLoad:
     cached: int = 0
     free: int = 0
     promised: int = 0
+    pinned: int = 0
+    """Within cached: kept from eviction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +180,7 @@ def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
             cached=blocks.cached,
             free=blocks.free,
             promised=blocks.promised,
+            pinned=blocks.pinned,
         ),
         prefill_tokens_per_s=load.prefill_tokens_per_s,
     )
@@ -196,6 +199,7 @@ def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
             cached=blocks.cached,
             free=blocks.free,
             promised=blocks.promised,
+            pinned=blocks.pinned,
         ),
         prefill_tokens_per_s=message.prefill_tokens_per_s,
     )

@@ -15,6 +15,7 @@ from baton.wire import ModelInfo
 from engine.block_manager import BlockManager
 from engine.build import BuiltEngine, EngineConfig, build_runner
 from engine.core import Engine
+from engine.pins import PinTable
 from engine.types import KvSpec, Runner
 from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.layout import Layout, kv_layout
@@ -33,6 +34,7 @@ class DevicePool:
     runner: Runner
     engine: Engine
     blocks: BlockManager
+    pins: PinTable
     ledger: Ledger
     region: Region
     layout: Layout
@@ -82,6 +84,9 @@ async def open_device_pool(config: EngineConfig, *, name: str, progress: Progres
         runner=built.runner,
         engine=Engine(built.runner, blocks, config.scheduler()),
         blocks=blocks,
+        pins=PinTable(
+            blocks.prefix_cache, num_blocks=config.num_blocks, block_size=config.block_size, limits=config.pins
+        ),
         ledger=ledger,
         region=region,
         layout=layout,

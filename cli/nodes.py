@@ -10,13 +10,13 @@ import click
 from baton.directory_setting import describe_directory
 from baton.wire import Role
 from cli.cluster_view import NodeView, directory_option, run_with_channels, view_nodes
-from cli.node_data import node_data, state_name
+from cli.node_data import hit_percent, node_data, state_name
 from cli.output import Output, output_option, print_json
 from cli.parameters import Seconds
 from cli.table import format_table
 
 _HEADER: Final = (
-    "NAME", "ROLE", "STATE", "ENDPOINT", "INCARNATION", "WAITING", "RUNNING",
+    "NAME", "ROLE", "STATE", "ENDPOINT", "INCARNATION", "WAITING", "RUNNING", "HITS",
     "FREE", "CACHED", "HELD", "WRITER", "QUARANTINED", "GRANTS", "ERRORS",
 )  # fmt: skip
 _RIGHT: Final = frozenset(range(5, len(_HEADER)))
@@ -32,8 +32,9 @@ _RIGHT: Final = frozenset(range(5, len(_HEADER)))
 def nodes(directory: str, timeout_s: float, output: str) -> None:
     """Show who is in the cluster and what each node holds.
 
-    One line a node: what waits and runs there, its KV blocks by owner (free, cached for prefixes, held by requests,
-    owned by a remote writer, quarantined), its open grants, and violations of block conservation, which must be 0.
+    One line a node: what waits and runs there, the share of prompt tokens that its prefix cache had, its KV blocks by
+    owner (free, cached for prefixes, held by requests, owned by a remote writer, quarantined), its open grants, and
+    violations of block conservation, which must be 0.
 
     \b
     Example:
@@ -67,4 +68,6 @@ def _row(view: NodeView) -> list[str]:
     blocks = own.load.blocks
     counts = (blocks.free, blocks.cached, blocks.held, blocks.writer_owned, blocks.quarantined)
     grants = status.grants_received + status.grants_written
-    return [*row, *map(str, counts), str(grants), str(status.conservation_errors)]
+    percent = hit_percent(status.prefixes)
+    hits = "-" if percent is None else f"{percent:.0f}%"
+    return [*row, hits, *map(str, counts), str(grants), str(status.conservation_errors)]

@@ -16,6 +16,7 @@ from baton.errors import BatonError, Reason
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from cachestore.device_pool import DevicePool, open_device_pool
+from cachestore.prefix_service import serve_prefixes
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
@@ -119,6 +120,7 @@ async def _run(
     runtime.model, runtime.load = pool.model, node.load
     runtime.transports = tuple(t.value for t in receiver.ports.transports)
     runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
+    serve_prefixes(runtime, pool)
     runtime.server.add(
         "baton.v1.Transfer",
         transfer_pb2_grpc.add_TransferServicer_to_server,

@@ -353,8 +353,9 @@ class DecodeNode:
         if len(tokens) >= self._runner.context_len_max:
             return f"its {len(tokens)} tokens leave no room in a context of {self._runner.context_len_max}"
         need = self._blocks.blocks_for(len(tokens)) + self._growth(tokens, prompt_len, sampling.max_tokens)
-        if need > self.ledger.num_blocks:
-            return f"prompt and answer need {need} blocks, the region has {self.ledger.num_blocks}"
+        if need > self._blocks.blocks_usable:
+            has = f"{self.ledger.num_blocks}{self._blocks.less_pins}"
+            return f"prompt and answer need {need} blocks, the region has {has}"
         return None
 
     def _growth(self, tokens: list[int], prompt_len: int, max_tokens: int) -> int:

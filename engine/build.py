@@ -17,6 +17,7 @@ from engine.model_config import (
     QuantisedCheckpointError,
     UnsupportedModelError,
 )
+from engine.pins import PinLimits
 from engine.scheduler import SchedulerConfig
 from engine.types import Runner
 
@@ -55,6 +56,7 @@ class EngineConfig:
         default=False, metadata={"help": "fill freed blocks with NaN bytes: shows use after free, costs time"}
     )
     mock_seed: int = field(default=0, metadata={"help": "mock engine: stands for the weights"})
+    pins: PinLimits = field(default_factory=PinLimits)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "compute_threads", "tokens_per_step_max", "sequences_max"):

@@ -17,7 +17,10 @@ from baton.ids import BlockId, GrantId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """Blocks by class; the sum is the region. `promised` is a count set aside within free + cached, not a class."""
+    """Blocks by class; the sum is the region.
+
+    Not classes: `promised` is a count set aside within free + cached, `pinned` are those within cached that must stay.
+    """
 
     quarantined: int
     writer_owned: int
@@ -25,6 +28,7 @@ class BlockCounts:
     cached: int
     free: int
     promised: int
+    pinned: int = 0
 
     @property
     def total(self) -> int:
@@ -51,11 +55,13 @@ class Ledger:
         self._promises: dict[Hashable, int] = {}
         self._promised = 0
         self._cached_count = 0
+        self._pinned = [False] * num_blocks
+        self._pinned_idle = 0
 
     @property
     def available(self) -> int:
-        """Blocks that could be given to a new owner now, cached ones counted (they must be evicted first)."""
-        return len(self._free) + self._cached_count - self._promised
+        """Blocks that could be given to a new owner now: free ones, and cached ones that may be evicted first."""
+        return self.reclaimable - self._promised
 
     @property
     def free(self) -> int:
@@ -65,11 +71,14 @@ class Ledger:
     @property
     def reclaimable(self) -> int:
         """Blocks that nobody owns: free now, or free after an eviction. Promises are not subtracted."""
-        return len(self._free) + self._cached_count
+        return len(self._free) + self._cached_count - self._pinned_idle
 
     def idle_cached(self, blocks: Iterable[BlockId]) -> int:
-        """How many of these (distinct) blocks are cached only: holding them takes as many from `available`."""
-        return sum(map(self._is_plain_cached, blocks))
+        """How many of these (distinct) blocks are cached only: holding them takes as many from `available`.
+
+        Pinned ones are none of them: they are not in `available`.
+        """
+        return sum(self._is_plain_cached(block) and not self._pinned[block] for block in blocks)
 
     def promise_left(self, key: Hashable) -> int | None:
         """What can still be drawn from this promise; None when there is no such promise."""
@@ -99,6 +108,7 @@ class Ledger:
             assert self._holds[block] > 0 or self._cached[block], (block, "hold of a block that nobody keeps")
             if self._is_plain_cached(block):
                 self._cached_count -= 1
+                self._pinned_idle -= self._pinned[block]
             self._holds[block] += 1
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
@@ -141,13 +151,27 @@ class Ledger:
         self._cached[block] = True
 
     def evict(self, block: BlockId) -> None:
-        """The prefix index has forgotten this block. Free at once when nobody holds it."""
-        assert self._cached[block], block
+        """The prefix index has forgotten this block, which is not pinned. Free at once when nobody holds it."""
+        assert self._cached[block] and not self._pinned[block], block
         if self._is_plain_cached(block):
             self._cached_count -= 1
         self._cached[block] = False
         if self._holds[block] == 0:
             self._put_free(block)
+
+    def pin(self, block: BlockId) -> None:
+        """Keep this cached block from eviction. An idle one leaves `available`, which must have room for that."""
+        assert self._cached[block] and not self._pinned[block], block
+        if self._is_plain_cached(block):
+            assert self.available > 0, (block, "promised to somebody")
+            self._pinned_idle += 1
+        self._pinned[block] = True
+
+    def unpin(self, block: BlockId) -> None:
+        """It may be evicted again."""
+        assert self._pinned[block], block
+        self._pinned[block] = False
+        self._pinned_idle -= self._is_plain_cached(block)
 
     def promise(self, key: Hashable, count: int) -> None:
         """Set `count` blocks aside for the growth of `key`; drawn by `take(..., promise=key)`."""
@@ -180,6 +204,9 @@ class Ledger:
             cached=cached,
             free=free,
             promised=self._promised,
+            pinned=sum(
+                self._pinned[block] and self._is_plain_cached(BlockId(block)) for block in range(self.num_blocks)
+            ),
         )
 
     def books(self) -> BlockCounts:
@@ -194,6 +221,7 @@ class Ledger:
             cached=self._cached_count,
             free=free,
             promised=self._promised,
+            pinned=self._pinned_idle,
         )
 
     def check(self) -> BlockCounts:
@@ -209,8 +237,11 @@ class Ledger:
             raise ConservationError(f"{self._cached_count} cached blocks in the books, recount says {counts.cached}")
         if self._promised != sum(self._promises.values()) or self._promised < 0:
             raise ConservationError(f"promised {self._promised}, promises sum to {sum(self._promises.values())}")
-        if self._promised > counts.free + counts.cached:
-            raise ConservationError(f"promised {self._promised} of {counts.free + counts.cached} reclaimable blocks")
+        reclaimable = counts.free + counts.cached - counts.pinned
+        if self._promised > reclaimable:
+            raise ConservationError(f"promised {self._promised} of {reclaimable} reclaimable blocks")
+        if any(pinned and not cached for pinned, cached in zip(self._pinned, self._cached, strict=True)):
+            raise ConservationError("a block is pinned that the prefix index does not know")
         if counts != self.books():
             raise ConservationError(f"the books say {self.books()}, the recount {counts}")
         return counts
@@ -224,6 +255,7 @@ class Ledger:
         assert not self._quarantined[block], block
         if self._cached[block]:
             self._cached_count += 1
+            self._pinned_idle += self._pinned[block]
         else:
             self._put_free(block)
 

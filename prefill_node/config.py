@@ -37,6 +37,9 @@ class PrefillConfig:
         default=256, metadata={"help": "requests in the middle of their answer that wait too, ahead of the others"}
     )
     decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})
+    affinity_blocks_max: int = field(
+        default=65_536, metadata={"help": "prompt blocks remembered as sent to decode nodes, all of these together"}
+    )
     busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full queue"})
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
@@ -47,5 +50,12 @@ class PrefillConfig:
         check_transports(self.transports)
         check_directory_setting(self.directory)
         check_positive(
-            self, "queue_max", "resumed_queue_max", "decode_tries_max", "busy_retry_ms", "drain_ms_max", "stop_grace_ms"
+            self,
+            "queue_max",
+            "resumed_queue_max",
+            "decode_tries_max",
+            "affinity_blocks_max",
+            "busy_retry_ms",
+            "drain_ms_max",
+            "stop_grace_ms",
         )

@@ -18,6 +18,7 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool, open_device_pool
+from cachestore.prefix_service import serve_prefixes
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.negotiation import Offers, host_identity
@@ -221,6 +222,7 @@ async def _run(
     runtime.model, runtime.load = pool.model, node.load
     runtime.transports = tuple(t.value for t in config.transports)
     runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
+    serve_prefixes(runtime, pool)
     service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)
     runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)
     runtime.server.add(

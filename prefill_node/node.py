@@ -31,6 +31,7 @@ from kvtransfer.grant_messages import HandoffEnd
 from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites, WriterPeer
+from prefill_node.affinity import DecodeAffinity
 from prefill_node.config import PrefillConfig
 from prefill_node.placement import order_decode_nodes
 
@@ -133,6 +134,7 @@ class PrefillNode:
         self._peer_for = peer_for
         self._loop = loop
         self._rng = rng
+        self.affinity = DecodeAffinity(blocks_max=config.affinity_blocks_max)
         self._queue: deque[Job] = deque()
         self._admitted: dict[RequestKey, Job] = {}
         self._tokens_per_s = 0.0
@@ -195,24 +197,34 @@ class PrefillNode:
         while self._queue:
             job = self._queue[0]
             need = self._blocks.blocks_for(len(job.tokens))
-            if len(self._admitted) >= self.config.engine.sequences_max or need > self.ledger.available:
+            too_long = need > self._blocks.blocks_usable  # a pin may have come after the request
+            full = len(self._admitted) >= self.config.engine.sequences_max or need > self.ledger.available
+            if full and not too_long:
                 return
             self._queue.popleft()
             if job.turn.done():
                 continue  # being cancelled: its own task gives it back
+            if too_long:
+                job.turn.set_exception(self._too_long(need, len(job.tokens)))
+                continue
             self.ledger.promise(job.key, need)
             self._admitted[job.key] = job
             job.turn.set_result(None)
 
     async def _reserve(self, job: Job) -> Handoff:
         """Ask decode nodes one after the other. Raises the last one's refusal when none grants."""
+        records = self._decode_nodes()
+        chain = self._blocks.prefix_cache.chain(job.tokens, job.cache_salt)
         candidates = order_decode_nodes(
-            self._decode_nodes(),
+            records,
             own=self._model,
             may_place=self._may_place,
             rng=self._rng,
             tries_max=self.config.decode_tries_max,
+            room_of=self.affinity.room,
+            instead=self.affinity.instead(chain),
         )
+        self.affinity.keep_only({record.incarnation for record in records})
         refusals: list[BatonError] = []
         for record in candidates:
             request = transfer_pb2.ReserveRequest(
@@ -225,9 +237,12 @@ class PrefillNode:
                 deadline_left_ms=max(0, int((job.deadline_s - self._loop.time()) * 1000)),
             )
             try:
-                return await self._peer_for(record).reserve(
+                handoff = await self._peer_for(record).reserve(
                     job.key, request, metadata=job.metadata, sources_released=lambda: self._sources_released(job)
                 )
+                room = self._blocks.blocks_for(job.prompt_len + job.params.max_tokens)
+                self.affinity.granted(record, chain, room)
+                return handoff
             except BatonError as error:
                 if error.reason not in ASK_ELSEWHERE:
                     raise
@@ -421,13 +436,9 @@ class PrefillNode:
             )
         if len(request.output) >= request.sampling.max_tokens:
             raise bad_field("output", f"The answer has its {request.sampling.max_tokens} tokens (max_tokens) already.")
-        if self._blocks.blocks_for(count) > self.ledger.num_blocks:
-            raise bad_field(
-                "prompt",
-                f"Its {count} tokens need {self._blocks.blocks_for(count)} blocks; this node's region has "
-                f"{self.ledger.num_blocks}.",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
+        need = self._blocks.blocks_for(count)
+        if need > self._blocks.blocks_usable:
+            raise self._too_long(need, count)
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
         if alike >= (self.config.resumed_queue_max if request.output else self.config.queue_max):
             raise BatonError(
@@ -437,6 +448,11 @@ class PrefillNode:
             )
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
+
+    def _too_long(self, need: int, count: int) -> BatonError:
+        has = f"{self.ledger.num_blocks}{self._blocks.less_pins}"
+        text = f"The prompt's {count} tokens need {need} blocks; this node's region has {has}."
+        return bad_field("prompt", text, reason=Reason.PROMPT_TOO_LONG)
 
 
 def _granted(handoff: Handoff) -> prefill_pb2.PrefillEvent:

@@ -10,11 +10,14 @@ from baton.lifecycle import Lifecycle
 from baton.wire import ModelInfo, NodeRecord
 from kvtransfer.compatibility import differences
 
+Instead = Callable[[Sequence[NodeRecord], NodeRecord], NodeRecord]
+"""Of these nodes, the one to ask first instead of the one that room alone would choose; or that one itself."""
+
 
 def room(record: NodeRecord) -> int:
     """Blocks that the node could give to a new request, by its last report."""
     blocks = record.load.blocks
-    return blocks.free + blocks.cached - blocks.promised
+    return blocks.free + blocks.cached - blocks.pinned - blocks.promised
 
 
 def order_decode_nodes(
@@ -24,10 +27,13 @@ def order_decode_nodes(
     may_place: Callable[[NodeRecord], bool],
     rng: random.Random,
     tries_max: int,
+    room_of: Callable[[NodeRecord], int] = room,
+    instead: Instead | None = None,
 ) -> list[NodeRecord]:
     """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
 
     The reports are hints, so the best of all would be chosen by everybody at once; the node's own answer is the truth.
+    `instead` has a say about the first one only: those after it are asked when a choice has failed.
     `may_place` says whether this process may place anything new there (limits of unacknowledged writes).
 
     Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
@@ -53,7 +59,9 @@ def order_decode_nodes(
         )
     order: list[NodeRecord] = []
     while left and len(order) < tries_max:
-        best = max(rng.sample(left, min(2, len(left))), key=room)
+        best = max(rng.sample(left, min(2, len(left))), key=room_of)
+        if instead is not None and not order:
+            best = instead(left, best)
         left.remove(best)
         order.append(best)
     return order

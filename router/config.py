@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
-from baton.errors import check_positive
+from baton.errors import InvalidField, check_positive
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
+from router.pin_config import PinKeeperConfig, PinnedPrefix
 from router.retries import RetryConfig
 
 
@@ -42,6 +43,10 @@ class RouterConfig:
     cancel_ms_max: int = field(default=1_000, metadata={"help": "how long one cancel call to a node may take"})
     cancel_tries_max: int = field(default=3, metadata={"help": "cancel calls before the node is left to its timers"})
     prefix_blocks_max: int = field(default=65_536, metadata={"help": "prompt blocks remembered for each prefill node"})
+    pinned_prefixes: tuple[PinnedPrefix, ...] = field(
+        default=(), metadata={"help": "prefixes that nodes keep cached: JSON; in the file [[router.pinned_prefixes]]"}
+    )
+    pins: PinKeeperConfig = field(default_factory=PinKeeperConfig)
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
     )
@@ -49,6 +54,11 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_directory_setting(self.directory)
+        names = [prefix.name for prefix in self.pinned_prefixes]
+        if len(set(names)) < len(names) or len(names) > self.pins.count_max:
+            raise InvalidField(
+                "pinned_prefixes", f"must have names of their own, at most {self.pins.count_max} of them"
+            )
         check_positive(
             self,
             "max_tokens_default",

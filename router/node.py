@@ -63,6 +63,7 @@ class Job:
     avoid: set[Incarnation] = field(default_factory=set)
     """Prefill processes that did not answer this request."""
     token_times_s: list[float] = field(default_factory=list)
+    block_size: int = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -308,6 +309,7 @@ class RouterNode:
             stats.transport = done.transport
             stats.blocks_written, stats.blocks_skipped = done.blocks_written, done.blocks_skipped
             stats.bytes_written = done.bytes_written
+            stats.prompt_tokens_skipped = min(done.blocks_skipped * job.block_size, stats.prompt_tokens)
             stats.handoff_exposed_ms = done.handoff_exposed_ms
 
     def _let_go(self, attempt: Try) -> None:
@@ -438,7 +440,8 @@ class RouterNode:
     def _place(self, job: Job) -> tuple[NodeRecord, list[bytes]]:
         model = self.model()
         tokens = (*job.checked.prompt, *job.output)
-        hashes = chain_hashes(tokens, model.block_size, b"")
+        hashes = chain_hashes(tokens, model.block_size, job.checked.cache_salt)
+        job.block_size = model.block_size
         fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
         fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
         untried = [r for r in fit if r.incarnation not in job.avoid]
@@ -454,6 +457,7 @@ class RouterNode:
             output=job.output,
             sampling=job.checked.sampling,
             router=self._incarnation,
+            cache_salt=job.checked.cache_salt,
         )
 
     def _subscription(self, granted: prefill_pb2.Granted) -> DecodeSubscription:

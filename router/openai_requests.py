@@ -120,6 +120,10 @@ def _request(
         if not isinstance(body["model"], str):
             raise bad_field("model", "model must be a string.")
         request.model = body["model"]
+    if "cache_salt" in body:
+        if not isinstance(body["cache_salt"], str):
+            raise bad_field("cache_salt", "cache_salt must be a string.")
+        request.cache_salt = body["cache_salt"]
     return request
 
 

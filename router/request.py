@@ -21,6 +21,7 @@ LOGIT_BIAS_TOKENS_MAX = 1024
 LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
+CACHE_SALT_BYTES_MAX = 256
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -33,6 +34,7 @@ class CheckedRequest:
     sampling: common_pb2.SamplingSpec
     stop: tuple[str, ...]
     include_stop: bool
+    cache_salt: bytes = b""
 
 
 def check_request(
@@ -56,7 +58,7 @@ def check_request(
             f"This cluster serves '{model.name}', not '{request.model}'.",
             field="model",
         )
-    prompt = _prompt(request, model, encode, chat)
+    prompt = check_prompt(request, model, encode, chat)
     sampling = request.sampling
     max_tokens = _max_tokens(sampling, max_tokens_default, model.context_len_max - len(prompt))
     return CheckedRequest(
@@ -80,12 +82,26 @@ def check_request(
         ),
         stop=_stop(sampling, has_text=encode is not None),
         include_stop=sampling.include_stop,
+        cache_salt=check_salt(request.cache_salt) if request.HasField("cache_salt") else b"",
     )
 
 
-def _prompt(
-    request: inference_pb2.GenerateRequest, model: ModelInfo, encode: Encode | None, chat: Sequence[int]
+def check_salt(salt: str) -> bytes:
+    """The salt as it goes into the hash chain. Raises BatonError BAD_FIELD: an empty one would share with everybody."""
+    encoded = salt.encode()
+    if not 0 < len(encoded) <= CACHE_SALT_BYTES_MAX:
+        raise bad_field(
+            "cache_salt",
+            f"cache_salt is {len(encoded)} bytes of UTF-8 long; it must be 1 to {CACHE_SALT_BYTES_MAX}. Leave it out "
+            "to share cached prefixes with all requests without one.",
+        )
+    return encoded
+
+
+def check_prompt(
+    request: inference_pb2.GenerateRequest, model: ModelInfo, encode: Encode | None, chat: Sequence[int] = ()
 ) -> tuple[int, ...]:
+    """The prompt's token ids; `chat` are those of a conversation. Raises BatonError naming the field."""
     kind = request.WhichOneof("prompt")
     field = "prompt" if kind is None else kind
     if kind == "text":

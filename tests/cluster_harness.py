@@ -78,8 +78,12 @@ class Client:
 
     async def generate(self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any) -> Answer:
         """One streamed answer; `request` goes to `make_request`. Raises BatonError, AssertionError on a gap."""
+        return await self.send(make_request(prompt, **request), timeout_s=timeout_s)
+
+    async def send(self, request: inference_pb2.GenerateRequest, *, timeout_s: float = CALL_S_MAX) -> Answer:
+        """Like `generate`, of a request that is made already."""
         with rpc_errors(self.endpoint):
-            return await collect(self.stub.Generate(make_request(prompt, **request), timeout=timeout_s))
+            return await collect(self.stub.Generate(request, timeout=timeout_s))
 
     async def unary(
         self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any
@@ -221,6 +225,12 @@ class RunningCluster:
         with rpc_errors(name):
             status: node_pb2.NodeStatus = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=CALL_S_MAX)
             return status
+
+    async def order(self, name: str, what: str) -> None:
+        """Cordon, Uncordon, Drain or Undrain of one node."""
+        call = getattr(node_pb2_grpc.NodeStub(self.channel(name)), what)
+        with rpc_errors(name):
+            await call(node_pb2.LifecycleOrder(why="the test says so"), timeout=CALL_S_MAX)
 
     async def statuses(self) -> dict[str, node_pb2.NodeStatus]:
         services = dict(self.cluster.spec.processes())

@@ -19,7 +19,7 @@ COMMANDS = cli.list_commands(click.Context(cli))
 def test_the_commands() -> None:
     """The list of commands is the one in the documentation."""
     assert COMMANDS == [
-        "up", "generate", "chat", "nodes", "describe", "cordon", "uncordon", "drain", "undrain",
+        "up", "generate", "chat", "nodes", "describe", "pin", "unpin", "pins", "cordon", "uncordon", "drain", "undrain",
         "directory", "router", "prefill", "decode", "demo-model", "demo", "completion",
     ]  # fmt: skip
 

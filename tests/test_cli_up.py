@@ -258,7 +258,7 @@ def nodes_row(directory: str, name: str) -> list[str]:
     for _ in range(round(RUN_S_MAX)):
         listed = run_baton("nodes", "--directory", directory).stdout
         row = next(line.split() for line in listed.splitlines() if line.startswith(f"{name} "))
-        found = [*row[5:7], *row[9:13]]
+        found = [*row[5:7], *row[10:14]]
         if set(found) == {"0"}:
             break
     return found
