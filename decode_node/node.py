@@ -7,48 +7,30 @@ it on; it always runs to its end, in which both references to its blocks are dro
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from batonpb import common_pb2, transfer_pb2
+from batonpb import transfer_pb2
 
-from baton.ids import BlockId, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.drain import Holdings
+from baton.ids import BlockId, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.wire import NodeLoad
 from decode_node.config import DecodeConfig
+from decode_node.job import Job, answer_growth, why_never
 from decode_node.streams import RequestOutput, TokenStreams
-from engine.block_manager import BlockManager, growth_blocks
+from engine.block_manager import BlockManager
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, NullSink, Runner, SamplingParams
+from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
 from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto, params_from_proto
 from kvtransfer.grant_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_grants import GrantState
 from kvtransfer.report import block_load
 
 log = get_log("decode")
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """One granted request."""
-
-    key: RequestKey
-    grant: GrantId
-    prompt: list[int]
-    params: SamplingParams
-    cache_salt: bytes
-    prefix: tuple[BlockId, ...]
-    blocks: tuple[BlockId, ...]
-    deadline_s: float
-    output: RequestOutput
-    committed: asyncio.Future[bool]
-    """True at the commit, False when the grant is over without one."""
-    first_token: int = -1
-    first_logprobs: common_pb2.TokenLogprobs | None = None
 
 
 class DecodeNode:
@@ -82,16 +64,23 @@ class DecodeNode:
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
         self._lives: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self.room_changed: Callable[[], None] = lambda: None
+        """Called when a request or its blocks may have made room, outside of a step too."""
 
     async def live(self, job: Job) -> None:
-        """The whole life of one request in this node, from its grant to the router's acknowledgement."""
+        """The whole life of one request in this node, from its grant to the router's acknowledgement.
+
+        One that a mixed node keeps is in the engine and open to its router already (`keep`).
+        """
         output = job.output
         try:
             async with asyncio.timeout_at(job.deadline_s):
-                if not await asyncio.shield(job.committed):
-                    return  # revoked or cancelled first: the receiver has dropped what it held
-                self._resume(job)
-                self.streams.open(output)
+                if not job.kept:
+                    if not await asyncio.shield(job.committed):
+                        return  # revoked or cancelled first: the receiver has dropped what it held
+                    self._resume(job)
+                    self.streams.open(output)
                 await output.ended.wait()
         except TimeoutError:
             output.end(error="the request's deadline passed")
@@ -104,13 +93,15 @@ class DecodeNode:
             if not output.opened:
                 self.streams.open(output)
         finally:
-            if job.committed.done() and job.committed.result():
+            if job.runs:
                 self._engine.abort(job.key)
                 self.engine_loop.wake()
+            if job.runs and not job.kept:
                 self.receiver.ended(job.key)
             del self._jobs[job.grant]
             if not output.opened:
                 self._forget(job)
+            self.room_changed()
         if not output.opened:
             return
         self.streams.notify(output.router)
@@ -129,14 +120,14 @@ class DecodeNode:
         """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once."""
         key = key_from_proto(request.key)
         prompt = list(request.prompt)
-        reject = self._never(prompt, request.sampling)
+        reject = why_never(prompt, request.sampling, runner=self._runner, num_blocks=self.ledger.num_blocks)
         if reject is not None:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
-        if len(self._jobs) >= self.config.requests_max:
+        if not self.has_place:
             return self._busy("its request limit is reached")
         prompt_blocks = self._blocks.blocks_for(len(prompt))
         prefix = self._blocks.match(prompt, request.cache_salt, prompt_blocks)
-        promise = self._growth(prompt, request.sampling.max_tokens)
+        promise = answer_growth(self._runner, len(prompt), request.sampling.max_tokens)
         self._blocks.hold(prefix)  # so that making room does not evict what was just matched
         try:
             new = prompt_blocks - len(prefix)
@@ -161,6 +152,7 @@ class DecodeNode:
                 return self._busy(answer.refusal.value)
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         if answer.grant not in self._jobs:
+            self._drop_kept(key.request, below=key.attempt)
             self._begin(request, key, prompt, answer.grant, answer.prefix, answer.blocks)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
@@ -184,6 +176,43 @@ class DecodeNode:
             CommitAsked(pair=pair, grant=grant, writes=request.writes, bytes_written=request.bytes_written)
         )
 
+    # What a mixed node asks, for requests that it keeps.
+
+    @property
+    def has_place(self) -> bool:
+        """Within the limit of requests, and not about to end."""
+        return len(self._jobs) < self.config.requests_max and not self._closing
+
+    def keep(self, seq: Sequence, *, router: Incarnation, deadline_s: float) -> None:
+        """Live with a sequence that the engine has from its prompt on: no grant and no copy. There is a place for it.
+
+        The engine holds its blocks, and its promise is named by a grant id that no writer knows.
+        """
+        assert self.has_place and isinstance(seq.promise_key, bytes), seq.key
+        self.receiver.supersede(seq.key)
+        self._drop_kept(seq.key.request, below=seq.key.attempt)
+        job = Job(
+            key=seq.key,
+            grant=GrantId(seq.promise_key),
+            prompt=seq.tokens[: seq.prompt_len],
+            params=seq.params,
+            cache_salt=seq.cache_salt,
+            prefix=(),
+            blocks=(),
+            deadline_s=deadline_s,
+            output=RequestOutput(key=seq.key, router=router, tokens=[]),
+            committed=self._loop.create_future(),
+            kept=True,
+        )
+        self._start(job)
+        self.streams.open(job.output)
+
+    def commit_kept(self, key: RequestKey) -> None:
+        """The prefill half has the first token: from here on only the router, or the deadline, ends the request."""
+        job = self._by_key.get(key)
+        if job is not None and job.kept and not job.committed.done():
+            job.committed.set_result(True)
+
     # What routers ask.
 
     def cancel(self, key: RequestKey, reason: str) -> bool:
@@ -197,9 +226,12 @@ class DecodeNode:
 
     def resolve(self, key: RequestKey) -> bool:
         """Did this attempt commit? If not it never will."""
-        output = self.streams.find(key)
-        if output is not None and output.error is None:
+        job, output = self._by_key.get(key), self.streams.find(key)
+        committed = job is None or (job.committed.done() and job.committed.result())
+        if output is not None and output.error is None and committed:
             return True
+        if job is not None and job.kept:
+            self.cancel(key, "it was not committed when its router asked")
         return self.receiver.resolve(key)
 
     def done(self, router: Incarnation, key: RequestKey) -> None:
@@ -228,6 +260,7 @@ class DecodeNode:
             job.committed.set_result(False)
             job.output.end(error="the handoff did not complete")
             job.output.forgotten.set()
+        self.room_changed()
 
     # What the engine loop tells (StepHost).
 
@@ -262,6 +295,14 @@ class DecodeNode:
         for output in self.streams.finished[: -self.config.finished_max]:
             output.forgotten.set()
 
+    def holds(self) -> Holdings:
+        return Holdings(
+            requests=self.requests,
+            answers_unacknowledged=self.answers_unacknowledged,
+            grants_received=self.receiver.grants.unreleased,
+            grants_quarantined=self.receiver.grants.states()[GrantState.QUARANTINED],
+        )
+
     @property
     def requests(self) -> int:
         return len(self._jobs)
@@ -279,7 +320,8 @@ class DecodeNode:
         )
 
     async def close(self) -> None:
-        """Give every request up and wait until all have let go."""
+        """Give every request up and wait until all have let go; none is taken any more."""
+        self._closing = True
         for job in list(self._by_key.values()):
             self.cancel(job.key, "this node is shutting down")
         if self._lives:
@@ -312,8 +354,11 @@ class DecodeNode:
             output=RequestOutput(key=key, router=Incarnation(request.router), tokens=[]),
             committed=self._loop.create_future(),
         )
-        self._jobs[grant] = job
-        self._by_key[key] = job
+        self._start(job)
+
+    def _start(self, job: Job) -> None:
+        self._jobs[job.grant] = job
+        self._by_key[job.key] = job
         task = self._loop.create_task(self.live(job))
         self._lives.add(task)
         task.add_done_callback(self._life_over)
@@ -322,6 +367,12 @@ class DecodeNode:
         self._lives.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a request's life broke off", exc_info=task.exception())
+
+    def _drop_kept(self, request: RequestId, *, below: int) -> None:
+        """A newer attempt is here: the older ones let go. Granted ones do so by the receiver's own rule."""
+        for job in list(self._jobs.values()):
+            if job.kept and job.key.request == request and job.key.attempt < below:
+                self.cancel(job.key, "a newer attempt has come")
 
     def _resume(self, job: Job) -> None:
         """Give the committed sequence to the engine, with references of its own to every block."""
@@ -343,29 +394,6 @@ class DecodeNode:
             )
         )
         self.engine_loop.wake()
-
-    def _never(self, prompt: list[int], sampling: common_pb2.SamplingSpec) -> str | None:
-        """Why this request can never run here, whatever is free. A bad one must not break the steps of the others."""
-        if max(prompt) >= self._runner.vocab_size:
-            return f"token id {max(prompt)} is outside the vocabulary of {self._runner.vocab_size}"
-        if sampling.max_tokens < 1 or not math.isfinite(sampling.temperature) or not 0 < sampling.top_p <= 1:
-            return "its sampling parameters are out of range"
-        if len(prompt) >= self._runner.context_len_max:
-            return f"the prompt's {len(prompt)} tokens leave no room in a context of {self._runner.context_len_max}"
-        need = self._blocks.blocks_for(len(prompt)) + self._growth(prompt, sampling.max_tokens)
-        if need > self.ledger.num_blocks:
-            return f"prompt and answer need {need} blocks, the region has {self.ledger.num_blocks}"
-        return None
-
-    def _growth(self, prompt: list[int], max_tokens: int) -> int:
-        return growth_blocks(
-            prompt_len=len(prompt),
-            known_len=len(prompt) + 1,
-            max_tokens=max_tokens,
-            context_len_max=self._runner.context_len_max,
-            block_size=self._blocks.block_size,
-            blocks_held=self._blocks.blocks_for(len(prompt)),
-        )
 
     def _busy(self, reason: str) -> transfer_pb2.ReserveReply:
         return transfer_pb2.ReserveReply(

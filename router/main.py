@@ -92,7 +92,7 @@ def _metrics(runtime: NodeRuntime) -> RouterMetrics:
     from router.metrics import RouterMetrics
 
     nodes = runtime.membership.nodes
-    return RouterMetrics(lambda: [*nodes(Role.PREFILL), *nodes(Role.DECODE)])
+    return RouterMetrics(lambda: [record for record in nodes() if record.role is not Role.ROUTER])
 
 
 def _open_http(

@@ -25,7 +25,7 @@ from decode_node.service import ReceiverService
 from kvtransfer.receiver_grants import GrantState
 from kvtransfer.transports import shm_copy
 from kvtransfer.writer import WriterPeer
-from prefill_node.main import Peers
+from prefill_node.peers import Peers
 from router.node import RouterNode
 from router.text import TextCodec
 from tests.cluster_harness import (
