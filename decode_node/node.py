@@ -96,8 +96,7 @@ class DecodeNode:
             if job.runs:
                 self._engine.abort(job.key)
                 self.engine_loop.wake()
-            if job.runs and not job.kept:
-                self.receiver.ended(job.key)
+                self.receiver.ended(job.key)  # of a kept request it knows nothing
             del self._jobs[job.grant]
             if not output.opened:
                 self._forget(job)
