@@ -19,7 +19,7 @@ def test_the_commands() -> None:
     """The list of commands is the one in the documentation."""
     assert COMMANDS == [
         "up", "generate", "nodes", "describe", "cordon", "uncordon", "drain", "undrain",
-        "directory", "router", "prefill", "decode", "demo-model", "demo", "completion",
+        "directory", "router", "prefill", "decode", "mixed", "demo-model", "demo", "completion",
     ]  # fmt: skip
 
 
