@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from baton.errors import InvalidField
 from cli.services import Service
 from cli.supervisor import ClusterSpec
 from cli.up import UpConfig
+from engine.build import EngineConfig, EngineKind
 from mixed_node.config import MixedConfig
 from prefill_node.local_policy import LocalFallback
 from tests.cli_harness import Foreground, run_baton
@@ -34,7 +36,6 @@ UP = ("up", "--engine-kind", "mock", "--blocks", "64", "--listen", "127.0.0.1:0"
         (MIXED, ["--requests-max", "65"], "--requests-max: must not exceed engine.sequences_max (64)"),
         (MIXED, ["--queue-max", "0"], "--queue-max: must be positive, not 0"),
         (MIXED, ["--transports", "shm,shm"], "--transports: must name at least one transport, none of them twice"),
-        (MIXED, ["--tcp-writer-streams", "0"], "--tcp-writer-streams"),
         (UP, ["--mixed", "-1"], "--mixed: must not be negative, not -1"),
         (UP, ["--mixed", "1", "--decode", "-1"], "--decode: must not be negative, not -1"),
         (UP, ["--prefill", "0"], "--prefill: must be positive, not 0"),
@@ -68,11 +69,14 @@ def test_the_halves_of_a_configuration() -> None:
     assert [name for name, _ in spec.processes()] == ["directory", "router-0", "mixed-0", "mixed-1"]
     with pytest.raises(InvalidField, match="decode must be positive"):
         ClusterSpec(decode=0)
-    for given, counts in (({}, (1, 1)), ({"mixed": 2}, (0, 0)), ({"mixed": 2, "decode": 1}, (0, 1))):
+    cases: list[tuple[dict[str, Any], tuple[int, int]]] = [
+        ({}, (1, 1)),
+        ({"mixed": 2}, (0, 0)),
+        ({"mixed": 2, "decode": 1}, (0, 1)),
+    ]
+    for given, counts in cases:
         up = UpConfig(**given).spec(config=None, log_level=ClusterSpec().log_level)
         assert (up.prefill, up.decode) == counts
-    from engine.build import EngineConfig, EngineKind
-
     config = MixedConfig(
         name="m", engine=EngineConfig(kind=EngineKind.MOCK), queue_max=7, orphan_ms=9, busy_retry_ms=11
     )

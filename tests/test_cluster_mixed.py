@@ -7,6 +7,7 @@ import random
 from typing import Any, Final
 from unittest.mock import patch
 
+import pytest
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 from baton.errors import Reason
@@ -47,25 +48,26 @@ async def moved(cluster: InProcessCluster) -> int:
     return sum(pair.bytes_moved for status in (await cluster.statuses()).values() for pair in status.pairs)
 
 
-def test_only_mixed_nodes() -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_only_mixed_nodes(transport: str) -> None:
     """Two of them and nothing else: prompts around the minimum, one at a time and many at once. The short ones stay,
     the long ones go to the other node, and every answer is exact."""
 
     async def scenario() -> None:
         rng = random.Random(41)
-        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags={"handoff_tokens_min": MIN})
+        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags={"handoff_tokens_min": MIN, "transports": transport})
         async with inprocess(spec) as cluster:
             lengths = (1, 15, 16, 17, MIN - 1, MIN, MIN + 1, 700)
             for length in lengths:
                 prompt = random_prompt(rng, length)
                 answer = await cluster.client.generate(prompt, max_tokens=TOKENS)
-                check(answer, prompt, transport="local" if length < MIN else "shm")
+                check(answer, prompt, transport="local" if length < MIN else transport)
             prompts = [random_prompt(rng, rng.choice(lengths)) for _ in range(60)]
             answers = await asyncio.gather(*(cluster.client.generate(p, max_tokens=TOKENS) for p in prompts))
             for prompt, answer in zip(prompts, answers, strict=True):
-                check(answer, prompt, transport="local" if len(prompt) < MIN else "shm")
+                check(answer, prompt, transport="local" if len(prompt) < MIN else transport)
             assert {a.stats.prefill_node for a in answers} == {"mixed-0", "mixed-1"}
-            assert {a.stats.decode_node for a in answers if a.stats.transport == "shm"} == {"mixed-0", "mixed-1"}
+            assert {a.stats.decode_node for a in answers if a.stats.transport == transport} == {"mixed-0", "mixed-1"}
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
@@ -78,7 +80,7 @@ def test_beside_prefill_and_decode_nodes() -> None:
         rng = random.Random(42)
         spec = mock_spec(prefill=1, decode=1, mixed=1, mixed_flags={"handoff_tokens_min": MIN})
         async with inprocess(spec) as cluster:
-            pairs = set()
+            pairs: set[tuple[str, str]] = set()
             while len(pairs) < 3:
                 prompts = [random_prompt(rng, 200) for _ in range(16)]
                 for prompt, answer in zip(
@@ -375,6 +377,47 @@ def test_a_cancel_that_comes_first_wins() -> None:
                 assert await cancel(cluster, "mixed-0", key(request, 2)) is True
                 error = await error_of(directly(cluster, "mixed-0", key(request, 1), [7, 8], 4, []))
                 assert error.reason is Reason.CANCELLED
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_an_orphan_that_is_kept_is_cancelled() -> None:
+    """A router prefills and never subscribes: after orphan_ms its request is given up, in the middle of its answer."""
+
+    async def scenario() -> None:
+        flags = {"orphan_ms": 100, "engine.mock_layer_delay_ms": 1}
+        async with inprocess(mock_spec(prefill=0, decode=0, mixed=1, mixed_flags=flags)) as cluster:
+            events: list[str] = []
+            await directly(cluster, "mixed-0", common_pb2.RequestKey(request="a"), [5, 6, 7], 3_000, events)
+            assert events == ["granted", "first_token", "handed_off"]
+            decode = cluster.decode["mixed-0"]
+            assert decode.requests == 1
+            await assert_conserved(cluster)
+            assert (decode.requests, decode.answers_unacknowledged) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_an_attempt_that_comes_while_the_one_before_it_runs() -> None:
+    """A newer attempt of a kept request, kept or by a Reserve, drops the older one, which no router waits for."""
+
+    async def scenario() -> None:
+        flags = {"handoff_tokens_min": MIN, "engine.mock_layer_delay_ms": 1, "orphan_ms": 60_000}
+        async with inprocess(mock_spec(prefill=1, decode=0, mixed=1, mixed_flags=flags)) as cluster:
+            decode = cluster.decode["mixed-0"]
+            keys = [common_pb2.RequestKey(request="a", attempt=attempt) for attempt in range(3)]
+            for node, attempt in (("mixed-0", 0), ("mixed-0", 1), ("prefill-0", 2)):
+                granted = await directly(cluster, node, keys[attempt], [5, 6, 7], 2_000, [])
+                assert granted == cluster.runtimes["mixed-0"].incarnation
+
+                async def alone() -> bool:
+                    return decode.requests == 1
+
+                await wait_for(alone, "the older attempt to be gone", story=cluster.story)
+                assert [job.key.attempt for job in decode._jobs.values()] == [attempt]
+            assert [await resolve(cluster, "mixed-0", key) for key in keys] == [False, False, True]
+            await cancel(cluster, "mixed-0", keys[2])
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
