@@ -8,15 +8,12 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import pytest
-from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 from baton.errors import Reason
-from baton.rpc_client import rpc_errors
 from cli.services import Service
 from engine.types import Batch, KvSink
 from mixed_node.node import MixedNode
 from tests.cluster_harness import (
-    CALL_S_MAX,
     Answer,
     assert_conserved,
     error_of,
@@ -165,92 +162,6 @@ def test_never_means_never() -> None:
     asyncio.run(scenario())
 
 
-def test_full_decode_nodes() -> None:
-    """The decode node has one place, which is taken. By default a long prompt is refused then, and may come again;
-    where the policy says so it runs here instead, and a short one runs here in any case."""
-
-    async def scenario(fallback: str) -> None:
-        rng = random.Random(45)
-        spec = mock_spec(
-            prefill=1,
-            decode=1,
-            mixed=1,
-            both={"engine.mock_layer_delay_ms": 0.2},
-            decode_flags={"requests_max": 1},
-            mixed_flags={"handoff_tokens_min": MIN, "local_fallback": fallback},
-        )
-        async with inprocess(spec) as cluster:
-            mixed = cluster.runtimes["mixed-0"]
-            holder = random_prompt(rng, 100)
-            seen: list[str] = []
-            key = common_pb2.RequestKey(request="holder")
-            held = asyncio.create_task(directly(cluster, "mixed-0", key, holder, 2_000, seen))
-
-            async def taken() -> bool:
-                return cluster.decode["decode-0"].requests == 1 and "handed_off" in seen
-
-            await wait_for(taken, "the only place to be taken", story=cluster.story)
-            one = common_pb2.RequestKey(request="one")
-            prompt = random_prompt(rng, 200)
-            if fallback == "full":
-                events: list[str] = []
-                assert await directly(cluster, "mixed-0", one, prompt, 4, events) == mixed.incarnation
-                assert events == ["granted", "first_token", "handed_off"]
-            else:
-                error = await error_of(directly(cluster, "mixed-0", one, prompt, 4, []))
-                assert error.reason is Reason.DECODE_FULL
-            short = common_pb2.RequestKey(request="short")
-            assert await directly(cluster, "mixed-0", short, prompt[: MIN - 1], 4, []) == mixed.incarnation
-            await held
-            for name in ("mixed-0", "decode-0"):
-                for request in ("holder", "one", "short"):
-                    await cancel(cluster, name, common_pb2.RequestKey(request=request))
-            await assert_conserved(cluster)
-
-    for fallback in ("unreachable", "full"):
-        asyncio.run(scenario(fallback))
-
-
-ROUTER: Final = 0xFEED
-
-
-async def directly(
-    cluster: InProcessCluster, name: str, key: common_pb2.RequestKey, prompt: list[int], count: int, events: list[str]
-) -> int:
-    """Send a request to one node as a router of our own; which process has granted. Raises BatonError."""
-    runtime = cluster.runtimes[name]
-    request = prefill_pb2.PrefillRequest(
-        header=common_pb2.Header(sender=ROUTER, receiver=runtime.incarnation),
-        key=key,
-        prompt=prompt,
-        sampling=common_pb2.SamplingSpec(temperature=0, top_p=1, max_tokens=count, ignore_eos=True),
-        router=ROUTER,
-    )
-    granted = 0
-    stub = prefill_pb2_grpc.PrefillStub(runtime.channels.get(runtime.endpoint))
-    with rpc_errors(name):
-        async for event in stub.Prefill(request, timeout=CALL_S_MAX):
-            events.append(event.WhichOneof("event"))
-            granted = granted or event.granted.decode_incarnation
-    return granted
-
-
-async def cancel(cluster: InProcessCluster, name: str, key: common_pb2.RequestKey) -> bool:
-    runtime = cluster.runtimes[name]
-    stub = decode_pb2_grpc.DecodeStub(runtime.channels.get(runtime.endpoint))
-    request = decode_pb2.CancelRequest(
-        header=common_pb2.Header(sender=ROUTER, receiver=runtime.incarnation), key=key, reason="a test"
-    )
-    return bool((await stub.Cancel(request, timeout=CALL_S_MAX)).known)
-
-
-async def resolve(cluster: InProcessCluster, name: str, key: common_pb2.RequestKey) -> bool:
-    runtime = cluster.runtimes[name]
-    stub = decode_pb2_grpc.DecodeStub(runtime.channels.get(runtime.endpoint))
-    request = decode_pb2.ResolveRequest(header=common_pb2.Header(sender=ROUTER, receiver=runtime.incarnation), key=key)
-    return bool((await stub.Resolve(request, timeout=CALL_S_MAX)).committed)
-
-
 def test_running_sequences_go_first() -> None:
     """While two answers are being written, a long prompt comes, and one to hand over beside it: in every step that has
     both, the running sequences are first, with one token each, and all of them are there."""
@@ -332,7 +243,9 @@ def test_room_for_the_answer_is_waited_for_not_borrowed() -> None:
 
     async def scenario() -> None:
         rng = random.Random(48)
-        async with inprocess(mock_spec(prefill=0, decode=0, mixed=1, blocks=40)) as cluster:
+        async with inprocess(
+            mock_spec(prefill=0, decode=0, mixed=1, blocks=40, router_flags={"placement_wait_ms_max": 1})
+        ) as cluster:
             most = 0
             real = MixedNode.step_begins
 
@@ -350,74 +263,6 @@ def test_room_for_the_answer_is_waited_for_not_borrowed() -> None:
             error = await error_of(cluster.client.generate(prompts[0], max_tokens=600))
             assert error.reason is Reason.PROMPT_TOO_LONG
             assert "prompt and answer need 48 blocks, the region has 40" in error.message
-            await assert_conserved(cluster)
-
-    asyncio.run(scenario())
-
-
-def test_a_cancel_that_comes_first_wins() -> None:
-    """Cancel and Resolve of an attempt that is not here yet leave a tombstone: the attempt is refused when it comes,
-    and so is every one before it. A later attempt runs, and the router hears that it is committed."""
-
-    async def scenario() -> None:
-        spec = mock_spec(prefill=0, decode=0, mixed=1, mixed_flags={"orphan_ms": 60_000})
-        async with inprocess(spec) as cluster:
-
-            def key(request: str, attempt: int) -> common_pb2.RequestKey:
-                return common_pb2.RequestKey(request=request, attempt=attempt)
-
-            assert await cancel(cluster, "mixed-0", key("a", 1)) is False
-            assert await resolve(cluster, "mixed-0", key("b", 1)) is False
-            for request in ("a", "b"):
-                for attempt in (0, 1):
-                    error = await error_of(directly(cluster, "mixed-0", key(request, attempt), [7, 8], 4, []))
-                    assert error.reason is Reason.CANCELLED
-                await directly(cluster, "mixed-0", key(request, 2), [7, 8], 4, [])
-                assert await resolve(cluster, "mixed-0", key(request, 2)) is True
-                assert await cancel(cluster, "mixed-0", key(request, 2)) is True
-                error = await error_of(directly(cluster, "mixed-0", key(request, 1), [7, 8], 4, []))
-                assert error.reason is Reason.CANCELLED
-            await assert_conserved(cluster)
-
-    asyncio.run(scenario())
-
-
-def test_an_orphan_that_is_kept_is_cancelled() -> None:
-    """A router prefills and never subscribes: after orphan_ms its request is given up, in the middle of its answer."""
-
-    async def scenario() -> None:
-        flags = {"orphan_ms": 100, "engine.mock_layer_delay_ms": 1}
-        async with inprocess(mock_spec(prefill=0, decode=0, mixed=1, mixed_flags=flags)) as cluster:
-            events: list[str] = []
-            await directly(cluster, "mixed-0", common_pb2.RequestKey(request="a"), [5, 6, 7], 3_000, events)
-            assert events == ["granted", "first_token", "handed_off"]
-            decode = cluster.decode["mixed-0"]
-            assert decode.requests == 1
-            await assert_conserved(cluster)
-            assert (decode.requests, decode.answers_unacknowledged) == (0, 0)
-
-    asyncio.run(scenario())
-
-
-def test_an_attempt_that_comes_while_the_one_before_it_runs() -> None:
-    """A newer attempt of a kept request, kept or by a Reserve, drops the older one, which no router waits for."""
-
-    async def scenario() -> None:
-        flags = {"handoff_tokens_min": MIN, "engine.mock_layer_delay_ms": 1, "orphan_ms": 60_000}
-        async with inprocess(mock_spec(prefill=1, decode=0, mixed=1, mixed_flags=flags)) as cluster:
-            decode = cluster.decode["mixed-0"]
-            keys = [common_pb2.RequestKey(request="a", attempt=attempt) for attempt in range(3)]
-            for node, attempt in (("mixed-0", 0), ("mixed-0", 1), ("prefill-0", 2)):
-                granted = await directly(cluster, node, keys[attempt], [5, 6, 7], 2_000, [])
-                assert granted == cluster.runtimes["mixed-0"].incarnation
-
-                async def alone() -> bool:
-                    return decode.requests == 1
-
-                await wait_for(alone, "the older attempt to be gone", story=cluster.story)
-                assert [job.key.attempt for job in decode._jobs.values()] == [attempt]
-            assert [await resolve(cluster, "mixed-0", key) for key in keys] == [False, False, True]
-            await cancel(cluster, "mixed-0", keys[2])
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
