@@ -313,3 +313,29 @@ def test_more_of_both_halves_than_the_engine_has_places() -> None:
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
+
+
+def test_a_node_that_leaves_the_directory_goes_on_streaming() -> None:
+    """A mixed node's record goes while it writes an answer, whose prefill call is long over: the router drops what it
+    had for prefill calls to it, and the stream, which comes from the same endpoint, brings the answer to its end."""
+
+    async def scenario() -> None:
+        flags = {"engine.mock_layer_delay_ms": 1}
+        async with inprocess(mock_spec(prefill=0, decode=0, mixed=1, mixed_flags=flags)) as cluster:
+            answer = asyncio.create_task(cluster.client.generate([5, 6, 7], max_tokens=300))
+
+            async def handed_off() -> bool:
+                return cluster.decode["mixed-0"].requests == 1 and cluster.prefill["mixed-0"].requests == 0
+
+            await wait_for(handed_off, "the prefill call to be over", story=cluster.story)
+            await cluster.runtimes["mixed-0"].membership.stop()
+
+            async def gone() -> bool:
+                return not cluster.router._calls
+
+            await wait_for(gone, "the router to have forgotten the node", story=cluster.story)
+            assert not answer.done()
+            assert (await answer).ids == mock_tokens([5, 6, 7], 300)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
