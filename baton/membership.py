@@ -95,8 +95,11 @@ class Membership:
         return self._stale
 
     def nodes(self, role: Role | None = None) -> tuple[NodeRecord, ...]:
-        """The last known records, ordered by name, this node's own among them. No I/O."""
-        return tuple(record for record in self._records if role is None or record.role is role)
+        """The last known records, ordered by name, this node's own among them. No I/O.
+
+        With `role`, those that serve it: a mixed node is among the prefill nodes and among the decode nodes.
+        """
+        return tuple(record for record in self._records if role is None or record.role.serves(role))
 
     async def start(self) -> None:
         """Register, then keep pushing and watching in the background.

@@ -15,6 +15,8 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 
+LOCAL_TRANSPORT: Final = "local"
+"""In place of a transport's name: a mixed node has kept the request, and nothing was written."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _E = TypeVar("_E", bound=IntEnum)
 
@@ -25,6 +27,12 @@ class Role(IntEnum):
     ROUTER = 1
     PREFILL = 2
     DECODE = 3
+    MIXED = 4
+    """Both halves, over one region."""
+
+    def serves(self, role: Role) -> bool:
+        """Whether a node of this role does what `role` does."""
+        return self is role or (self is Role.MIXED and role in (Role.PREFILL, Role.DECODE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ _COMMANDS: Final[Mapping[str, _Entry]] = {
     "router": _Entry(module="cli.service", attribute="router", summary="Run a router."),
     "prefill": _Entry(module="cli.service", attribute="prefill", summary="Run a prefill node."),
     "decode": _Entry(module="cli.service", attribute="decode", summary="Run a decode node."),
+    "mixed": _Entry(module="cli.service", attribute="mixed", summary="Run a node that does both halves."),
     "demo-model": _Entry(module="cli.demo_model", attribute="demo_model", summary="Write a small random model."),
     "demo": _Entry(module="cli.demo", attribute="demo", summary="Start a cluster, check its answers, stop it."),
     "completion": _Entry(

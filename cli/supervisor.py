@@ -32,9 +32,18 @@ DIRECTORY_NAME: Final = "directory"
 ROUTER_NAME: Final = "router-0"
 _DIRECTORY_TO_COME: Final = "127.0.0.1:7070"
 """Stands for a directory that is not started yet."""
-_STOP_ORDER: Final = (Service.ROUTER, Service.PREFILL, Service.DECODE, Service.DIRECTORY)
+_STOP_ORDER: Final = (Service.ROUTER, Service.PREFILL, Service.MIXED, Service.DECODE, Service.DIRECTORY)
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+def check_node_counts(*, prefill: int, decode: int, mixed: int) -> None:
+    """Raises InvalidField unless both halves of a request have somewhere to run."""
+    if mixed < 0:
+        raise InvalidField("mixed", f"must not be negative, not {mixed}")
+    for name, count in (("prefill", prefill), ("decode", decode)):
+        if count < 0 or (count == 0 and mixed == 0):
+            raise InvalidField(name, f"must {'not be negative' if mixed else 'be positive'}, not {count}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,8 @@ class ClusterSpec:
 
     prefill: int = 1
     decode: int = 1
+    mixed: int = 0
+    """With some of these there may be none of the others."""
     model: str | None = None
     engine: EngineKind | None = None
     listen: str = "127.0.0.1:0"
@@ -71,12 +82,14 @@ class ClusterSpec:
     start_ms_max: int = 300_000
     """From the first process started to the last one ready."""
     stop_grace_ms: int = 8_000
-    """What each group of processes (routers, prefill nodes, decode nodes, directory) gets before it is killed."""
+    """What each group of processes (routers, prefill, mixed and decode nodes, directory) gets before it is killed."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "prefill", "decode", "start_ms_max", "stop_grace_ms")
-        if self.prefill + self.decode > NODES_MAX:
-            raise InvalidField("prefill", f"and decode are {self.prefill + self.decode} nodes; at most {NODES_MAX}")
+        check_positive(self, "start_ms_max", "stop_grace_ms")
+        check_node_counts(prefill=self.prefill, decode=self.decode, mixed=self.mixed)
+        if self.engines > NODES_MAX:
+            names = "and decode and mixed" if self.mixed else "and decode"
+            raise InvalidField("prefill", f"{names} are {self.engines} nodes; at most {NODES_MAX}")
         unknown = set(self.node_flags) - {name for name, _ in self.processes()}
         if unknown:
             raise InvalidField("node_flags", f"names no process of this cluster: {', '.join(sorted(unknown))}")
@@ -88,12 +101,17 @@ class ClusterSpec:
             (ROUTER_NAME, Service.ROUTER),
             *((f"prefill-{i}", Service.PREFILL) for i in range(self.prefill)),
             *((f"decode-{i}", Service.DECODE) for i in range(self.decode)),
+            *((f"mixed-{i}", Service.MIXED) for i in range(self.mixed)),
         ]
+
+    @property
+    def engines(self) -> int:
+        return self.prefill + self.decode + self.mixed
 
     def compute_threads(self) -> int:
         """Threads of each engine process: all engines together use no more than the cores that this process may."""
         cores = len(os.sched_getaffinity(0))
-        return self.threads or max(1, cores // (self.prefill + self.decode))
+        return self.threads or max(1, cores // self.engines)
 
     def flags_of(self, name: str, service: Service, directory: str) -> dict[str, object]:
         """The configuration keys that the process `name` is given; `directory` is where that one listens."""
@@ -107,7 +125,7 @@ class ClusterSpec:
             keys["http_listen"] = self.http
         if service is Service.ROUTER and self.engine is not EngineKind.MOCK:
             keys["model"] = self.model
-        if service in (Service.PREFILL, Service.DECODE):
+        if service.has_engine:
             keys["engine.kind"] = None if self.engine is None else self.engine.value
             keys["engine.model"] = self.model
             keys["engine.num_blocks"] = self.blocks
@@ -349,8 +367,7 @@ class Cluster:
         return command
 
     def _env(self, service: Service) -> dict[str, str]:
-        engine = service in (Service.PREFILL, Service.DECODE)
-        threads = str(self.spec.compute_threads() if engine else 1)
+        threads = str(self.spec.compute_threads() if service.has_engine else 1)
         own = dict.fromkeys(_THREAD_VARIABLES, threads)
         if self.spec.directory is not None and service is not Service.DIRECTORY:
             own[env_name(service.env_prefix, "directory")] = self.spec.directory

@@ -22,7 +22,7 @@ from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
-from cli.supervisor import Cluster, ClusterSpec
+from cli.supervisor import Cluster, ClusterSpec, check_node_counts
 from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
@@ -40,8 +40,9 @@ _UP_FLAG_OF: Final[Mapping[str, str]] = {
 class UpConfig:
     """Section `[up]`, environment `BATON_UP_*`. None leaves a setting to the sections of the services."""
 
-    prefill: int = field(default=1, metadata={"help": "prefill nodes"})
-    decode: int = field(default=1, metadata={"help": "decode nodes"})
+    prefill: int | None = field(default=None, metadata={"help": "prefill nodes; none: 1, or 0 where some are mixed"})
+    decode: int | None = field(default=None, metadata={"help": "decode nodes; none: 1, or 0 where some are mixed"})
+    mixed: int = field(default=0, metadata={"help": "nodes that do both halves"})
     model: str | None = field(default=None, metadata={"help": "model folder, or its name on the hub"})
     engine_kind: EngineKind | None = field(default=None, metadata={"help": "model, or mock (tests of the protocol)"})
     listen: str = field(default="127.0.0.1:7000", metadata={"help": "host:port of the router"})
@@ -64,7 +65,8 @@ class UpConfig:
     stop_grace_ms: int = field(default=8_000, metadata={"help": "how long a stop may take before nodes are killed"})
 
     def __post_init__(self) -> None:
-        check_positive(self, "prefill", "decode", "start_ms_max", "stop_grace_ms")
+        check_positive(self, "start_ms_max", "stop_grace_ms")
+        check_node_counts(prefill=self._count(self.prefill), decode=self._count(self.decode), mixed=self.mixed)
         for name in ("threads", "blocks"):
             if getattr(self, name) is not None:
                 check_positive(self, name)
@@ -74,8 +76,9 @@ class UpConfig:
     def spec(self, *, config: Path | None, log_level: LogLevel) -> ClusterSpec:
         """Raises InvalidField for values that do not fit each other."""
         return ClusterSpec(
-            prefill=self.prefill,
-            decode=self.decode,
+            prefill=self._count(self.prefill),
+            decode=self._count(self.decode),
+            mixed=self.mixed,
             model=self.model,
             engine=self.engine_kind,
             listen=self.listen,
@@ -90,6 +93,11 @@ class UpConfig:
             start_ms_max=self.start_ms_max,
             stop_grace_ms=self.stop_grace_ms,
         )
+
+    def _count(self, nodes: int | None) -> int:
+        if nodes is not None:
+            return nodes
+        return 0 if self.mixed else 1
 
 
 class StartBoard:
@@ -133,11 +141,12 @@ class StartBoard:
 
 
 def _command(**parameters: object) -> int:
-    """Start a whole cluster on this machine: directory, router, prefill and decode nodes, each a process of its own.
+    """Start a whole cluster on this machine: directory, router, prefill and decode nodes (or mixed ones, which do
+    both halves), each a process of its own.
 
     Runs until Ctrl-C (a second one ends everything at once) or until a process ends by itself, which stops the others
-    and exits with status 1. Settings of the nodes come from the sections [directory], [router], [prefill] and [decode]
-    of the configuration file, those below from [up].
+    and exits with status 1. Settings of the nodes come from the sections [directory], [router], [prefill], [decode]
+    and [mixed] of the configuration file, those below from [up].
 
     \b
     Example:

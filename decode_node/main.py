@@ -10,24 +10,16 @@ from random import Random
 from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 
 from baton.clock import SystemClock
-from baton.drain import Holdings
-from baton.endpoint import join_endpoint, split_endpoint
-from baton.errors import BatonError, Reason
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from cachestore.device_pool import DevicePool, open_device_pool
 from cachestore.prefix_service import serve_prefixes
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
+from decode_node.receiving import add_counters, make_receiver, open_ports
 from decode_node.service import DecodeService, ReceiverService
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
-from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants
-from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.transport import ReceiverPort, TransportName
-from kvtransfer.transports.shm import ShmReceiverPort
-from kvtransfer.transports.tcp import TcpReceiverPort
 
 
 async def serve(
@@ -60,20 +52,10 @@ async def serve(
             loop=loop,
             randomness=secrets.token_bytes,
         )
-        node.receiver = Receiver(
-            incarnation=runtime.incarnation,
-            grants=ReceiverGrants(pool.ledger),
-            layout=pool.layout,
-            host=node,
-            channels=runtime.channels,
-            loop=loop,
-            config=config.receiver,
-        )
-        node.receiver.ports = ReceiverPorts(node.receiver)
+        node.receiver = make_receiver(config, pool, host=node, own=runtime.incarnation, channels=runtime.channels)
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
         try:
-            for transport in config.transports:
-                node.receiver.ports.add(_open_port(transport, config, pool, node.receiver.ports))
+            open_ports(config, pool, node.receiver.ports)
             await _run(runtime, node, pool, stop, drain, on_ready)
         finally:
             await node.receiver.ports.close()
@@ -99,27 +81,11 @@ async def _run(
     def status(message: node_pb2.NodeStatus) -> None:
         watch.check()
         message.conservation_errors = watch.errors
-        for what, count in sorted(receiver.refused.items()):
-            message.counters.add(name=f"refused: {what}", value=count)
-        for name, port in receiver.ports.describe().items():
-            for what, figure in port.items():
-                if isinstance(figure, int):
-                    message.counters.add(name=f"{name.value}: {what}", value=figure)
-                elif isinstance(figure, dict):
-                    for kind, times in figure.items():
-                        message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
-
-    def holds() -> Holdings:
-        return Holdings(
-            requests=node.requests,
-            answers_unacknowledged=node.answers_unacknowledged,
-            grants_received=receiver.grants.unreleased,
-            grants_quarantined=receiver.grants.states()[GrantState.QUARANTINED],
-        )
+        add_counters(receiver, message)
 
     runtime.model, runtime.load = pool.model, node.load
     runtime.transports = tuple(t.value for t in receiver.ports.transports)
-    runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
+    runtime.status, runtime.upkeep, runtime.holds = status, upkeep, node.holds
     serve_prefixes(runtime, pool)
     runtime.server.add(
         "baton.v1.Transfer",
@@ -144,35 +110,6 @@ async def _run(
         await receiver.close()
         await receiver.ports.close()
         await runtime.close()
-
-
-def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:
-    """Listen for data connections. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""
-    loop, events = asyncio.get_running_loop(), ports.port_events(transport)
-    if transport is TransportName.SHM:
-        return ShmReceiverPort(
-            region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
-        )
-    assert transport is TransportName.TCP, transport
-    host, _ = split_endpoint(config.listen)
-    listen = config.data_listen or join_endpoint(host, 0)
-    advertise_host = config.data_advertise_host
-    if advertise_host is None and config.advertise is not None:
-        advertise_host, _ = split_endpoint(config.advertise)
-    try:
-        return TcpReceiverPort(
-            region=pool.region,
-            events=events,
-            loop=loop,
-            randomness=secrets.token_bytes,
-            listen=listen,
-            advertise_host=advertise_host,
-            config=config.tcp,
-        )
-    except OSError as error:
-        raise BatonError(
-            Reason.PORT_IN_USE, f"Cannot listen for data connections on {listen}: {error}.", field="data_listen"
-        ) from error
 
 
 def _settings(config: DecodeConfig) -> NodeSettings:

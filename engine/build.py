@@ -75,7 +75,8 @@ class EngineConfig:
         return SchedulerConfig(
             tokens_per_step_max=self.tokens_per_step_max,
             sequences_max=self.sequences_max,
-            waiting_max=self.sequences_max,
+            # A node admits no more requests than places; a mixed one has as many of each half, at most.
+            waiting_max=2 * self.sequences_max,
         )
 
 

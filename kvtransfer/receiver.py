@@ -15,7 +15,7 @@ import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.errors import BatonError, Reason
-from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
@@ -191,6 +191,11 @@ class Receiver:
 
     def cancel(self, key: RequestKey) -> None:
         self._handle(RequestCancelled(key=key))
+
+    def supersede(self, key: RequestKey) -> None:
+        """This attempt runs here without a grant: those before it let go, and get no grant any more."""
+        if key.attempt > 0:
+            self.cancel(RequestKey(request=key.request, attempt=Attempt(key.attempt - 1)))
 
     def ended(self, key: RequestKey) -> None:
         grant = self.grants.grant_of(key)

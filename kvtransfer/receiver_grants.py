@@ -146,6 +146,10 @@ class ReceiverGrants(GrantBook):
             grant.commit_waits = False
             self._out.append(AnswerCommit(pair=grant.pair, grant=grant.id, committed=committed))
 
+    def is_over(self, key: RequestKey) -> bool:
+        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already."""
+        return self._attempt_is_over(key)
+
     # Events.
 
     def _reserve(self, event: ReserveAsked) -> None:

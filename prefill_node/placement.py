@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.wire import ModelInfo, NodeRecord
 from kvtransfer.compatibility import differences
 
+NOBODY_TO_ASK: Final = frozenset({Reason.NO_DECODE_NODE, Reason.INCOMPATIBLE_NODE, Reason.DECODE_FULL})
+"""What `order_decode_nodes` ends with."""
 Instead = Callable[[Sequence[NodeRecord], NodeRecord], NodeRecord]
 """Of these nodes, the one to ask first instead of the one that room alone would choose; or that one itself."""
 
@@ -18,6 +21,11 @@ def room(record: NodeRecord) -> int:
     """Blocks that the node could give to a new request, by its last report."""
     blocks = record.load.blocks
     return blocks.free + blocks.cached - blocks.pinned - blocks.promised
+
+
+def ready_nodes(records: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """Those that say they take requests."""
+    return [r for r in records if r.lifecycle is Lifecycle.READY and r.model is not None]
 
 
 def order_decode_nodes(
@@ -38,7 +46,7 @@ def order_decode_nodes(
 
     Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
     """
-    ready = [r for r in records if r.lifecycle is Lifecycle.READY and r.model is not None]
+    ready = ready_nodes(records)
     if not ready:
         raise BatonError(
             Reason.NO_DECODE_NODE,

@@ -127,7 +127,7 @@ async def _open_pins(config: RouterConfig, node: RouterNode, encoder: PrefixEnco
     keeper = PinKeeper(
         config=config.pins,
         incarnation=runtime.incarnation,
-        nodes=lambda: [*nodes(Role.PREFILL), *nodes(Role.DECODE)],
+        nodes=lambda: list({r.incarnation: r for r in (*nodes(Role.PREFILL), *nodes(Role.DECODE))}.values()),
         channels=runtime.channels,
         clock=runtime.clock,
         warm=warm,
@@ -149,7 +149,7 @@ def _metrics(runtime: NodeRuntime) -> RouterMetrics:
     from router.metrics import RouterMetrics
 
     nodes = runtime.membership.nodes
-    return RouterMetrics(lambda: [*nodes(Role.PREFILL), *nodes(Role.DECODE)])
+    return RouterMetrics(lambda: [record for record in nodes() if record.role is not Role.ROUTER])
 
 
 def _open_http(

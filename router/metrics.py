@@ -12,7 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.errors import Reason
-from baton.wire import BlockLoad, NodeRecord
+from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord
 from router.observer import ObservedRequest, RequestObserver
 
 TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -50,6 +50,9 @@ class RouterMetrics(RequestObserver):
             registry=registry,
         )  # fmt: skip
         self.output_tokens = Counter("baton_output_tokens", "Tokens of answers.", registry=registry)
+        self.kept = Counter(
+            "baton_requests_local", "Requests that a mixed node ran without a handoff.", registry=registry
+        )
         self.transfer_bytes = Counter(
             "baton_transfer_bytes", "KV bytes written from prefill to decode nodes.", ["transport"], registry=registry
         )
@@ -101,7 +104,9 @@ class _Observed(ObservedRequest):
         metrics.cached_tokens.inc(stats.prompt_tokens_cached)
         metrics.skipped_tokens.inc(stats.prompt_tokens_skipped)
         metrics.output_tokens.inc(stats.output_tokens)
-        if stats.transport:
+        if stats.transport == LOCAL_TRANSPORT:
+            metrics.kept.inc()
+        elif stats.transport:
             metrics.transfer_bytes.labels(stats.transport).inc(stats.bytes_written)
             metrics.blocks_written.labels(stats.transport).inc(stats.blocks_written)
             metrics.blocks_skipped.labels(stats.transport).inc(stats.blocks_skipped)

@@ -351,7 +351,7 @@ class RouterNode:
         for endpoint in self._calls.keys() - {record.endpoint for record in prefill_nodes}:
             if self._calls[endpoint] == 0:
                 del self._calls[endpoint]
-                self._tasks.spawn(self._channels.drop(endpoint))
+                self._tasks.spawn(self._drop_channel(endpoint))
         alive = {record.incarnation for record in records}
         for incarnation, subscription in list(self._subscriptions.items()):
             if incarnation not in alive and subscription.idle:
@@ -360,8 +360,13 @@ class RouterNode:
 
     async def _drop(self, subscription: DecodeSubscription) -> None:
         await subscription.close()
-        if all(other.endpoint != subscription.endpoint for other in self._subscriptions.values()):
-            await self._channels.drop(subscription.endpoint)
+        await self._drop_channel(subscription.endpoint)
+
+    async def _drop_channel(self, endpoint: str) -> None:
+        """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
+        streams = any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
+        if not streams and self._calls[endpoint] == 0:
+            await self._channels.drop(endpoint)
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""

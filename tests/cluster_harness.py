@@ -144,23 +144,27 @@ def mock_spec(
     *,
     prefill: int = 1,
     decode: int = 1,
+    mixed: int = 0,
     blocks: int = 300,
     both: Mapping[str, object] | None = None,
     prefill_flags: Mapping[str, object] | None = None,
     decode_flags: Mapping[str, object] | None = None,
+    mixed_flags: Mapping[str, object] | None = None,
     router_flags: Mapping[str, object] | None = None,
     node_flags: Mapping[str, Mapping[str, object]] | None = None,
 ) -> ClusterSpec:
-    """A mock cluster whose freed blocks are poisoned. `both` goes to prefill and decode nodes."""
+    """A mock cluster whose freed blocks are poisoned. `both` goes to prefill, decode and mixed nodes."""
     engine = {"engine.poison_freed": True, **(both or {})}
     return ClusterSpec(
         prefill=prefill,
         decode=decode,
+        mixed=mixed,
         blocks=blocks,
         engine=EngineKind.MOCK,
         flags={
             Service.PREFILL: {**engine, **(prefill_flags or {})},
             Service.DECODE: {**engine, **(decode_flags or {})},
+            Service.MIXED: {**engine, **(mixed_flags or {})},
             Service.ROUTER: dict(router_flags or {}),
         },
         node_flags=node_flags or {},

@@ -13,6 +13,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_ROUTER: _ClassVar[Role]
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
+    ROLE_MIXED: _ClassVar[Role]
 
 class Lifecycle(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -33,6 +34,7 @@ ROLE_UNSPECIFIED: Role
 ROLE_ROUTER: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
+ROLE_MIXED: Role
 LIFECYCLE_UNSPECIFIED: Lifecycle
 LIFECYCLE_STARTING: Lifecycle
 LIFECYCLE_READY: Lifecycle
