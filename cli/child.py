@@ -11,8 +11,10 @@ import asyncio
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,20 +36,32 @@ _TERMINAL_SIGNALS: Final = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 
 
 def tie_to_supervisor() -> bool:
-    """In a child, first thing: be killed when the supervisor dies, however it dies. False without a supervisor.
+    """In a child, first thing: end when the supervisor dies, however it dies. False without a supervisor.
 
-    The kernel counts the thread that started this process as its parent (prctl(2), PR_SET_PDEATHSIG).
+    Two ways, of which either is enough. The kernel kills this process when the thread that started it ends (prctl(2),
+    PR_SET_PDEATHSIG), whatever is running here; and a thread of our own waits on the supervisor's pidfd.
     """
-    supervisor = os.environ.pop(SUPERVISOR_ENV, None)
-    if supervisor is None:
+    named = os.environ.pop(SUPERVISOR_ENV, None)
+    if named is None:
         return False
+    supervisor = int(named)
     _take_signals_again()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != int(supervisor):  # it died before the kernel knew what we want
+    try:
+        pidfd = os.pidfd_open(supervisor)
+    except ProcessLookupError:
         os._exit(1)
+    if os.getppid() != supervisor:  # it died before the kernel knew what we want; its number may be another's by now
+        os._exit(1)
+    threading.Thread(target=_end_with, args=(pidfd,), name="supervisor-watch", daemon=True).start()
     return True
+
+
+def _end_with(pidfd: int) -> None:
+    select.select([pidfd], [], [])
+    os._exit(1)
 
 
 @contextmanager

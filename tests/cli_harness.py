@@ -21,6 +21,8 @@ from typing import Final, Self
 
 RUN_S_MAX: Final = 60.0
 PROCESSES_MAX: Final = 1000
+EXEC_LOOKS_MAX: Final = 1000
+"""How often to look at a process that has no environment, before it is taken for one that was given none."""
 _MARK: Final = "CLI_HARNESS_MARK"
 BATON: Final = (sys.executable, "-P", "-m", "cli.main")
 
@@ -110,8 +112,8 @@ class Foreground:
         self._seen.update(found)
         return found
 
-    def wait_all_ended(self) -> list[int]:
-        """Wait for every process that it started, itself too; those that still live after RUN_S_MAX.
+    def wait_all_ended(self) -> list[str]:
+        """Wait for every process that it started, itself too; what those are that still live after RUN_S_MAX.
 
         Those that `processes` or `children` have named before are waited for to the end: a process gives up its
         environment, by which they are found, some time before its files.
@@ -131,7 +133,7 @@ class Foreground:
                 os.close(pidfd)
             if not ended:
                 break
-        return self.processes()
+        return [_portrait(pid) for pid in self.processes()]
 
     def children(self) -> dict[str, int]:
         """Its living children by the name that they were given."""
@@ -149,11 +151,29 @@ class Foreground:
 
 
 def _has_mark(folder: Path, mark: bytes) -> bool:
-    try:
-        environment = (folder / "environ").read_bytes()
-    except OSError:  # it has just ended
-        return False
-    return mark in environment.split(b"\0")
+    for _ in range(EXEC_LOOKS_MAX):
+        try:
+            environment = (folder / "environ").read_bytes()
+            if environment:
+                return mark in environment.split(b"\0")
+            # A kernel thread and a process that has ended have no program either; in the middle of execve(2) the new
+            # program is there, and its environment is not yet.
+            (folder / "exe").readlink()
+        except OSError:  # it has just ended
+            return False
+        os.sched_yield()
+    return False
+
+
+def _portrait(pid: int) -> str:
+    """What a process is and what it is doing, for the report of a failed test."""
+    facts = [str(pid)]
+    for name in ("cmdline", "status", "wchan", "syscall", "stack"):
+        try:
+            facts.append(f"{name}: {Path(f'/proc/{pid}/{name}').read_bytes().decode().replace(chr(0), ' ')}")
+        except OSError as error:
+            facts.append(f"{name}: {error}")
+    return "\n".join(facts)
 
 
 @contextmanager
@@ -172,12 +192,7 @@ def free_endpoint() -> str:
 
 
 def is_free(endpoint: str) -> bool:
-    """Whether the port can be bound now."""
+    """Whether nobody listens there. (That somebody else's connection has the number by now is no matter.)"""
     host, _, port = endpoint.rpartition(":")
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError:
-            return False
-    return True
+        return probe.connect_ex((host, int(port))) != 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -196,3 +197,39 @@ def test_a_child_starts_with_the_terminals_signals_blocked(tmp_path: Path) -> No
         assert await stop_children([child], grace_ms=ENDLESS_MS) == []
 
     play(scene())
+
+
+WATCHED = """
+import ctypes, signal
+from cli.child import tie_to_supervisor
+tie_to_supervisor()
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+print("tied", flush=True)
+signal.pause()
+"""
+WATCHING = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env={**os.environ, sys.argv[2]: str(os.getpid())})
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_child_watches_its_supervisor() -> None:
+    """The kernel has forgotten to kill it (here it was told to), and it ends with its supervisor all the same."""
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", WATCHING, WATCHED, SUPERVISOR_ENV], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert supervisor.stdout is not None
+        child = os.pidfd_open(int(supervisor.stdout.readline()))
+        assert supervisor.stdout.readline() == "tied\n"
+    finally:
+        supervisor.kill()
+        supervisor.wait(timeout=WAIT_S_MAX)
+    try:
+        assert select.select([child], [], [], WAIT_S_MAX)[0] == [child]
+        assert supervisor.stdout.read() == ""
+    finally:
+        os.close(child)
+        supervisor.stdout.close()
