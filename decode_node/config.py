@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import InvalidField, check_positive
 from baton.membership import MembershipConfig
+from baton.pod import PodConfig
 from baton.rpc import RpcLimits
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
@@ -37,6 +38,7 @@ class DecodeConfig:
     tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
+    pod: PodConfig = field(default_factory=PodConfig)
     requests_max: int = field(default=64, metadata={"help": "requests granted and running at a time"})
     finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
     finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})

@@ -123,4 +123,5 @@ def _settings(config: DecodeConfig) -> NodeSettings:
         rpc=config.rpc,
         stop_grace_ms=config.stop_grace_ms,
         drain_ms_max=config.drain_ms_max,
+        pod=config.pod,
     )

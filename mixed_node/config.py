@@ -11,6 +11,7 @@ from typing import Any
 
 from baton.directory_setting import DIRECTORY_HELP
 from baton.membership import MembershipConfig
+from baton.pod import PodConfig
 from baton.rpc import RpcLimits
 from decode_node.config import DecodeConfig
 from engine.build import EngineConfig
@@ -55,6 +56,7 @@ class MixedConfig:
     shm_receiver: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
     tcp_writer: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     tcp_receiver: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
+    pod: PodConfig = field(default_factory=PodConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})

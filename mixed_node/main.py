@@ -191,6 +191,7 @@ def _settings(config: MixedConfig) -> NodeSettings:
         listen=config.listen,
         advertise=config.advertise,
         directory=config.directory,
+        pod=config.pod,
         membership=config.membership,
         rpc=config.rpc,
         stop_grace_ms=config.stop_grace_ms,

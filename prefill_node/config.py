@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import check_positive
 from baton.membership import MembershipConfig
+from baton.pod import PodConfig
 from baton.rpc import RpcLimits
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
@@ -32,6 +33,7 @@ class PrefillConfig:
     tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
+    pod: PodConfig = field(default_factory=PodConfig)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
     resumed_queue_max: int = field(
         default=256, metadata={"help": "requests in the middle of their answer that wait too, ahead of the others"}

@@ -15,7 +15,6 @@ import pytest
 from batonpb import node_pb2
 
 from baton.endpoint import split_endpoint
-from baton.errors import BatonError, Code, Reason
 from cli.services import Service
 from cli.supervisor import Cluster
 from kvtransfer.transport import TransportName
@@ -56,7 +55,7 @@ async def counters(cluster: RunningCluster, name: str) -> dict[str, float]:
 
 async def break_in_mid_handoff(cluster: RunningCluster, rng: random.Random, transport: TransportName) -> None:
     """Break decode-0's data connections while a prompt is being written over them. Every request of that time has the
-    right answer, or, where its blocks were being written, an error that says so and to send it again."""
+    right answer; where its blocks were being written, by a second attempt with a grant of its own."""
     failures = (await link(cluster)).link_failures
     calls = [asyncio.create_task(ask(cluster, rng)) for _ in range(AT_ONCE)]
 
@@ -71,13 +70,8 @@ async def break_in_mid_handoff(cluster: RunningCluster, rng: random.Random, tran
         return (await link(cluster)).link_failures > failures
 
     await wait_for(noticed, "the prefill node to lose its link", story=cluster.story)
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    failed = [outcome for outcome in outcomes if not isinstance(outcome, Answer)]
-    assert failed, "no request was in mid-handoff"
-    for error in failed:
-        assert isinstance(error, BatonError), error
-        assert (error.code, error.reason) == (Code.UNAVAILABLE, Reason.PEER_UNREACHABLE), error
-        assert re.search(r"The handoff to decode-0 ended: .*\. Send the request again\.$", error.message), error
+    answers = await asyncio.gather(*calls)
+    assert any(answer.stats.resumptions for answer in answers), "no request was in mid-handoff"
     await assert_conserved(cluster)
 
 
