@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import InvalidField, check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
 from engine.build import EngineConfig
@@ -34,6 +35,7 @@ class DecodeConfig:
     )
     tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     requests_max: int = field(default=64, metadata={"help": "requests granted and running at a time"})
     finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
 from engine.build import EngineConfig
@@ -29,6 +30,7 @@ class PrefillConfig:
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
     tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
     decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
 
@@ -23,6 +24,7 @@ class RouterConfig:
     http_connections_max: int = field(default=2_048, metadata={"help": "HTTP connections at a time"})
     http_body_ms_max: int = field(default=60_000, metadata={"help": "how long the body of an HTTP call may take"})
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     max_tokens_default: int = field(default=256, metadata={"help": "output tokens of a request that names no limit"})
     prompt_chars_max: int = field(default=2_000_000, metadata={"help": "characters of a prompt that is sent as text"})
@@ -31,9 +33,6 @@ class RouterConfig:
         default=5_000, metadata={"help": "how long a request may look for a node with room before it is refused"}
     )
     placement_retry_ms: int = field(default=50, metadata={"help": "pause between two looks"})
-    decode_lost_ms: int = field(
-        default=3_000, metadata={"help": "a decode node out of reach this long fails its requests"}
-    )
     cancel_ms_max: int = field(default=1_000, metadata={"help": "how long one cancel call to a node may take"})
     cancel_tries_max: int = field(default=3, metadata={"help": "cancel calls before the node is left to its timers"})
     prefix_blocks_max: int = field(default=65_536, metadata={"help": "prompt blocks remembered for each prefill node"})
@@ -51,7 +50,6 @@ class RouterConfig:
             "requests_max",
             "placement_wait_ms_max",
             "placement_retry_ms",
-            "decode_lost_ms",
             "cancel_ms_max",
             "cancel_tries_max",
             "prefix_blocks_max",

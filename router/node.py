@@ -16,6 +16,7 @@ from typing import Any
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
+from baton.clock import SystemClock
 from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
@@ -23,7 +24,7 @@ from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
 from baton.tracing import Traceparent, call_metadata, new_request_id
-from baton.wire import ModelInfo, NodeRecord
+from baton.wire import ModelInfo, NodeRecord, Role
 from router.config import RouterConfig
 from router.observer import RequestObserver
 from router.placement import Placement, chain_hashes
@@ -269,7 +270,10 @@ class RouterNode:
         kind = event.WhichOneof("event")
         if kind == "granted":
             job.granted = True
-            attempt.subscription = self._subscription(event.granted)
+            granted = event.granted
+            attempt.subscription = self._subscription(
+                granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
+            )
             attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
@@ -326,7 +330,13 @@ class RouterNode:
                 del self._calls[endpoint]
                 self._spawn(self._channels.drop(endpoint))
         alive = {record.incarnation for record in records}
+        decode_nodes = [record for record in records if record.role is Role.DECODE]
+        owners = {record.endpoint: record.incarnation for record in decode_nodes}
+        for record in decode_nodes:
+            self._subscription(record.name, record.endpoint, record.incarnation).open()
         for incarnation, subscription in list(self._subscriptions.items()):
+            if owners.get(subscription.endpoint, incarnation) != incarnation:
+                subscription.restarted()
             if incarnation not in alive and subscription.idle:
                 del self._subscriptions[incarnation]
                 self._spawn(self._drop(subscription))
@@ -436,17 +446,17 @@ class RouterNode:
             router=self._incarnation,
         )
 
-    def _subscription(self, granted: prefill_pb2.Granted) -> DecodeSubscription:
-        incarnation = Incarnation(granted.decode_incarnation)
+    def _subscription(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:
         subscription = self._subscriptions.get(incarnation)
         if subscription is None:
             subscription = self._subscriptions[incarnation] = DecodeSubscription(
-                name=granted.decode_node,
-                endpoint=granted.decode_endpoint,
+                name=name,
+                endpoint=endpoint,
                 incarnation=incarnation,
                 own=self._incarnation,
                 channels=self._channels,
-                lost_ms=self.config.decode_lost_ms,
+                liveness=self.config.liveness,
+                clock=SystemClock(),
                 live=self._inboxes,
             )
         return subscription
