@@ -86,8 +86,7 @@ class Reach:
         except TimeoutError as error:
             call.cancel()
             raise BatonError(Reason.PEER_UNREACHABLE, f"No connection to {self._endpoint} yet.") from error
-        self._broken_s = None
-        self._refusals = 0
+        self._begin()
 
     @property
     def _left_s(self) -> float:
@@ -96,7 +95,8 @@ class Reach:
         return max(0.0, self._broken_s + self._config.reconnect_ms_max / 1000 - self._clock.monotonic_s())
 
     async def lost(self) -> bool:
-        """The call has ended, or could not be made. `why` has the reason where this is True; pauses where it is not."""
+        """The call has ended, or could not be made. True: the peer is lost, `why` says how that is known, and the next
+        call has all the time again. Pauses where it is not."""
         if self._broken_s is None:
             self._broken_s = self._clock.monotonic_s()
         if await nobody_listens(self._endpoint, timeout_s=self._left_s):
@@ -105,12 +105,16 @@ class Reach:
             self._refusals = 0
         if self._refusals >= self._config.refusals_max:
             self.why = "nobody listens at its address"
-            return True
-        if self._left_s == 0.0:
+        elif self._left_s == 0.0:
             self.why = f"it was not reached again for {self._config.reconnect_ms_max} ms"
-            return True
-        await self._clock.sleep_s(min(self._config.reconnect_pause_ms / 1000, self._left_s))
-        return False
+        else:
+            await self._clock.sleep_s(min(self._config.reconnect_pause_ms / 1000, self._left_s))
+            return False
+        self._begin()
+        return True
+    def _begin(self) -> None:
+        self._broken_s = None
+        self._refusals = 0
 
 
 async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:

@@ -20,6 +20,7 @@ from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
 from engine.loop import EngineLoop, done_or_broken
+from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.conservation import ConservationWatch
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
@@ -90,6 +91,7 @@ async def _run(
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
     receiver = node.receiver
+    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.settings.liveness)
 
     def upkeep() -> None:
         watch.check_sometimes()
@@ -122,7 +124,9 @@ async def _run(
     runtime.server.add(
         "baton.v1.Transfer",
         transfer_pb2_grpc.add_TransferServicer_to_server,
-        ReceiverService(node, receiver, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests),
+        ReceiverService(
+            node, receiver, attendance, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests
+        ),
     )
     runtime.server.add(
         "baton.v1.Decode",
@@ -137,6 +141,7 @@ async def _run(
         await runtime.leave()
         await node.close()
         node.streams.close_all()
+        attendance.close()
         await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await receiver.close()

@@ -120,6 +120,7 @@ class RouterNode:
         self._codec = codec
         self._loop = loop
         self._rng = rng
+        self._clock = SystemClock()
         self._observer = observer or RequestObserver()
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
@@ -456,7 +457,7 @@ class RouterNode:
                 own=self._incarnation,
                 channels=self._channels,
                 liveness=self.config.liveness,
-                clock=SystemClock(),
+                clock=self._clock,
                 live=self._inboxes,
             )
         return subscription

@@ -1,0 +1,201 @@
+"""Nodes that are stopped or cut off: their peers notice by unanswered pings, long before any lease or keepalive of hours.
+
+Leases, orphan times and the like are set so long that nothing but the noticing could make these tests end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from batonpb import inference_pb2
+
+from baton.errors import BatonError, Code
+from baton.rpc_client import rpc_errors
+from tests.cluster_harness import (
+    Answer,
+    RunningCluster,
+    assert_conserved,
+    collect,
+    make_request,
+    mock_spec,
+    mock_tokens,
+    random_prompt,
+    running,
+    wait_for,
+)
+
+NOTICED_S_MAX = 8.0
+"""Well under what any other timer here takes; on an idle machine it is under 3 s."""
+LONG_MS = 600_000
+NO_LEASES = {"receiver.lease_ms": LONG_MS, "orphan_ms": LONG_MS}
+SLOW_PREFILL = {"engine.mock_layer_delay_ms": 40}
+SLOW_DECODE = {"engine.mock_layer_delay_ms": 2}
+PROMPT_TOKENS = 1500
+
+
+async def until(cluster: RunningCluster, what: str, text: str, name: str) -> None:
+    async def holds() -> bool:
+        return text in cluster.cluster.log_text(name)
+
+    await wait_for(holds, what, story=cluster.story, timeout_s=NOTICED_S_MAX)
+
+
+async def writer_owns_blocks(cluster: RunningCluster) -> None:
+    async def holds() -> bool:
+        return (await cluster.status("decode-0")).record.load.blocks.writer_owned > 0
+
+    await wait_for(holds, "a handoff", story=cluster.story)
+
+
+async def begun(cluster: RunningCluster, prompt: list[int], count: int) -> asyncio.Task[Answer]:
+    """Ask, and return once the answer comes from the decode node."""
+    call: Any = cluster.client.stub.Generate(make_request(prompt, max_tokens=count), timeout=60)
+    got = asyncio.Event()
+
+    async def events() -> AsyncIterator[inference_pb2.GenerateEvent]:
+        async for event in call:
+            if event.HasField("tokens") and event.tokens.first_index > 0:
+                got.set()
+            yield event
+
+    async def whole() -> Answer:
+        with rpc_errors("router-0"):
+            return await collect(events())
+
+    task = asyncio.create_task(whole())
+    await got.wait()
+    return task
+
+
+def test_a_stopped_decode_node_is_noticed_by_router_and_prefill_node() -> None:
+    """decode-0 is stopped with answers on it and handoffs to it: the router fails its requests, the prefill node gives
+    the handoffs up and frees its blocks. It goes on: what it still had of them is freed, and it gets work again."""
+
+    async def scenario(cluster: RunningCluster) -> None:
+        rng = random.Random(61)
+        calls = [await begun(cluster, random_prompt(rng, 20), 2000) for _ in range(2)]
+        calls += [
+            asyncio.create_task(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=20))
+            for _ in range(2)
+        ]
+        await writer_owns_blocks(cluster)
+        cluster.cluster.send_signal("decode-0", signal.SIGSTOP)
+        cluster.set_down("decode-0")
+        began_s = asyncio.get_running_loop().time()
+        async with asyncio.timeout(NOTICED_S_MAX):
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        print(f"told after {asyncio.get_running_loop().time() - began_s:.3f} s")
+        for outcome in outcomes:
+            assert isinstance(outcome, BatonError), outcome
+            assert outcome.code in (Code.UNAVAILABLE, Code.ABORTED), outcome
+        await until(cluster, "the prefill node to notice", "receiver lost", "prefill-0")
+
+        async def freed() -> bool:
+            return (await cluster.status("prefill-0")).record.load.blocks.held == 0
+
+        await wait_for(freed, "the prefill node's blocks", story=cluster.story)
+        cluster.cluster.send_signal("decode-0", signal.SIGCONT)
+        cluster.set_down("decode-0", False)
+        await assert_conserved(cluster)
+
+        async def served() -> bool:
+            prompt = random_prompt(rng, 100)
+            try:
+                answer = await cluster.client.generate(prompt, max_tokens=5)
+            except BatonError as error:
+                assert error.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED, Code.ABORTED), error
+                return False
+            assert answer.ids == mock_tokens(prompt, 5)
+            return True
+
+        await wait_for(served, "the node to get work again", story=cluster.story)
+        await assert_conserved(cluster)
+
+    spec = mock_spec(blocks=800, prefill_flags=SLOW_PREFILL, decode_flags={**NO_LEASES, **SLOW_DECODE})
+    with running(spec) as cluster:
+        cluster.run(scenario(cluster))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stopped_prefill_node_is_noticed_by_its_decode_node(transport: str) -> None:
+    """Stopped in the middle of a handoff, under a lease of ten minutes: over tcp the decode node fences it by itself
+    and has its blocks back; over shm they are quarantined until the writer goes on. Then nothing is left anywhere."""
+
+    async def scenario(cluster: RunningCluster) -> None:
+        rng = random.Random(62)
+        call = asyncio.create_task(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=20))
+        await writer_owns_blocks(cluster)
+        cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
+        cluster.set_down("prefill-0")
+
+        async def taken_back() -> bool:
+            blocks = (await cluster.status("decode-0")).record.load.blocks
+            return blocks.writer_owned == 0 and (transport == "tcp") == (blocks.quarantined == 0)
+
+        await wait_for(taken_back, "the grant to be taken back", story=cluster.story, timeout_s=2 * NOTICED_S_MAX)
+        cluster.cluster.send_signal("prefill-0", signal.SIGCONT)
+        cluster.set_down("prefill-0", False)
+        outcome = (await asyncio.gather(call, return_exceptions=True))[0]
+        assert isinstance(outcome, Answer | BatonError), outcome
+        await assert_conserved(cluster)
+
+    spec = mock_spec(
+        both={"transports": transport}, blocks=800, prefill_flags=SLOW_PREFILL, decode_flags=NO_LEASES
+    )
+    with running(spec) as cluster:
+        cluster.run(scenario(cluster))
+
+
+def test_a_stopped_router_is_noticed_by_the_nodes() -> None:
+    """The router is stopped with answers running and prompts being read: the prefill node sees its calls end, the decode
+    node its stream, and after `orphan_ms` nothing of it is left on either. It goes on, and serves."""
+
+    async def scenario(cluster: RunningCluster) -> None:
+        rng = random.Random(63)
+        calls = [await begun(cluster, random_prompt(rng, 20), 4000) for _ in range(2)]
+        calls.append(asyncio.create_task(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=4000)))
+        await writer_owns_blocks(cluster)
+        cluster.cluster.send_signal("router-0", signal.SIGSTOP)
+        cluster.set_down("router-0")
+        await assert_conserved(cluster, timeout_s=2 * NOTICED_S_MAX)
+        assert "orphan" in cluster.cluster.log_text("decode-0")
+        cluster.cluster.send_signal("router-0", signal.SIGCONT)
+        cluster.set_down("router-0", False)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(outcome, BatonError) for outcome in outcomes), outcomes
+        prompt = random_prompt(rng, 50)
+        answer = await cluster.client.generate(prompt, max_tokens=5)
+        assert answer.ids == mock_tokens(prompt, 5)
+        await assert_conserved(cluster)
+
+    spec = mock_spec(
+        blocks=1200,
+        prefill_flags=SLOW_PREFILL,
+        decode_flags={"receiver.lease_ms": LONG_MS, "orphan_ms": 300, **SLOW_DECODE},
+    )
+    with running(spec) as cluster:
+        cluster.run(scenario(cluster))
+
+
+def test_a_node_in_a_long_engine_step_is_not_taken_for_dead() -> None:
+    """Steps of two seconds on either node, while an unanswered ping is given up after 300 ms: every answer is whole."""
+
+    async def scenario(cluster: RunningCluster) -> None:
+        rng = random.Random(64)
+        prompts = [random_prompt(rng, 30) for _ in range(3)]
+        answers = await asyncio.gather(*(cluster.client.generate(prompt, max_tokens=3) for prompt in prompts))
+        assert [answer.ids for answer in answers] == [mock_tokens(prompt, 3) for prompt in prompts]
+        for name in ("router-0", "prefill-0", "decode-0"):
+            assert " lost" not in cluster.cluster.log_text(name), cluster.story()
+        await assert_conserved(cluster)
+
+    tight = {"liveness.heartbeat_ms": 100, "liveness.answer_ms_max": 300, "liveness.reconnect_ms_max": 200}
+    with running(
+        mock_spec(both={**tight, "engine.mock_layer_delay_ms": 500}, router_flags=tight), warm_up=False
+    ) as cluster:
+        cluster.run(scenario(cluster))
