@@ -87,6 +87,7 @@ class Reason(Enum):
     ATTEMPTS_SPENT = "ATTEMPTS_SPENT"
     DEADLINE = "DEADLINE"
     CANCELLED = "CANCELLED"
+    SLOW_CLIENT = "SLOW_CLIENT"
     UNIMPLEMENTED = "UNIMPLEMENTED"
     INTERNAL = "INTERNAL"
     UNRECOGNISED = "UNRECOGNISED"  # a peer's reason that this version does not know; metadata["reason"] has its text
@@ -140,7 +141,7 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
     ),
     Code.ABORTED: (Reason.GRANT_REVOKED, Reason.HANDOFF_FAILED, Reason.ATTEMPTS_SPENT),
     Code.DEADLINE_EXCEEDED: (Reason.DEADLINE,),
-    Code.CANCELLED: (Reason.CANCELLED,),
+    Code.CANCELLED: (Reason.CANCELLED, Reason.SLOW_CLIENT),
     Code.UNIMPLEMENTED: (Reason.UNIMPLEMENTED,),
     Code.INTERNAL: (Reason.INTERNAL,),
     Code.UNKNOWN: (Reason.UNRECOGNISED,),

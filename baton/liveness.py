@@ -112,6 +112,7 @@ class Reach:
             return False
         self._begin()
         return True
+
     def _begin(self) -> None:
         self._broken_s = None
         self._refusals = 0

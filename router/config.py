@@ -22,6 +22,9 @@ class RouterConfig:
         default=None, metadata={"help": "host:port of the OpenAI endpoints and /metrics over HTTP; none: off"}
     )
     http_connections_max: int = field(default=2_048, metadata={"help": "HTTP connections at a time"})
+    http_send_buffer_bytes: int = field(
+        default=131_072, metadata={"help": "bytes that the kernel may keep of what an HTTP client has not read"}
+    )
     http_body_ms_max: int = field(default=60_000, metadata={"help": "how long the body of an HTTP call may take"})
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
@@ -33,6 +36,12 @@ class RouterConfig:
         default=5_000, metadata={"help": "how long a request may look for a node with room before it is refused"}
     )
     placement_retry_ms: int = field(default=50, metadata={"help": "pause between two looks"})
+    client_tokens_unread_max: int = field(
+        default=2_048, metadata={"help": "tokens kept for a client that does not read; with more it is cut off"}
+    )
+    client_stall_ms: int = field(
+        default=1_000, metadata={"help": "how long such a client has taken nothing, so that a burst cuts nobody off"}
+    )
     cancel_ms_max: int = field(default=1_000, metadata={"help": "how long one cancel call to a node may take"})
     cancel_tries_max: int = field(default=3, metadata={"help": "cancel calls before the node is left to its timers"})
     prefix_blocks_max: int = field(default=65_536, metadata={"help": "prompt blocks remembered for each prefill node"})
@@ -50,11 +59,14 @@ class RouterConfig:
             "requests_max",
             "placement_wait_ms_max",
             "placement_retry_ms",
+            "client_tokens_unread_max",
+            "client_stall_ms",
             "cancel_ms_max",
             "cancel_tries_max",
             "prefix_blocks_max",
             "drain_ms_max",
             "stop_grace_ms",
             "http_connections_max",
+            "http_send_buffer_bytes",
             "http_body_ms_max",
         )

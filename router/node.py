@@ -26,9 +26,10 @@ from baton.rpc_client import Channels, rpc_errors
 from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.config import RouterConfig
-from router.observer import RequestObserver
+from router.observer import ObservedRequest, RequestObserver
 from router.placement import Placement, chain_hashes
 from router.request import CheckedRequest, check_request
+from router.slow_client import slow_client
 from router.stop_strings import StopStrings
 from router.subscriptions import DecodeSubscription, Inbox
 from router.text import AnswerText, TextCodec
@@ -86,6 +87,7 @@ class Job:
     avoid: set[Incarnation] = field(default_factory=set)
     """Prefill processes that did not answer this request."""
     token_times_s: list[float] = field(default_factory=list)
+    on_put: Callable[[Inbox], None] | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -138,10 +140,12 @@ class RouterNode:
         trace: Traceparent,
         deadline_s: float,
         choice: int = 0,
+        cut_off: Callable[[BatonError], None] | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request, from the client's call to its last token. Closing the iterator frees it on every node.
 
-        `choice` is the number of this answer among those to one question: other noise from the same seed.
+        `choice` is the number of this answer among those to one question: other noise from the same seed. `cut_off` is
+        called once the client has left too much unread; it is to close the iterator.
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
         if self.requests >= self.config.requests_max:
@@ -154,6 +158,8 @@ class RouterNode:
         observed = self._observer.received(self._loop.time())
         try:
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
+            if cut_off is not None:
+                job.on_put = self._unread_limit(observed, cut_off)
             yield _started(job)
             text = self._answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
@@ -178,6 +184,22 @@ class RouterNode:
         finally:
             observed.ended()
             self.requests -= 1
+
+    def _unread_limit(
+        self, observed: ObservedRequest, cut_off: Callable[[BatonError], None]
+    ) -> Callable[[Inbox], None]:
+        """Many tokens may come at once for a client that reads, so that it must have left some for a while, too."""
+
+        def look(inbox: Inbox) -> None:
+            if inbox.unread <= self.config.client_tokens_unread_max or inbox.writing_s is None:
+                return
+            if (self._loop.time() - inbox.writing_s) * 1000 > self.config.client_stall_ms:
+                error = slow_client(inbox.unread)
+                observed.failed(error.reason)
+                log.warning("client cut off", request=inbox.key.request, unread=inbox.unread)
+                cut_off(error)
+
+        return look
 
     def _answer_text(self, checked: CheckedRequest) -> AnswerText:
         return AnswerText(
@@ -209,6 +231,7 @@ class RouterNode:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
         attempt = Try(inbox=Inbox(key=key))
         inbox = attempt.inbox
+        inbox.on_put = job.on_put
         self._inboxes[key] = inbox
         prefilling = self._loop.create_task(self._prefill(job, attempt), name=f"prefill-{job.id}")
         given = 0
@@ -220,8 +243,10 @@ class RouterNode:
                 new = inbox.tokens[given:]
                 if new:
                     job.token_times_s += [self._loop.time()] * len(new)
+                    inbox.writing_s = self._loop.time()
                     yield given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
+                    inbox.taken, inbox.writing_s = given, None
             if inbox.error is not None:
                 raise inbox.error
             assert inbox.finish is not None

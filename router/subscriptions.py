@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
@@ -32,6 +32,16 @@ class Inbox:
     finish: common_pb2.FinishReason | None = None
     error: BatonError | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: int = 0
+    """Tokens that the client has taken."""
+    writing_s: float | None = None
+    """Since when the client is being given what it has not taken."""
+    on_put: Callable[[Inbox], None] | None = None
+    """Called after each `put`."""
+
+    @property
+    def unread(self) -> int:
+        return len(self.tokens) - self.taken
 
     def put(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
         """Take tokens in, and their log-probabilities if there are any.
@@ -47,6 +57,8 @@ class Inbox:
         self.tokens.extend(ids[have - first_index :])
         self.logprobs.extend(logprobs[have - first_index :])
         self.news.set()
+        if self.on_put is not None:
+            self.on_put(self)
 
     def end(self, finish: common_pb2.FinishReason) -> None:
         self.finish = finish

@@ -144,9 +144,7 @@ def test_a_stopped_prefill_node_is_noticed_by_its_decode_node(transport: str) ->
         assert isinstance(outcome, Answer | BatonError), outcome
         await assert_conserved(cluster)
 
-    spec = mock_spec(
-        both={"transports": transport}, blocks=800, prefill_flags=SLOW_PREFILL, decode_flags=NO_LEASES
-    )
+    spec = mock_spec(both={"transports": transport}, blocks=800, prefill_flags=SLOW_PREFILL, decode_flags=NO_LEASES)
     with running(spec) as cluster:
         cluster.run(scenario(cluster))
 
