@@ -64,6 +64,7 @@ async def serve(
         loop=asyncio.get_running_loop(),
         rng=rng,
         observer=metrics,
+        check_known=runtime.membership.check_known,
     )
 
     runtime.holds = lambda: Holdings(requests=node.requests)

@@ -112,7 +112,9 @@ class RouterNode:
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
         observer: RequestObserver | None = None,
+        check_known: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_known` raises BatonError while the nodes are not known well enough to place a new request."""
         self.config = config
         self.placement = Placement(blocks_max=config.prefix_blocks_max)
         self.requests = 0
@@ -122,6 +124,7 @@ class RouterNode:
         self._codec = codec
         self._loop = loop
         self._rng = rng
+        self._check_known = check_known
         self._clock = SystemClock()
         self._observer = observer or RequestObserver()
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
@@ -417,6 +420,7 @@ class RouterNode:
         choice: int,
     ) -> Job:
         """Check the request, against the model of a cluster that may still be coming up."""
+        self._check_known()
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for attempt in range(1 << 30):
             if self._ready() or self._loop.time() >= give_up_s:
