@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from batonpb import inference_pb2
+from batonpb import common_pb2, directory_pb2, directory_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.errors import BatonError, Code
 from baton.rpc_client import rpc_errors
@@ -196,4 +196,38 @@ def test_a_node_in_a_long_engine_step_is_not_taken_for_dead() -> None:
     with running(
         mock_spec(both={**tight, "engine.mock_layer_delay_ms": 500}, router_flags=tight), warm_up=False
     ) as cluster:
+        cluster.run(scenario(cluster))
+
+
+def test_an_answer_that_its_router_has_dropped_unseen_is_freed_at_once() -> None:
+    """A client leaves after the prefill call has ended and before the router has read who granted: the decode node runs
+    an answer that the router knows nothing of. It is told so on the stream that the router keeps there, long before
+    the answer would be an orphan."""
+
+    async def scenario(cluster: RunningCluster) -> None:
+        prefill, router = await cluster.status("prefill-0"), await cluster.status("router-0")
+        message = prefill_pb2.PrefillRequest(
+            header=common_pb2.Header(sender=router.record.incarnation, receiver=prefill.record.incarnation),
+            key=common_pb2.RequestKey(request="dropped"),
+            prompt=[1, 2, 3],
+            sampling=common_pb2.SamplingSpec(temperature=0, top_p=1, max_tokens=4_000),
+            router=router.record.incarnation,
+        )
+        call: Any = prefill_pb2_grpc.PrefillStub(cluster.channel("prefill-0")).Prefill(message, timeout=60)
+        with rpc_errors("prefill-0"):
+            assert [event.WhichOneof("event") async for event in call][-1] == "handed_off"
+        await assert_conserved(cluster, timeout_s=NOTICED_S_MAX)
+
+    slow = {"engine.mock_layer_delay_ms": 20}
+    with running(mock_spec(decode_flags={**NO_LEASES, **slow}), warm_up=False) as cluster:
+
+        async def known() -> None:
+            async def prefill_knows() -> bool:
+                directory = directory_pb2_grpc.DirectoryStub(cluster.channel("directory"))
+                reply = await directory.List(directory_pb2.ListRequest(), timeout=60)
+                return len(reply.records) == 3
+
+            await wait_for(prefill_knows, "the nodes to register", story=cluster.story)
+
+        cluster.run(known())
         cluster.run(scenario(cluster))
