@@ -119,7 +119,7 @@ class Reach:
 
 
 async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:
-    """Whether the peer's machine says that no process has this port. False where it says nothing, or cannot be found."""
+    """Whether the peer's machine says that no process has this port. False where it says nothing or is not found."""
     host, port = split_endpoint(endpoint)
     try:
         async with asyncio.timeout(timeout_s):

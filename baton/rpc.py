@@ -23,8 +23,8 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
-from baton.liveness import LivenessConfig
 from baton.health import HEALTH_SERVICE, HealthService
+from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.status import to_status
 

@@ -1,7 +1,7 @@
-"""Each end of a pair watches the other by one long call from writer to receiver, open while both live and are connected.
+"""Each end of a pair watches the other by one long call, from writer to receiver, open while both live and connect.
 
-Whoever is believed lost here may come back: nothing is freed by it. The receiver starts a fence, which ends with its own
-evidence; the writer gives handoffs up, which drain as ever.
+Whoever is believed lost here may come back: nothing is freed by it. The receiver starts a fence, which ends with its
+own evidence; the writer gives handoffs up, which drain as ever.
 """
 
 from __future__ import annotations

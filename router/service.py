@@ -29,10 +29,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._takes_requests = takes_requests
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        async with ClientGuard() as guard:
-            async with aclosing(self._events(request, context, guard.cut_off)) as events:
-                async for event in events:
-                    await context.write(event)
+        async with ClientGuard() as guard, aclosing(self._events(request, context, guard.cut_off)) as events:
+            async for event in events:
+                await context.write(event)
 
     async def _events(
         self,

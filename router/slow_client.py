@@ -1,4 +1,4 @@
-"""What becomes of a client that does not read: it is cut off, before what it has not read takes room from the others."""
+"""What becomes of a client that does not read: it is cut off, before what it leaves takes room from others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from baton.errors import BatonError, Reason
 def slow_client(unread: int) -> BatonError:
     return BatonError(
         Reason.SLOW_CLIENT,
-        f"The client has left {unread} tokens unread, more than are kept for it (client_tokens_unread_max); the request "
-        "was cancelled. Read faster, or ask for fewer tokens at a time.",
+        f"The client has left {unread} tokens unread, more than are kept for it (client_tokens_unread_max); the "
+        "request was cancelled. Read faster, or ask for fewer tokens at a time.",
         metadata={"unread": str(unread)},
     )
 

@@ -243,7 +243,7 @@ def test_a_lost_directory_takes_nobody_away() -> None:
 
 
 def test_what_is_known_is_good_for_a_time() -> None:
-    """New work is given by the last known records for `stale_ms_max` after the loss, then not; again once it is back."""
+    """New work is given by the last known records for `stale_ms_max` after the loss, then not, until it is back."""
 
     async def scene() -> None:
         directory, clock = ScriptedDirectory(), ManualClock()
