@@ -97,8 +97,8 @@ class Membership:
             raise BatonError(
                 Reason.DIRECTORY_LOST,
                 f"The directory has been out of reach for {lost_ms / 1e3:.0f} s, and what was known of the nodes is "
-                f"not used for new requests after {self._config.stale_ms_max / 1e3:g} s (membership.stale_ms_max). Running "
-                "requests go on. Bring the directory back; this node finds it by itself.",
+                f"not used for new requests after {self._config.stale_ms_max / 1e3:g} s (membership.stale_ms_max). "
+                "Running requests go on. Bring the directory back; this node finds it by itself.",
                 retry_after_ms=self._config.backoff_ms_max,
             )
 
