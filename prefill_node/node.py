@@ -220,7 +220,11 @@ class PrefillNode:
                 log.info("not granted", request=job.key.request, node=record.name, reason=error.message)
                 refusals.append(error)
         # A full node is worth another try later, so that answer is preferred over "unreachable" and the like.
-        raise next((e for e in refusals if e.reason is Reason.DECODE_FULL), refusals[-1])
+        refusal = next((e for e in refusals if e.reason is Reason.DECODE_FULL), refusals[-1])
+        if refusal.reason is Reason.DEADLINE:
+            # The call's own limit, not the client's deadline: the router is to look further.
+            raise BatonError(Reason.PEER_UNREACHABLE, f"No decode node answered in time. {refusal.message}")
+        raise refusal
 
     def _may_place(self, record: NodeRecord) -> bool:
         try:
