@@ -75,6 +75,7 @@ class Reason(Enum):
     NO_DECODE_NODE = "NO_DECODE_NODE"
     NODE_STARTING = "NODE_STARTING"
     NODE_DRAINING = "NODE_DRAINING"
+    DIRECTORY_LOST = "DIRECTORY_LOST"
     PEER_UNREACHABLE = "PEER_UNREACHABLE"
     PAIR_FENCING = "PAIR_FENCING"
     INCARNATION_MISMATCH = "INCARNATION_MISMATCH"
@@ -88,6 +89,7 @@ class Reason(Enum):
     ATTEMPTS_SPENT = "ATTEMPTS_SPENT"
     DEADLINE = "DEADLINE"
     CANCELLED = "CANCELLED"
+    SLOW_CLIENT = "SLOW_CLIENT"
     UNIMPLEMENTED = "UNIMPLEMENTED"
     INTERNAL = "INTERNAL"
     UNRECOGNISED = "UNRECOGNISED"  # a peer's reason that this version does not know; metadata["reason"] has its text
@@ -137,12 +139,13 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
         Reason.NO_DECODE_NODE,
         Reason.NODE_STARTING,
         Reason.NODE_DRAINING,
+        Reason.DIRECTORY_LOST,
         Reason.PEER_UNREACHABLE,
         Reason.PAIR_FENCING,
     ),
     Code.ABORTED: (Reason.GRANT_REVOKED, Reason.HANDOFF_FAILED, Reason.ATTEMPTS_SPENT),
     Code.DEADLINE_EXCEEDED: (Reason.DEADLINE,),
-    Code.CANCELLED: (Reason.CANCELLED,),
+    Code.CANCELLED: (Reason.CANCELLED, Reason.SLOW_CLIENT),
     Code.UNIMPLEMENTED: (Reason.UNIMPLEMENTED,),
     Code.INTERNAL: (Reason.INTERNAL,),
     Code.UNKNOWN: (Reason.UNRECOGNISED,),

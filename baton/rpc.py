@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.health import HEALTH_SERVICE, HealthService
+from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.status import to_status
 
@@ -40,6 +41,7 @@ UNTIMED_METHODS: Final = frozenset(
     {
         "/baton.v1.Directory/Watch",
         "/baton.v1.Decode/Subscribe",
+        "/baton.v1.Transfer/Attend",
         f"/{HEALTH_SERVICE}/Check",
         f"/{HEALTH_SERVICE}/Watch",
         f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
@@ -68,7 +70,13 @@ class RpcLimits:
     )
     public_deadline_ms_max: int = field(default=3_600_000, metadata={"help": "longest deadline of a client's call"})
     ping_interval_ms_min: int = field(
-        default=5_000, metadata={"help": "clients that ping more often than this without data are disconnected"}
+        default=50, metadata={"help": "clients that ping more often than this without data are disconnected"}
+    )
+    client_ping_ms: int = field(
+        default=10_000, metadata={"help": "between pings of a silent connection whose caller is no node"}
+    )
+    client_answer_ms_max: int = field(
+        default=5_000, metadata={"help": "a client that leaves a ping unanswered this long has its calls ended"}
     )
     handler_end_ms_max: int = field(
         default=5_000,
@@ -101,8 +109,12 @@ def time_left_s(context: _Context, limits: RpcLimits) -> float:
 class RpcServer:
     """One gRPC server with health, reflection and the error edge. Lives on one event loop."""
 
-    def __init__(self, *, limits: RpcLimits, rng: random.Random) -> None:
+    def __init__(self, *, limits: RpcLimits, rng: random.Random, liveness: LivenessConfig | None = None) -> None:
+        """`liveness` is for a server whose callers are nodes; without it they are pinged as clients."""
         self._limits = limits
+        self._liveness = liveness or LivenessConfig(
+            heartbeat_ms=limits.client_ping_ms, answer_ms_max=limits.client_answer_ms_max
+        )
         self._services: list[tuple[str, Callable[[Any, grpc.aio.Server], None], object]] = []
         self._edge = _Edge(limits=limits, rng=rng)
         self._server: grpc.aio.Server | None = None
@@ -158,7 +170,7 @@ class RpcServer:
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
                 ("grpc.max_send_message_length", limits.message_bytes_max),
                 ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_interval_ms_min),
-                ("grpc.keepalive_permit_without_calls", 1),
+                *self._liveness.ping_options(None),
             ],
         )
         names = [service for service, _, _ in self._services]

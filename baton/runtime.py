@@ -17,6 +17,7 @@ from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
+from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.membership import Membership, MembershipConfig
 from baton.pod import DeletionCost, PodConfig
@@ -44,6 +45,7 @@ class NodeSettings:
     directory: str
     membership: MembershipConfig
     rpc: RpcLimits
+    liveness: LivenessConfig
     stop_grace_ms: int
     drain_ms_max: int
     pod: PodConfig = field(default_factory=PodConfig)
@@ -68,8 +70,9 @@ class NodeRuntime:
         self.clock = clock
         self.rng = rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
-        self.channels = Channels(limits=ChannelLimits())
-        self.server = RpcServer(limits=settings.rpc, rng=rng)
+        self.channels = Channels(limits=ChannelLimits(liveness=settings.liveness), rng=rng)
+        callers_are_nodes = settings.role is not Role.ROUTER
+        self.server = RpcServer(limits=settings.rpc, rng=rng, liveness=settings.liveness if callers_are_nodes else None)
         self.endpoint = ""
         self.model: ModelInfo | None = None
         self.transports: tuple[str, ...] = ()

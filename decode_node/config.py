@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import InvalidField, check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
@@ -37,6 +38,7 @@ class DecodeConfig:
     shm: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
     tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     pod: PodConfig = field(default_factory=PodConfig)
     requests_max: int = field(default=64, metadata={"help": "requests granted and running at a time"})

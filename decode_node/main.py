@@ -19,6 +19,7 @@ from decode_node.node import DecodeNode
 from decode_node.receiving import add_counters, make_receiver, open_ports
 from decode_node.service import DecodeService, ReceiverService
 from engine.loop import EngineLoop, done_or_broken
+from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.conservation import ConservationWatch
 
 
@@ -73,6 +74,7 @@ async def _run(
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
     receiver = node.receiver
+    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.settings.liveness)
 
     def upkeep() -> None:
         watch.check_sometimes()
@@ -90,7 +92,9 @@ async def _run(
     runtime.server.add(
         "baton.v1.Transfer",
         transfer_pb2_grpc.add_TransferServicer_to_server,
-        ReceiverService(node, receiver, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests),
+        ReceiverService(
+            node, receiver, attendance, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests
+        ),
     )
     runtime.server.add(
         "baton.v1.Decode",
@@ -105,6 +109,7 @@ async def _run(
         await runtime.leave()
         await node.close()
         node.streams.close_all()
+        attendance.close()
         await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await receiver.close()
@@ -121,6 +126,7 @@ def _settings(config: DecodeConfig) -> NodeSettings:
         directory=config.directory,
         membership=config.membership,
         rpc=config.rpc,
+        liveness=config.liveness,
         stop_grace_ms=config.stop_grace_ms,
         drain_ms_max=config.drain_ms_max,
         pod=config.pod,

@@ -249,6 +249,10 @@ class DecodeNode:
         if output is not None and not output.ended.is_set():
             self.cancel(key, "no longer wanted")
 
+    def knows(self, key: RequestKey) -> bool:
+        """It was granted here, and is not over and forgotten."""
+        return key in self._by_key
+
     # What the receiver instructs (ReceiverHost).
 
     def committed(self, key: RequestKey, grant: GrantId) -> None:

@@ -222,6 +222,11 @@ class Receiver:
                 self._retiring.add(pair)
                 self._handle(WriterSuspected(pair=pair))
 
+    def writer_lost(self, pair: Pair) -> None:
+        """The writer is out of reach, and may come back: what it has open here is taken back, with a fence."""
+        if pair in self._writers and not self.grants.is_quiet(pair):
+            self._handle(WriterSuspected(pair=pair))
+
     async def close(self) -> None:
         """Stop timers and calls, answer waiting commits with an error. The machine is not used afterwards."""
         for timer in self._timers.values():

@@ -243,6 +243,11 @@ class WriterPeer:
             self._gone = True
             self.handle(PeerGone())
 
+    def receiver_lost(self) -> None:
+        """The receiver is out of reach, and may come back: handoffs end as when the link is lost."""
+        for number in list(self._handoffs):
+            self.handle(WritesDropped(number=number))
+
     def give_up_stalled(self) -> None:
         """Give up handoffs whose posted writes make no progress (called by the node's reaper)."""
         now = self._loop.time()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.directory_setting import DIRECTORY_HELP
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
@@ -57,6 +58,7 @@ class MixedConfig:
     tcp_writer: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     tcp_receiver: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     pod: PodConfig = field(default_factory=PodConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})

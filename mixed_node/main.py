@@ -19,6 +19,7 @@ from decode_node.node import DecodeNode
 from decode_node.receiving import add_counters, make_receiver, open_ports
 from decode_node.service import DecodeService
 from engine.loop import EngineLoop, done_or_broken
+from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.conservation import ConservationWatch
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
@@ -135,6 +136,7 @@ async def _run(
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
     receiver = node.decode.receiver
+    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.settings.liveness)
 
     def upkeep() -> None:
         watch.check_sometimes()
@@ -152,7 +154,7 @@ async def _run(
     runtime.status, runtime.upkeep = status, upkeep
     runtime.holds = lambda: node.holds(peers.holds())
     serve_prefixes(runtime, pool)
-    _add_services(runtime, node, peers, pool)
+    _add_services(runtime, node, peers, attendance, pool)
     stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
     try:
         on_ready(await runtime.open())
@@ -161,6 +163,7 @@ async def _run(
         await runtime.leave()
         await node.decode.close()
         node.decode.streams.close_all()
+        attendance.close()
         await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await peers.close()
@@ -170,7 +173,9 @@ async def _run(
         await runtime.close()
 
 
-def _add_services(runtime: NodeRuntime, node: MixedNode, peers: Peers, pool: DevicePool) -> None:
+def _add_services(
+    runtime: NodeRuntime, node: MixedNode, peers: Peers, attendance: ReceiverAttendance, pool: DevicePool
+) -> None:
     own, server = runtime.incarnation, runtime.server
 
     def takes_requests() -> bool:
@@ -178,7 +183,7 @@ def _add_services(runtime: NodeRuntime, node: MixedNode, peers: Peers, pool: Dev
 
     prefill = PrefillService(node.prefill, own, takes_requests, runtime.rng)
     server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, prefill)
-    transfer = TransferService(node.decode, node.decode.receiver, own, pool.model, takes_requests)
+    transfer = TransferService(node.decode, node.decode.receiver, attendance, own, pool.model, takes_requests)
     transfer.writer = WriterService(own, peers.find)
     server.add("baton.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfer)
     server.add("baton.v1.Decode", decode_pb2_grpc.add_DecodeServicer_to_server, DecodeService(node.decode, own))
@@ -192,6 +197,7 @@ def _settings(config: MixedConfig) -> NodeSettings:
         advertise=config.advertise,
         directory=config.directory,
         pod=config.pod,
+        liveness=config.liveness,
         membership=config.membership,
         rpc=config.rpc,
         stop_grace_ms=config.stop_grace_ms,

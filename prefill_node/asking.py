@@ -113,6 +113,9 @@ class DecodeNodes:
                 refusals.append(_named(record, error))
         # A full node is worth another try later, so that answer is preferred over "unreachable" and the like.
         told = next((e for e in refusals if e.reason is Reason.DECODE_FULL), refusals[-1])
+        if told.reason is Reason.DEADLINE:
+            # The call's own limit, not the client's deadline: the router is to look further.
+            told = BatonError(Reason.PEER_UNREACHABLE, f"No decode node answered in time. {told.message}")
         return Refused(error=told, reasons=frozenset(e.reason for e in refusals))
 
     def _request(self, job: Job) -> transfer_pb2.ReserveRequest:

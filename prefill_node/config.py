@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
@@ -32,6 +33,7 @@ class PrefillConfig:
     shm: ShmWriterConfig = field(default_factory=ShmWriterConfig)
     tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     pod: PodConfig = field(default_factory=PodConfig)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})

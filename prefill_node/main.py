@@ -121,6 +121,7 @@ def _settings(config: PrefillConfig) -> NodeSettings:
         directory=config.directory,
         membership=config.membership,
         rpc=config.rpc,
+        liveness=config.liveness,
         stop_grace_ms=config.stop_grace_ms,
         drain_ms_max=config.drain_ms_max,
         pod=config.pod,

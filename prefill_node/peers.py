@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
-from batonpb import node_pb2, transfer_pb2
+from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
@@ -13,6 +13,7 @@ from baton.ids import Incarnation, Pair
 from baton.runtime import NodeRuntime
 from baton.wire import NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool
+from kvtransfer.attendance import WriterAttendance
 from kvtransfer.negotiation import Offers, host_identity
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
@@ -35,6 +36,7 @@ class Peers:
         self._host = host_identity()
         self._loop = asyncio.get_running_loop()
         self._peers: dict[Incarnation, WriterPeer] = {}
+        self._attendances: dict[Incarnation, WriterAttendance] = {}
         self._closing_peers: set[Incarnation] = set()
         self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
@@ -47,6 +49,8 @@ class Peers:
             raise BatonError(
                 Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
             )
+        if peer is not None and self._attendances[record.incarnation].out_of_reach:
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
         if peer is None:
             pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
             peer = WriterPeer(
@@ -68,7 +72,23 @@ class Peers:
                 config=self._config.writer,
             )
             self._peers[record.incarnation] = peer
+            self._attendances[record.incarnation] = self._attend(peer)
         return peer
+
+    def _attend(self, peer: WriterPeer) -> WriterAttendance:
+        address = peer.address
+        return WriterAttendance(
+            name=address.name,
+            endpoint=address.endpoint,
+            stub=transfer_pb2_grpc.TransferStub(self._runtime.channels.get(address.endpoint)),
+            request=transfer_pb2.AttendRequest(
+                header={"sender": address.pair.writer, "receiver": address.pair.receiver}
+            ),
+            lost=peer.receiver_lost,
+            gone=peer.peer_gone,
+            liveness=self._config.liveness,
+            clock=self._runtime.clock,
+        )
 
     def _machine(self, receiver: Incarnation) -> WriterGrants:
         return self._machines.pop(receiver) if receiver in self._machines else WriterGrants()
@@ -133,6 +153,7 @@ class Peers:
                 task.add_done_callback(self._closing.discard)
 
     async def _close_peer(self, incarnation: Incarnation, peer: WriterPeer) -> None:
+        await self._attendances.pop(incarnation).close()
         await peer.close()
         del self._peers[incarnation]
         self._closing_peers.discard(incarnation)
@@ -145,6 +166,7 @@ class Peers:
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
+        await asyncio.gather(*(attendance.close() for attendance in self._attendances.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:

@@ -62,7 +62,7 @@ def order_decode_nodes(
     if not left:
         raise BatonError(
             Reason.DECODE_FULL,
-            f"All {len(fit)} decode nodes are behind with accepting writes.",
+            f"All {len(fit)} decode nodes are behind with accepting writes, or out of reach.",
             retry_after_ms=200,
         )
     order: list[NodeRecord] = []

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import InvalidField, check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
 from router.pin_config import PinKeeperConfig, PinnedPrefix
@@ -23,8 +24,12 @@ class RouterConfig:
         default=None, metadata={"help": "host:port of the OpenAI endpoints and /metrics over HTTP; none: off"}
     )
     http_connections_max: int = field(default=2_048, metadata={"help": "HTTP connections at a time"})
+    http_send_buffer_bytes: int = field(
+        default=131_072, metadata={"help": "bytes that the kernel may keep of what an HTTP client has not read"}
+    )
     http_body_ms_max: int = field(default=60_000, metadata={"help": "how long the body of an HTTP call may take"})
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     max_tokens_default: int = field(default=256, metadata={"help": "output tokens of a request that names no limit"})
     prompt_chars_max: int = field(default=2_000_000, metadata={"help": "characters of a prompt that is sent as text"})
@@ -33,8 +38,11 @@ class RouterConfig:
         default=5_000, metadata={"help": "how long a request may look for a node with room before it is refused"}
     )
     placement_retry_ms: int = field(default=50, metadata={"help": "pause between two looks"})
-    decode_lost_ms: int = field(
-        default=3_000, metadata={"help": "a decode node out of reach this long fails its requests"}
+    client_tokens_unread_max: int = field(
+        default=2_048, metadata={"help": "tokens kept for a client that does not read; with more it is cut off"}
+    )
+    client_stall_ms: int = field(
+        default=1_000, metadata={"help": "how long such a client has taken nothing, so that a burst cuts nobody off"}
     )
     handed_off_ms_max: int = field(
         default=200, metadata={"help": "how long a finished answer waits for the prefill node's word on its handoff"}
@@ -66,13 +74,15 @@ class RouterConfig:
             "requests_max",
             "placement_wait_ms_max",
             "placement_retry_ms",
-            "decode_lost_ms",
             "handed_off_ms_max",
+            "client_tokens_unread_max",
+            "client_stall_ms",
             "cancel_ms_max",
             "cancel_tries_max",
             "prefix_blocks_max",
             "drain_ms_max",
             "stop_grace_ms",
             "http_connections_max",
+            "http_send_buffer_bytes",
             "http_body_ms_max",
         )

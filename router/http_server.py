@@ -25,7 +25,7 @@ from baton.tracing import Traceparent, new_request_id, read_metadata
 from router.chat import ChatEncoder
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
-from router.http_reply import CallReply, error_response
+from router.http_reply import CallReply, CutOff, Events, error_response
 from router.metrics import RouterMetrics
 from router.node import RouterNode
 from router.openai_replies import Replies, model_json
@@ -111,11 +111,18 @@ class OpenAiApp:
             for each in call.requests:
                 each.sampling.seed = seed
 
-        def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
-            child = trace.child(self._rng)
-            return self._node.generate(
-                message, request_id=request_id, trace=child, deadline_s=deadline_s, choice=choice
-            )
+        def events(cut_off: CutOff) -> Events:
+            def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
+                return self._node.generate(
+                    message,
+                    request_id=request_id,
+                    trace=trace.child(self._rng),
+                    deadline_s=deadline_s,
+                    choice=choice,
+                    cut_off=cut_off,
+                )
+
+            return run_choices(ask, call.requests, call.n)
 
         replies = Replies(
             id=f"{'chatcmpl' if call.chat else 'cmpl'}-{request_id}",
@@ -128,7 +135,7 @@ class OpenAiApp:
         )
         return CallReply(
             call,
-            lambda: run_choices(ask, call.requests, call.n),
+            events,
             replies,
             headers={"x-request-id": request_id},
             timeout_s=timeout_s,
@@ -173,6 +180,7 @@ class HttpServer:
                 timeout_graceful_shutdown=max(1, config.stop_grace_ms // 1000),
             )
         )
+        self._send_buffer_bytes = config.http_send_buffer_bytes
         self._task: asyncio.Task[None] | None = None
 
     def start(self, listen: str) -> str:
@@ -184,6 +192,8 @@ class HttpServer:
         except OSError as error:
             text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with --http-listen."
             raise BatonError(Reason.PORT_IN_USE, text, field="http_listen") from error
+        # Connections take it over. Left to itself the kernel keeps megabytes of an answer that nobody reads.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
         listener.setblocking(False)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]), name="http")
         return join_endpoint(host, listener.getsockname()[1])

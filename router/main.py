@@ -52,7 +52,7 @@ async def serve(
     rng = Random(secrets.randbits(64))
 
     def follow_directory() -> None:
-        node.follow_directory(runtime.membership.nodes(Role.DECODE))
+        node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
 
     runtime = NodeRuntime(
@@ -79,6 +79,7 @@ async def serve(
         loop=asyncio.get_running_loop(),
         rng=rng,
         observer=metrics,
+        check_known=runtime.membership.check_known,
     )
 
     runtime.holds = lambda: Holdings(requests=node.requests)
@@ -210,6 +211,7 @@ def _settings(config: RouterConfig) -> NodeSettings:
         directory=config.directory,
         membership=config.membership,
         rpc=config.rpc,
+        liveness=config.liveness,
         stop_grace_ms=config.stop_grace_ms,
         drain_ms_max=config.drain_ms_max,
     )

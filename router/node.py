@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
+from baton.clock import SystemClock
 from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
@@ -26,10 +27,11 @@ from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.chat import ChatEncoder
 from router.config import RouterConfig
-from router.observer import RequestObserver
+from router.observer import ObservedRequest, RequestObserver
 from router.placement import Placement, chain_hashes
 from router.request import CheckedRequest, check_request
 from router.retries import ASK_ANOTHER, RESUMABLE, ResumptionPace, Retries, Verdict
+from router.slow_client import slow_client
 from router.stop_strings import StopStrings
 from router.subscriptions import DecodeSubscription, Inbox
 from router.text import AnswerText, TextCodec
@@ -64,6 +66,7 @@ class Job:
     """Prefill processes that did not answer this request."""
     token_times_s: list[float] = field(default_factory=list)
     block_size: int = 0
+    on_put: Callable[[Inbox], None] | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -93,7 +96,9 @@ class RouterNode:
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
         observer: RequestObserver | None = None,
+        check_known: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_known` raises BatonError while the nodes are not known well enough to place a new request."""
         self.config = config
         self.placement = Placement(blocks_max=config.prefix_blocks_max)
         self.requests = 0
@@ -104,6 +109,8 @@ class RouterNode:
         self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
         self._loop = loop
         self._rng = rng
+        self._check_known = check_known
+        self._clock = SystemClock()
         self._observer = observer or RequestObserver()
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
@@ -122,10 +129,12 @@ class RouterNode:
         trace: Traceparent,
         deadline_s: float,
         choice: int = 0,
+        cut_off: Callable[[BatonError], None] | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request, from the client's call to its last token. Closing the iterator frees it on every node.
 
-        `choice` is the number of this answer among those to one question: other noise from the same seed.
+        `choice` is the number of this answer among those to one question: other noise from the same seed. `cut_off` is
+        called once the client has left too much unread; it is to close the iterator.
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
         if self.requests >= self.config.requests_max:
@@ -138,6 +147,8 @@ class RouterNode:
         observed = self._observer.received(self._loop.time())
         try:
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
+            if cut_off is not None:
+                job.on_put = self._unread_limit(observed, cut_off)
             yield _started(job)
             text = self._answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
@@ -162,6 +173,22 @@ class RouterNode:
         finally:
             observed.ended()
             self.requests -= 1
+
+    def _unread_limit(
+        self, observed: ObservedRequest, cut_off: Callable[[BatonError], None]
+    ) -> Callable[[Inbox], None]:
+        """Many tokens may come at once for a client that reads, so that it must have left some for a while, too."""
+
+        def look(inbox: Inbox) -> None:
+            if inbox.unread <= self.config.client_tokens_unread_max or inbox.writing_s is None:
+                return
+            if (self._loop.time() - inbox.writing_s) * 1000 > self.config.client_stall_ms:
+                error = slow_client(inbox.unread)
+                observed.failed(error.reason)
+                log.warning("client cut off", request=inbox.key.request, unread=inbox.unread)
+                cut_off(error)
+
+        return look
 
     def _answer_text(self, checked: CheckedRequest) -> AnswerText:
         return AnswerText(
@@ -201,6 +228,7 @@ class RouterNode:
     async def _attempt(self, job: Job, attempt: Try) -> AsyncGenerator[TokenPart, None]:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
         inbox = attempt.inbox
+        inbox.on_put = job.on_put
         self._inboxes[inbox.key] = inbox
         prefilling = self._loop.create_task(self._prefill(job, attempt), name=f"prefill-{job.id}")
         given = 0
@@ -210,8 +238,10 @@ class RouterNode:
                 if new:
                     job.token_times_s += [self._loop.time()] * len(new)
                     job.output += new
+                    inbox.writing_s = self._loop.time()
                     yield inbox.first_index + given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
+                    inbox.taken, inbox.writing_s = given, None
                 elif inbox.error is not None:
                     await self._resolve(attempt, inbox.error)
                 else:
@@ -230,7 +260,7 @@ class RouterNode:
         Raises `error` otherwise: the decode node never runs the attempt then, or its tokens are not taken.
         """
         inbox, subscription = attempt.inbox, attempt.subscription
-        if subscription is None or inbox.given_up or error.reason not in RESUMABLE:
+        if subscription is None or subscription.lost or inbox.given_up or error.reason not in RESUMABLE:
             raise error
         if attempt.resolved == self.config.retries.resolves_max:
             raise error
@@ -291,7 +321,10 @@ class RouterNode:
         kind = event.WhichOneof("event")
         if kind == "granted":
             attempt.granted = True
-            attempt.subscription = self._subscription(event.granted)
+            granted = event.granted
+            attempt.subscription = self._subscription(
+                granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
+            )
             attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
@@ -353,7 +386,13 @@ class RouterNode:
                 del self._calls[endpoint]
                 self._tasks.spawn(self._drop_channel(endpoint))
         alive = {record.incarnation for record in records}
+        decode_nodes = [record for record in records if record.role.serves(Role.DECODE)]
+        owners = {record.endpoint: record.incarnation for record in decode_nodes}
+        for record in decode_nodes:
+            self._subscription(record.name, record.endpoint, record.incarnation).open()
         for incarnation, subscription in list(self._subscriptions.items()):
+            if owners.get(subscription.endpoint, incarnation) != incarnation:
+                subscription.restarted()
             if incarnation not in alive and subscription.idle:
                 del self._subscriptions[incarnation]
                 self._tasks.spawn(self._drop(subscription))
@@ -405,6 +444,7 @@ class RouterNode:
         choice: int,
     ) -> Job:
         """Check the request, against the model of a cluster that may still be coming up."""
+        self._check_known()
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for attempt in range(1 << 30):
             if self._ready() or self._loop.time() >= give_up_s:
@@ -465,17 +505,17 @@ class RouterNode:
             cache_salt=job.checked.cache_salt,
         )
 
-    def _subscription(self, granted: prefill_pb2.Granted) -> DecodeSubscription:
-        incarnation = Incarnation(granted.decode_incarnation)
+    def _subscription(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:
         subscription = self._subscriptions.get(incarnation)
         if subscription is None:
             subscription = self._subscriptions[incarnation] = DecodeSubscription(
-                name=granted.decode_node,
-                endpoint=granted.decode_endpoint,
+                name=name,
+                endpoint=endpoint,
                 incarnation=incarnation,
                 own=self._incarnation,
                 channels=self._channels,
-                lost_ms=self.config.decode_lost_ms,
+                liveness=self.config.liveness,
+                clock=self._clock,
                 live=self._inboxes,
             )
         return subscription

@@ -180,7 +180,7 @@ def test_a_killed_decode_nodes_requests_are_taken_up_by_the_other() -> None:
         decode=2,
         blocks=800,
         both=FAST_MEMBERSHIP,
-        router_flags={**FAST_MEMBERSHIP, "decode_lost_ms": 400},
+        router_flags={**FAST_MEMBERSHIP, "liveness.reconnect_ms_max": 400},
         prefill_flags={"engine.mock_layer_delay_ms": 10},
         decode_flags=SLOW_DECODE,
     )
@@ -236,7 +236,7 @@ def test_a_node_that_is_asked_to_stop_leaves_nothing_on_its_peer(name: str) -> N
     spec = mock_spec(
         blocks=1200,
         both=FAST_MEMBERSHIP,
-        router_flags={**FAST_MEMBERSHIP, "decode_lost_ms": 400},
+        router_flags={**FAST_MEMBERSHIP, "liveness.reconnect_ms_max": 400},
         prefill_flags={"engine.mock_layer_delay_ms": 10},
         decode_flags=SLOW_DECODE,
     )

@@ -333,7 +333,7 @@ def test_an_error_in_the_middle_of_a_stream_is_told(model: Path) -> None:
         engine=EngineKind.MODEL,
         blocks=512,
         http="127.0.0.1:0",
-        flags={Service.ROUTER: {"decode_lost_ms": 300, "retries.resume_wait_ms_max": 300}},
+        flags={Service.ROUTER: {"liveness.reconnect_ms_max": 300, "retries.resume_wait_ms_max": 300}},
     )
     with running(spec) as cluster:
         found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))

@@ -126,7 +126,7 @@ def test_a_node_whose_engine_loop_breaks_ends(name: str) -> None:
     started in its place serves."""
 
     async def scenario() -> None:
-        async with inprocess(mock_spec(router_flags={"decode_lost_ms": 300})) as cluster:
+        async with inprocess(mock_spec(router_flags={"liveness.reconnect_ms_max": 300})) as cluster:
             nodes: dict[str, Any] = {**cluster.prefill, **cluster.decode}
             host, port = cluster.endpoints[name].split(":")
             assert region_is_mapped(name)

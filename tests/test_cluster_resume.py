@@ -33,7 +33,7 @@ from tests.exactness_cluster import LLAMA
 from tests.inprocess_cluster import MARK, Point, inprocess
 
 FAST = {"membership.heartbeat_ms": 100, "membership.ttl_ms": 600}
-ROUTER_FLAGS: dict[str, object] = {**FAST, "decode_lost_ms": 300, "placement_wait_ms_max": 20_000}
+ROUTER_FLAGS: dict[str, object] = {**FAST, "liveness.reconnect_ms_max": 300, "placement_wait_ms_max": 20_000}
 SLOW_DECODE = {"engine.mock_layer_delay_ms": 1}
 PROMPT_SEED = 71
 REAL_TOKENS = 900

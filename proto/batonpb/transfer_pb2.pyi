@@ -39,6 +39,16 @@ class ConnectReply(_message.Message):
     num_blocks: int
     def __init__(self, receiver: _Optional[int] = ..., transport: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[bytes] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class AttendRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ...) -> None: ...
+
+class AttendReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ReserveRequest(_message.Message):
     __slots__ = ("header", "number", "lowest_live", "key", "prompt", "sampling", "router", "cache_salt", "deadline_left_ms", "output")
     HEADER_FIELD_NUMBER: _ClassVar[int]
