@@ -1,0 +1,492 @@
+"""The data plane: what the shm and the tcp transport promise (`kvtransfer.transport`), over the simulated network.
+
+tcp: frames read the source when they leave and land when they arrive, if the receiver still admits them; what is on its
+way when a connection breaks may land after the writer has let go of it. Fences and ends are the receiver's own doing.
+shm: the writer copies straight into the receiver's region, at its own pace and unchecked. A stopped writer goes on
+copying when it is continued. Evidence is its BYE, or its death.
+
+Bytes are really copied between regions. Which block they land in is told to `Process.landed`, the checker's ear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.transport import (
+    DataEndpoint,
+    PairBeingFenced,
+    ReceiverEvents,
+    Seal,
+    TransportName,
+    WriteOps,
+    WriteRanges,
+    WriterEvents,
+)
+from kvtransfer.transports.shm import ShmConnectError
+from kvtransfer.transports.shm_fence import Evidence, PairFence
+from kvtransfer.transports.tcp import TcpConnectError
+from tests.sim.loop import ProcessState
+
+if TYPE_CHECKING:
+    from tests.sim.cluster import Process
+
+CONNECT_S_MAX = 2.0
+DRAIN_S_MAX = 5.0
+"""tcp: how long an abandoned frame may go unacknowledged before the link is ended."""
+BYE_S_MAX = 2.0
+PACE_S = 0.000_3
+"""About how long the sender or copier takes for what is queued."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Batch:
+    """One post. `under_way` once it has left the queue."""
+
+    grant: GrantId
+    ops: WriteOps
+    writes: int
+    nbytes: int
+    under_way: bool = False
+    done: bool = False
+
+
+class SimPort:
+    """A `ReceiverPort` of either transport."""
+
+    def __init__(self, *, transport: TransportName, process: Process, events: ReceiverEvents) -> None:
+        self.transport = transport
+        self.process = process
+        self.events = events
+        self.closed = False
+        self.address = f"{process.name}/{process.start}/{transport.value}"
+        self.links: dict[int, SimLink] = {}
+        """Connections that are not proved ended, by number."""
+        self.allowed: dict[GrantId, tuple[Pair, Epoch, WriteRanges]] = {}
+        self.pairs: dict[Pair, PairFence] = {}
+        self._made = 0
+        process.network.data_ports[self.address] = self
+        process.ports.append(self)
+
+    # kvtransfer.transport.ReceiverPort.
+
+    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
+        book = self.pairs.get(pair)
+        if book is not None and book.has_fenced(epoch):
+            raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
+        if book is None:
+            book = self.pairs[pair] = PairFence()
+        secret = book.secret(epoch)
+        if secret is None:
+            secret = self.process.loop.rng.randbytes(8)
+            book.expect(epoch, secret)
+        return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
+
+    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
+        if self.transport is TransportName.TCP:
+            self.allowed[grant] = (pair, epoch, ranges)
+
+    def forbid(self, grant: GrantId) -> None:
+        self.allowed.pop(grant, None)
+
+    def fence(self, pair: Pair, epoch: Epoch) -> None:
+        for number in self.pairs.setdefault(pair, PairFence()).fence(epoch):
+            self.links[number].fence_by_receiver(epoch)
+        self.process.loop.call_soon(self._settle, pair)
+
+    def describe(self) -> dict[str, object]:
+        return {"connections": len(self.links), "grants_allowed": len(self.allowed)}
+
+    async def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            del self.process.network.data_ports[self.address]
+            for link in self.links.values():
+                link.receiver_ended()
+            self.links.clear()
+
+    # Connections.
+
+    def opened(self, link: SimLink, secret: bytes) -> str | None:
+        """A writer's hello has arrived: None, or why it is refused."""
+        book = self.pairs.get(link.pair)
+        if self.closed or book is None or book.secret(link.epoch) != secret:
+            return "not expected"
+        self._made += 1
+        link.number = self._made
+        self.links[link.number] = link
+        book.opened(link.number, link.epoch)
+        return None
+
+    def proved(self, link: SimLink, evidence: Evidence, *, orderly: bool) -> None:
+        """This connection cannot write any more."""
+        if self.closed or self.links.pop(link.number, None) is None:
+            return
+        book = self.pairs[link.pair]
+        book.closed(link.number, evidence, link.number)
+        if not orderly and not book.is_fencing(link.epoch):
+            self.fence(link.pair, link.epoch)
+        self.process.loop.call_soon(self._settle, link.pair)
+
+    def _settle(self, pair: Pair) -> None:
+        while not self.closed and (book := self.pairs.get(pair)) is not None:
+            settled = book.settled()
+            if settled is None:
+                if book.is_idle:
+                    del self.pairs[pair]
+                return
+            self.events.writer_gone(pair, *settled)
+
+    def land(self, link: SimLink, batch: Batch, data: list[bytes]) -> None:
+        """Bytes reach the region."""
+        region = self.process.region
+        for dst, piece in zip(batch.ops.dst.tolist(), data, strict=True):
+            self.process.landed(batch.grant, link.pair, dst)
+            region[dst : dst + len(piece)] = piece
+
+    def admits(self, link: SimLink, batch: Batch) -> bool:
+        allowed = self.allowed.get(batch.grant)
+        return (
+            allowed is not None
+            and allowed[:2] == (link.pair, link.epoch)
+            and allowed[2].cover(batch.ops.dst, batch.ops.nbytes)
+        )
+
+
+class SimLink:
+    """A `WriterLink`; both ends of one connection."""
+
+    transport: ClassVar[TransportName]
+
+    def __init__(self, *, process: Process, port: SimPort, pair: Pair, epoch: Epoch, events: WriterEvents) -> None:
+        self.process = process
+        self.port = port
+        self.pair = pair
+        self.number = 0
+        self._epoch = epoch
+        self._events = events
+        self._loop = process.loop
+        self._queue: deque[Batch | Seal] = deque()
+        self._sent: deque[Batch | Seal] = deque()
+        self._abandoned: dict[GrantId, None] = {}
+        self._pumping = False
+        self._fenced = False
+        self._ended = False
+        self._closing = False
+        self._arrives_s = 0.0
+        self._answers_s = 0.0
+        self._over: asyncio.Future[None] = process.loop.create_future()
+        process.links.append(self)
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._epoch
+
+    @property
+    def fenced(self) -> bool:
+        return self._fenced
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and not self._sent
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None:
+        batch = Batch(grant=grant, ops=ops, writes=len(ops.src), nbytes=ops.total_bytes)
+        if self._ended or grant in self._abandoned:
+            self._complete_soon(batch, copied=False)
+        else:
+            self._queue.append(batch)
+            self._pump_soon()
+
+    def seal(self, seal: Seal) -> None:
+        if not self._ended:
+            self._queue.append(seal)
+            self._pump_soon()
+
+    def abandon(self, grant: GrantId) -> None:
+        self._abandoned[grant] = None
+        kept: deque[Batch | Seal] = deque()
+        for item in self._queue:
+            if isinstance(item, Batch) and item.grant == grant:
+                self._complete_soon(item, copied=False)
+            else:
+                kept.append(item)
+        self._queue = kept
+
+    def forget(self, grant: GrantId) -> None:
+        self._abandoned.pop(grant, None)
+
+    async def close(self) -> None:
+        if not self._ended:
+            self._closing = True
+            self._end("closed")
+        await asyncio.shield(self._over)
+
+    def _complete_soon(self, batch: Batch, *, copied: bool) -> None:
+        if not batch.done:
+            batch.done = True
+            self._loop.call_soon(self._events.writes_completed, batch.grant, batch.writes, batch.nbytes, copied)
+
+    def _pump_soon(self) -> None:
+        if not self._pumping and not self._ended:
+            self._pumping = True
+            self._loop.call_later(PACE_S * 2 * self.process.network.rng.random(), self._pump)
+
+    def _pump(self) -> None:
+        raise NotImplementedError
+
+    def _end(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def _finish(self, reason: str) -> None:
+        """Everything is completed and nothing is copied any more."""
+        if self._over.done():
+            return
+        self._over.set_result(None)
+        self.process.links.remove(self)
+        if not self._closing:
+            self._events.link_lost(self.pair, reason)
+
+    # What happens to the connection from outside.
+
+    def fence_by_receiver(self, epoch: Epoch) -> None:
+        raise NotImplementedError
+
+    def receiver_ended(self) -> None:
+        """The receiving process has closed its port, or died."""
+        self._tell_writer(self._end, "the receiver closed the connection or died")
+
+    def reset(self, reason: str) -> None:
+        """The network breaks it, in both directions."""
+        raise NotImplementedError
+
+    def writer_died(self) -> None:
+        """The writing process has ended."""
+        raise NotImplementedError
+
+    def _tell_writer(self, callback: Any, *args: Any) -> None:
+        port = self.port.process
+        self._answers_s = port.network.send(port.loop, self._loop, self._answers_s, callback, *args)
+
+    def _tell_receiver(self, callback: Any, *args: Any) -> None:
+        self._arrives_s = self.process.network.send(
+            self._loop, self.port.process.loop, self._arrives_s, callback, *args
+        )
+
+
+class SimTcpLink(SimLink):
+    transport = TransportName.TCP
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._receiving = True
+
+    @classmethod
+    async def connect(
+        cls, endpoint: DataEndpoint, pair: Pair, source: Any, events: WriterEvents, loop: Any, config: Any = None
+    ) -> SimTcpLink:
+        link = await _connect(cls, endpoint, pair, events, loop, TcpConnectError)
+        assert isinstance(link, SimTcpLink)
+        return link
+
+    def abandon(self, grant: GrantId) -> None:
+        super().abandon(grant)
+        if any(isinstance(item, Batch) and item.grant == grant for item in self._sent):
+            self._loop.call_later(DRAIN_S_MAX, self._drain_deadline, grant)
+
+    def _drain_deadline(self, grant: GrantId) -> None:
+        if any(isinstance(item, Batch) and item.grant == grant for item in self._sent):
+            self._end("an abandoned grant was not acknowledged in time")
+
+    def _pump(self) -> None:
+        self._pumping = False
+        if self._ended or not self._queue:
+            return
+        source = self.process.region
+        group: list[tuple[Batch | Seal, list[bytes]]] = []
+        for item in self._queue:
+            if isinstance(item, Batch):
+                ops = item.ops
+                data = [
+                    bytes(source[s : s + n]) for s, n in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True)
+                ]
+                group.append((item, data))
+            else:
+                group.append((item, []))
+        self._sent.extend(self._queue)
+        self._queue.clear()
+        self._tell_receiver(self._arrived, group)
+
+    def _arrived(self, group: list[tuple[Batch | Seal, list[bytes]]]) -> None:
+        """On the receiver's loop (its receive thread)."""
+        if not self._receiving or self.port.closed:
+            return
+        landed = []
+        for item, data in group:
+            if isinstance(item, Seal):
+                self.port.events.seal_landed(self.pair, item)
+                landed.append(True)
+            else:
+                admitted = self.port.admits(self, item)
+                if admitted:
+                    self.port.land(self, item, data)
+                landed.append(admitted)
+        self._tell_writer(self._acknowledged, landed)
+
+    def _acknowledged(self, landed: list[bool]) -> None:
+        if self._ended:
+            return
+        for copied in landed:
+            item = self._sent.popleft()
+            if isinstance(item, Batch):
+                self._complete_soon(item, copied=copied)
+
+    def _end(self, reason: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        for item in (*self._sent, *self._queue):
+            if isinstance(item, Batch):
+                self._complete_soon(item, copied=False)
+        self._sent.clear()
+        self._queue.clear()
+        self._tell_receiver(self._receiver_sees_end, self._closing)
+        self._loop.call_soon(self._finish, reason)
+
+    def _receiver_sees_end(self, orderly: bool) -> None:
+        self._receiving = False
+        self.port.process.loop.call_later(
+            PACE_S * self.process.network.rng.random(), self._joined, orderly
+        )
+
+    def _joined(self, orderly: bool) -> None:
+        self.port.proved(self, Evidence.JOINED, orderly=orderly)
+
+    def fence_by_receiver(self, epoch: Epoch) -> None:
+        self._receiving = False
+        self._tell_writer(self._told_fence, epoch)
+        self._receiver_sees_end(True)
+
+    def _told_fence(self, epoch: Epoch) -> None:
+        self._fenced = True
+        self._end(f"fenced by the receiver up to epoch {epoch}")
+
+    def reset(self, reason: str) -> None:
+        if not self._ended:
+            self._loop.call_soon(self._end, reason)
+
+    def writer_died(self) -> None:
+        """Its kernel closes the socket: what was sent before still arrives."""
+        self._tell_receiver(self._receiver_sees_end, False)
+
+
+class SimShmLink(SimLink):
+    transport = TransportName.SHM
+
+    @classmethod
+    async def connect(
+        cls, endpoint: DataEndpoint, pair: Pair, source: Any, events: WriterEvents, loop: Any, config: Any = None
+    ) -> SimShmLink:
+        link = await _connect(cls, endpoint, pair, events, loop, ShmConnectError)
+        assert isinstance(link, SimShmLink)
+        return link
+
+    def _pump(self) -> None:
+        """One batch: the copying thread. It goes on however long the process was stopped before."""
+        self._pumping = False
+        if self._ended or not self._queue:
+            return
+        item = self._queue.popleft()
+        if isinstance(item, Seal):
+            self._tell_receiver(self._sealed, item)
+        else:
+            source, ops = self.process.region, item.ops
+            data = [bytes(source[s : s + n]) for s, n in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True)]
+            self.port.land(self, item, data)
+            self._complete_soon(item, copied=True)
+        if self._queue:
+            self._pump_soon()
+
+    def _sealed(self, seal: Seal) -> None:
+        if not self.port.closed:
+            self.port.events.seal_landed(self.pair, seal)
+
+    def _end(self, reason: str) -> None:
+        """Stop copying, unmap, and only then acknowledge."""
+        if self._ended:
+            return
+        self._ended = True
+        for item in self._queue:
+            if isinstance(item, Batch):
+                self._complete_soon(item, copied=False)
+        self._queue.clear()
+        self._loop.call_later(PACE_S * self.process.network.rng.random(), self._unmapped, reason)
+
+    def _unmapped(self, reason: str) -> None:
+        self._tell_receiver(self._bye)
+        self._finish(reason)
+
+    def _bye(self) -> None:
+        self.port.proved(self, Evidence.ACKNOWLEDGED, orderly=True)
+
+    def fence_by_receiver(self, epoch: Epoch) -> None:
+        self._tell_writer(self._told_fence, epoch)
+
+    def _told_fence(self, epoch: Epoch) -> None:
+        if epoch >= self._epoch:
+            self._fenced = True
+            self._end(f"fenced by the receiver up to epoch {epoch}")
+
+    def reset(self, reason: str) -> None:
+        """A Unix socket is not reset."""
+
+    def writer_died(self) -> None:
+        self._tell_receiver(self._dead)
+
+    def _dead(self) -> None:
+        """The pidfd is readable."""
+        self.port.proved(self, Evidence.DEAD, orderly=False)
+
+
+async def _connect(
+    kind: type[SimLink],
+    endpoint: DataEndpoint,
+    pair: Pair,
+    events: WriterEvents,
+    loop: Any,
+    failure: type[Exception],
+) -> SimLink:
+    process: Process = loop.sink
+    network = process.network
+    port = network.data_ports.get(endpoint.address)
+    if port is None or port.process.loop.state is ProcessState.DEAD:
+        await asyncio.sleep(network.rng.random() * 0.002)
+        raise failure(f"{endpoint.address}: connection refused")
+    link = kind(process=process, port=port, pair=pair, epoch=endpoint.epoch, events=events)
+    welcomed: asyncio.Future[str | None] = loop.create_future()
+
+    def hello() -> None:
+        link._tell_writer(answered, port.opened(link, endpoint.secret))
+
+    def answered(refusal: str | None) -> None:
+        if not welcomed.done():
+            welcomed.set_result(refusal)
+
+    link._tell_receiver(hello)
+    try:
+        async with asyncio.timeout(CONNECT_S_MAX):
+            refusal = await welcomed
+    except BaseException as error:
+        link._closing = True
+        link._end("not connected after all")
+        if isinstance(error, TimeoutError):
+            raise failure(f"{endpoint.address}: no link in time") from error
+        raise
+    if refusal is not None:
+        link._ended = True
+        process.links.remove(link)
+        raise failure(f"{endpoint.address}: refused: {refusal}")
+    return link

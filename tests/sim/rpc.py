@@ -1,0 +1,583 @@
+"""gRPC's surface over the simulated network: `Channels` for callers, `RpcServer` for nodes.
+
+The generated stubs and services, `baton.rpc`'s edge (admission, deadlines, statuses) and serialisation are the real
+ones. Here: what grpc.aio does around them. Messages of one call arrive in order, calls overtake each other. A call on a
+lossy link breaks, before it was served or after. A cut link holds what is on its way, until it heals or keepalive ends
+the connection. Calls that are idempotent by contract may be served twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from baton.rpc import RpcLimits, _Edge
+from baton.rpc_client import ChannelLimits
+if TYPE_CHECKING:
+    from random import Random
+
+    from tests.sim.cluster import Process
+
+WINDOW_MESSAGES = 2
+"""Messages of a stream that may be on their way unread; the next write waits."""
+SERVED_TWICE = frozenset(
+    f"/baton.v1.{method}"
+    for method in (
+        "Transfer/Reserve",
+        "Transfer/Renew",
+        "Transfer/Commit",
+        "Transfer/LetGo",
+        "Transfer/Revoke",
+        "Decode/Cancel",
+        "Decode/Resolve",
+        "Directory/Push",
+        "Directory/Remove",
+    )
+)
+_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+_EMPTY = grpc.aio.Metadata()
+Status = tuple[grpc.StatusCode, str, Any]
+
+
+def _error(status: Status) -> grpc.aio.AioRpcError:
+    code, details, trailers = status
+    return grpc.aio.AioRpcError(code, _EMPTY, grpc.aio.Metadata(*(trailers or ())), details=details)
+
+
+class Call:
+    """One call, as its client has it. Awaited (one answer) or iterated (a stream of them)."""
+
+    __slots__ = (
+        "_arrives_s",
+        "_channel",
+        "_client",
+        "_connected",
+        "_consumer",
+        "_deserialise",
+        "_messages",
+        "_requests_s",
+        "_served",
+        "_status",
+        "_streams",
+        "_timer",
+        "_waiter",
+        "method",
+    )
+
+    def __init__(self, channel: SimChannel, method: str, deserialise: Callable[[bytes], Any], *, streams: bool) -> None:
+        self.method = method
+        self._channel = channel
+        self._client = channel.process
+        self._deserialise = deserialise
+        self._messages: deque[Any] = deque()
+        self._status: Status | None = None
+        self._streams = streams
+        self._connected = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: Any = None
+        self._served: ServedCall | None = None
+        self._consumer: asyncio.Task[None] | None = None
+        self._requests_s = 0.0
+        self._arrives_s = 0.0
+
+    # The caller's side.
+
+    def begin(self, data: bytes | None, timeout: float | None, metadata: Any) -> None:
+        """Send it off. `data` None: the requests are a stream of their own."""
+        loop = self._client.loop
+        if timeout is not None:
+            self._timer = loop.call_later(timeout, self._expire)
+        channel, network = self._channel, self._client.network
+        server = network.servers.get(channel.endpoint)
+        self._client.calls_out[self] = None
+        if server is None:
+            loop.call_later(network.rng.random() * 0.002, self._end, (_UNAVAILABLE, "connection refused", None))
+            return
+        other = server.process.loop
+        if channel.connected is not server:
+            if not network.reaches(loop, other):
+                delay_s = channel.limits.connect_ms_max / 1000
+                loop.call_later(delay_s, self._end, (_UNAVAILABLE, "failed to connect", None))
+                return
+            channel.connected = server
+        link = network.link(loop.name, other.name)
+        lost_after = False
+        if link.loss > 0 and network.rng.random() < link.loss:
+            if network.rng.random() < 0.5:
+                delay_s = network.rng.random() * 0.05
+                loop.call_later(delay_s, self._end, (_UNAVAILABLE, "the connection was reset", None))
+                return
+            lost_after = True
+        served = self._served = ServedCall(self, server, lost_after=lost_after)
+        if data is not None:
+            network.note(loop, other, data)
+        self._requests_s = network.send(loop, other, 0.0, served.arrive, data, timeout, metadata)
+        if link.duplication > 0 and self.method in SERVED_TWICE and network.rng.random() < link.duplication:
+            again = ServedCall(None, server, method=self.method)
+            late_s = network.world.now_s + network.rng.random() * 0.5
+            network.send(loop, other, late_s, again.arrive, data, timeout, metadata)
+
+    def stream_requests(self, requests: AsyncIterator[Any], serialise: Callable[[Any], bytes]) -> None:
+        if not self.done:
+            self._consumer = self._client.loop.create_task(self._consume(requests, serialise), name="requests")
+
+    async def _consume(self, requests: AsyncIterator[Any], serialise: Callable[[Any], bytes]) -> None:
+        async for request in requests:
+            served, client = self._served, self._client
+            if self.done or served is None:
+                return
+            data = serialise(request)
+            client.network.note(client.loop, served.process.loop, data)
+            self._requests_s = client.network.send(
+                client.loop, served.process.loop, self._requests_s, served.take_request, data
+            )
+        if self._served is not None and not self.done:
+            served = self._served
+            self._client.network.send(
+                self._client.loop, served.process.loop, self._requests_s, served.take_request, None
+            )
+
+    @property
+    def done(self) -> bool:
+        return self._status is not None
+
+    async def answer(self) -> Any:
+        """Of a call with one answer. Raises AioRpcError."""
+        while not self._messages and self._status is None:
+            await self._news()
+        if self._messages:
+            return self._messages.popleft()
+        assert self._status is not None
+        raise _error(self._status)
+
+    async def wait_for_connection(self) -> None:
+        while not self._connected and not self._messages and self._status is None:
+            await self._news()
+        if self._status is not None and self._status[0] is not grpc.StatusCode.OK:
+            raise _error(self._status)
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Any:
+        while not self._messages:
+            if self._status is not None:
+                if self._status[0] is grpc.StatusCode.OK:
+                    raise StopAsyncIteration
+                raise _error(self._status)
+            await self._news()
+        if self._served is not None:
+            self._served.taken()
+        return self._messages.popleft()
+
+    async def _news(self) -> None:
+        waiter = self._waiter = self._client.loop.create_future()
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            self._waiter = None
+
+    def cancel(self) -> bool:
+        """The caller wants no more; the server is told."""
+        if self._status is not None:
+            return False
+        self._end((grpc.StatusCode.CANCELLED, "cancelled by the caller", None))
+        self._tell_cancelled()
+        return True
+
+    def abort_callers(self) -> None:
+        """The channel is closed under the call: whoever waits sees his task cancelled, as with grpc.aio."""
+        waiter = self._waiter
+        self.cancel()
+        if waiter is not None:
+            waiter.cancel()
+
+    def _expire(self) -> None:
+        if self._status is None:
+            self._end((grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded", None))
+            self._tell_cancelled()
+
+    def _tell_cancelled(self) -> None:
+        served = self._served
+        if served is not None:
+            self._client.network.send(self._client.loop, served.process.loop, self._requests_s, served.cancelled)
+
+    # What the network brings.
+
+    def break_off(self, why: str) -> None:
+        """The connection has ended."""
+        self._end((_UNAVAILABLE, why, None))
+
+    def take(self, data: bytes) -> None:
+        if self._status is None:
+            self._messages.append(self._deserialise(data))
+            if not self._streams:
+                self._end((grpc.StatusCode.OK, "", None))
+            else:
+                self._wake()
+
+    def take_initial(self) -> None:
+        self._connected = True
+        self._wake()
+
+    def take_status(self, status: Status) -> None:
+        self._end(status)
+
+    def _end(self, status: Status) -> None:
+        if self._status is not None:
+            return
+        self._status = status
+        self._client.calls_out.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._consumer is not None:
+            self._consumer.cancel()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    @property
+    def server(self) -> Process | None:
+        return None if self._served is None else self._served.process
+
+    @property
+    def client(self) -> Process:
+        return self._client
+
+
+class ServedCall:
+    """One call, as its server has it; is the context that handlers get."""
+
+    __slots__ = (
+        "_answers_s",
+        "_call",
+        "_deadline_s",
+        "_lost_after",
+        "_metadata",
+        "_method",
+        "_over",
+        "_requests",
+        "_server",
+        "_task",
+        "_timer",
+        "_under_way",
+        "_waiter",
+        "_writer",
+        "process",
+    )
+
+    def __init__(self, call: Call | None, server: SimServer, *, method: str = "", lost_after: bool = False) -> None:
+        """`call` None: a duplicate whose answer nobody gets."""
+        self.process = server.process
+        self._call = call
+        self._method = call.method if call is not None else method
+        self._server = server
+        self._lost_after = lost_after
+        self._requests: deque[bytes | None] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: Any = None
+        self._deadline_s: float | None = None
+        self._metadata: Any = ()
+        self._under_way = 0
+        self._answers_s = 0.0
+        self._over = False
+
+    @property
+    def client(self) -> Process | None:
+        return None if self._call is None else self._call.client
+
+    @property
+    def call(self) -> Call | None:
+        return self._call
+
+    # What the network brings, on the server's loop.
+
+    def arrive(self, data: bytes | None, timeout: float | None, metadata: Any) -> None:
+        if self._over:
+            return
+        handler = self._server.handler(self._method)
+        if handler is None:
+            self._send_status((_UNAVAILABLE, "the server is stopping", None))
+            return
+        loop = self.process.loop
+        self._metadata = metadata or ()
+        if timeout is not None:
+            self._deadline_s = loop.time() + timeout
+            self._timer = loop.call_later(timeout, self.cancelled)
+        self._server.calls[self] = None
+        self._task = loop.create_task(self._serve(handler, data), name=self._method)
+
+    def take_request(self, data: bytes | None) -> None:
+        self._requests.append(data)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cancelled(self) -> None:
+        """The client has cancelled, its deadline has passed, or its connection has ended."""
+        self._over = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def taken(self) -> None:
+        """The client has read one message (called from there: the news of it travels)."""
+        self._under_way -= 1
+        writer = self._writer
+        if writer is not None and self._call is not None:
+            self._writer = None
+            client = self._call.client
+            client.network.send(client.loop, self.process.loop, 0.0, _set, writer)
+
+    # Serving.
+
+    async def _serve(self, handler: Any, data: bytes | None) -> None:
+        try:
+            request: Any = self._read_requests(handler) if data is None else handler.request_deserializer(data)
+            if handler.response_streaming:
+                function = handler.stream_stream if handler.request_streaming else handler.unary_stream
+                await function(request, self)
+            else:
+                self._send(handler.response_serializer(await handler.unary_unary(request, self)))
+            self._send_status((grpc.StatusCode.OK, "", None))
+        except grpc.aio.AbortError:
+            return  # the status is on its way
+        finally:
+            self._over = True
+            self._server.calls.pop(self, None)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    async def _read_requests(self, handler: Any) -> AsyncIterator[Any]:
+        while True:
+            while not self._requests:
+                waiter = self._waiter = self.process.loop.create_future()
+                try:
+                    await waiter
+                finally:
+                    self._waiter = None
+            data = self._requests.popleft()
+            if data is None:
+                return
+            yield handler.request_deserializer(data)
+
+    def _send(self, data: bytes) -> None:
+        call = self._call
+        if call is None or self._over:
+            return
+        if self._lost_after and not call._streams:
+            self._send_status((_UNAVAILABLE, "the connection was reset", None))
+            return
+        loop, network = self.process.loop, self.process.network
+        network.note(loop, call.client.loop, data)
+        self._answers_s = network.send(loop, call.client.loop, self._answers_s, call.take, data)
+
+    def _send_status(self, status: Status) -> None:
+        call = self._call
+        if call is not None and (call._streams or status[0] is not grpc.StatusCode.OK):
+            if self._lost_after:
+                status = (_UNAVAILABLE, "the connection was reset", None)
+            self._answers_s = self.process.network.send(
+                self.process.loop, call.client.loop, self._answers_s, call.take_status, status
+            )
+
+    # The context that handlers see.
+
+    def time_remaining(self) -> float | None:
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - self.process.loop.time())
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    async def send_initial_metadata(self, _metadata: Any) -> None:
+        call = self._call
+        if call is not None:
+            self._answers_s = self.process.network.send(
+                self.process.loop, call.client.loop, self._answers_s, call.take_initial
+            )
+
+    async def write(self, message: Any) -> None:
+        if self._lost_after and self.process.network.rng.random() < 0.3:
+            await self.abort_with_status((_UNAVAILABLE, "the connection was reset", None))
+        handler = self._server.handlers[self._method]
+        self._send(handler.response_serializer(message))
+        self._under_way += 1
+        while self._under_way > WINDOW_MESSAGES:
+            self._writer = self.process.loop.create_future()
+            await self._writer
+
+    async def abort_with_status(self, status: Any) -> None:
+        code, details, trailers = status
+        self._send_status((code, details, trailers))
+        raise grpc.aio.AbortError
+
+    def set_code(self, _code: Any) -> None:
+        """Generated base classes say so before they raise NotImplementedError."""
+
+    def set_details(self, _details: str) -> None:
+        """See `set_code`."""
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class SimChannel:
+    """What stubs are made with."""
+
+    def __init__(self, process: Process, endpoint: str, limits: ChannelLimits) -> None:
+        self.process = process
+        self.endpoint = endpoint
+        self.limits = limits
+        self.connected: SimServer | None = None
+
+    def unary_unary(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Coroutine[Any, Any, Any]:
+            made = Call(self, method, response_deserializer, streams=False)
+            made.begin(request_serializer(request), timeout, metadata)
+            return made.answer()
+
+        return call
+
+    def unary_stream(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Call:
+            made = Call(self, method, response_deserializer, streams=True)
+            made.begin(request_serializer(request), timeout, metadata)
+            return made
+
+        return call
+
+    def stream_stream(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        def call(requests: Any, timeout: float | None = None, metadata: Any = None) -> Call:
+            made = Call(self, method, response_deserializer, streams=True)
+            made.begin(None, timeout, metadata)
+            made.stream_requests(requests, request_serializer)
+            return made
+
+        return call
+
+
+class SimChannels:
+    """`baton.rpc_client.Channels`, for the process that makes it."""
+
+    def __init__(self, *, limits: ChannelLimits, process: Process) -> None:
+        self._limits = limits
+        self._process = process
+        self._channels: dict[str, SimChannel] = {}
+        self._closed = False
+
+    def get(self, endpoint: str) -> SimChannel:
+        assert not self._closed, "get after close"
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = SimChannel(self._process, endpoint, self._limits)
+        return channel
+
+    async def drop(self, endpoint: str) -> None:
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            self._close(channel)
+
+    async def close(self) -> None:
+        self._closed = True
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            self._close(channel)
+
+    def _close(self, channel: SimChannel) -> None:
+        for call in [call for call in self._process.calls_out if call._channel is channel]:
+            call.abort_callers()
+
+
+class SimServer:
+    """`baton.rpc.RpcServer`, for the process that makes it."""
+
+    def __init__(self, *, limits: RpcLimits, rng: Random, process: Process) -> None:
+        self.process = process
+        self.edge = _Edge(limits=limits, rng=rng)
+        self.limits = limits
+        self.handlers: dict[str, Any] = {}
+        self.calls: dict[ServedCall, None] = {}
+        self._services: list[tuple[str, Callable[[Any, Any], None], object]] = []
+        self._endpoint = ""
+
+    def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
+        self._services.append((service, register, servicer))
+
+    async def start(self, listen: str) -> int:
+        for _, register, servicer in self._services:
+            register(servicer, self)
+        self._endpoint = listen
+        assert listen not in self.process.network.servers, (listen, "in use")
+        self.process.network.servers[listen] = self
+        return int(listen.rpartition(":")[2])
+
+    def add_generic_rpc_handlers(self, _handlers: Any) -> None:
+        """Generated code calls this and the next one."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        for name, handler in handlers.items():
+            method = f"/{service}/{name}"
+            self.handlers[method] = self.edge._wrap(method, handler)
+
+    def handler(self, method: str) -> Any:
+        """None once the server takes no more calls."""
+        return self.handlers[method] if self._endpoint else None
+
+    def set_ready(self, _ready: bool) -> None:
+        """Nobody asks for health here."""
+
+    def unlisten(self) -> None:
+        if self._endpoint:
+            del self.process.network.servers[self._endpoint]
+            self._endpoint = ""
+
+    async def stop(self, grace_s: float) -> None:
+        if not self._endpoint:
+            return
+        self.unlisten()
+        await self.edge.ended(grace_s)
+        for served in list(self.calls):
+            served.cancelled()
+        await self.edge.ended(self.limits.handler_end_ms_max / 1000)
+
+
+def break_connections(process: Process, why: str, *, both_ends: bool) -> None:
+    """End every call that `process` makes or serves. Peers learn of it when the news reaches them.
+
+    `both_ends`: so does the process itself (its connections were reset; else it is dead).
+    """
+    network = process.network
+    for call in list(process.calls_out):
+        served = call._served
+        if served is not None:
+            network.send(process.loop, served.process.loop, 0.0, served.cancelled)
+        if both_ends:
+            call.break_off(why)
+    server = process.server
+    for served in list(server.calls) if server is not None else ():
+        made = served.call
+        if made is not None:
+            network.send(process.loop, made.client.loop, 0.0, made.break_off, why)
+        if both_ends:
+            network.send(process.loop, process.loop, 0.0, served.cancelled)
+
+
+def break_between(client: Process, server: Process, why: str) -> None:
+    """One connection ends: the client knows at once, the server when the news reaches it."""
+    for call in [call for call in client.calls_out if call.server is server]:
+        call.break_off(why)
+        served = call._served
+        assert served is not None
+        client.network.send(client.loop, server.loop, 0.0, served.cancelled)
