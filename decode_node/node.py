@@ -47,6 +47,8 @@ class Job:
     output: RequestOutput
     committed: asyncio.Future[bool]
     """True at the commit, False when the grant is over without one."""
+    blocks_gone: bool = False
+    """The receiver has dropped the grant's references: the blocks may be another request's by now."""
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
 
@@ -88,8 +90,8 @@ class DecodeNode:
         output = job.output
         try:
             async with asyncio.timeout_at(job.deadline_s):
-                if not await asyncio.shield(job.committed):
-                    return  # revoked or cancelled first: the receiver has dropped what it held
+                if not await asyncio.shield(job.committed) or job.blocks_gone:
+                    return  # revoked, or cancelled (before or just after the commit): the receiver has let go for us
                 self._resume(job)
                 self.streams.open(output)
                 await output.ended.wait()
@@ -223,6 +225,7 @@ class DecodeNode:
         job = self._jobs.get(grant)
         if job is None:
             return
+        job.blocks_gone = True
         self._blocks.prefix_cache.released((*job.prefix, *job.blocks))
         if not job.committed.done():
             job.committed.set_result(False)

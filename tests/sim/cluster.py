@@ -42,7 +42,11 @@ from tests.sim.profiles import (
     prefill_config,
     router_config,
 )
-from tests.sim.rpc import SimChannels, SimServer, break_connections
+from tests.sim.ghosts import watch_decode
+from tests.sim.rpc import Call, SimChannels, SimServer, break_connections
+
+
+PACE_S = 0.000_3
 
 
 class Kind(Enum):
@@ -65,11 +69,15 @@ class Process:
         self.host = cluster.hosts.get(name, name)
         self.network = cluster.network
         self.server: SimServer | None = None
-        self.calls_out: dict[Any, None] = {}
+        self.calls_out: dict[Call, None] = {}
+        self.calls_in: dict[Call, None] = {}
+        """Calls made to it, those that have not arrived yet included."""
         self.ports: list[SimPort] = []
         self.links: list[SimLink] = []
         self.region: Any = b""
         self.record_bytes = 1
+        self.pace_s = PACE_S
+        """About how long its data links take for one batch."""
         self.ledger: Ledger | None = None
         self.runtime: NodeRuntime | None = None
         self.router: RouterNode | None = None
@@ -111,6 +119,8 @@ class SimCluster:
         self.violations: list[str] = []
         self.starts = 0
         self.deaths = 0
+        self.resolves = 0
+        """Times a decode node was asked to Resolve."""
         self.kinds: dict[str, Kind] = {DIRECTORY: Kind.DIRECTORY}
         for kind, count in (
             (Kind.ROUTER, profile.routers),
@@ -295,7 +305,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (prefill_node.main, "ShmWriterLink", SimShmLink),
         (prefill_node.main, "TcpWriterLink", SimTcpLink),
         (prefill_node.main, "host_identity", lambda: current().host),
-        (decode_node.main, "DecodeNode", capture("decode", DecodeNode)),
+        (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (decode_node.main, "open_device_pool", open_pool),
         (decode_node.main, "_open_port", open_port),
         (decode_node.service, "host_identity", lambda: current().host),
@@ -303,10 +313,14 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _capture(attribute: str, make: Callable[..., Any]) -> Callable[..., Any]:
+def _capture(
+    attribute: str, make: Callable[..., Any], watch: Callable[[Process, Any], None] | None = None
+) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         thing = make(*args, **kwargs)
         setattr(current(), attribute, thing)
+        if watch is not None:
+            watch(current(), thing)
         return thing
 
     return made

@@ -38,19 +38,18 @@ CONNECT_S_MAX = 2.0
 DRAIN_S_MAX = 5.0
 """tcp: how long an abandoned frame may go unacknowledged before the link is ended."""
 BYE_S_MAX = 2.0
-PACE_S = 0.000_3
-"""About how long the sender or copier takes for what is queued."""
+JOIN_S_MAX = 0.001
+"""How long a receive thread takes to end."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Batch:
-    """One post. `under_way` once it has left the queue."""
+    """One post."""
 
     grant: GrantId
     ops: WriteOps
     writes: int
     nbytes: int
-    under_way: bool = False
     done: bool = False
 
 
@@ -233,7 +232,7 @@ class SimLink:
     def _pump_soon(self) -> None:
         if not self._pumping and not self._ended:
             self._pumping = True
-            self._loop.call_later(PACE_S * 2 * self.process.network.rng.random(), self._pump)
+            self._loop.call_later(self.process.pace_s * 2 * self.process.network.rng.random(), self._pump)
 
     def _pump(self) -> None:
         raise NotImplementedError
@@ -358,9 +357,7 @@ class SimTcpLink(SimLink):
 
     def _receiver_sees_end(self, orderly: bool) -> None:
         self._receiving = False
-        self.port.process.loop.call_later(
-            PACE_S * self.process.network.rng.random(), self._joined, orderly
-        )
+        self.port.process.loop.call_later(JOIN_S_MAX * self.process.network.rng.random(), self._joined, orderly)
 
     def _joined(self, orderly: bool) -> None:
         self.port.proved(self, Evidence.JOINED, orderly=orderly)
@@ -386,6 +383,11 @@ class SimTcpLink(SimLink):
 class SimShmLink(SimLink):
     transport = TransportName.SHM
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._under_way: Batch | None = None
+        self._reason = ""
+
     @classmethod
     async def connect(
         cls, endpoint: DataEndpoint, pair: Pair, source: Any, events: WriterEvents, loop: Any, config: Any = None
@@ -395,19 +397,31 @@ class SimShmLink(SimLink):
         return link
 
     def _pump(self) -> None:
-        """One batch: the copying thread. It goes on however long the process was stopped before."""
+        """The copying thread: one batch after the other, each of which takes its time, however long the process was
+        stopped meanwhile. The one under way can be abandoned no more."""
         self._pumping = False
-        if self._ended or not self._queue:
+        if not self._queue:
             return
         item = self._queue.popleft()
         if isinstance(item, Seal):
             self._tell_receiver(self._sealed, item)
+            if self._queue:
+                self._pump_soon()
         else:
-            source, ops = self.process.region, item.ops
-            data = [bytes(source[s : s + n]) for s, n in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True)]
-            self.port.land(self, item, data)
-            self._complete_soon(item, copied=True)
-        if self._queue:
+            self._pumping = True
+            self._under_way = item
+            self._loop.call_later(self.process.pace_s * self.process.network.rng.random(), self._copied, item)
+
+    def _copied(self, batch: Batch) -> None:
+        source, ops = self.process.region, batch.ops
+        data = [bytes(source[s : s + n]) for s, n in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True)]
+        self.port.land(self, batch, data)
+        self._complete_soon(batch, copied=True)
+        self._under_way = None
+        self._pumping = False
+        if self._ended:
+            self._unmap_soon()
+        elif self._queue:
             self._pump_soon()
 
     def _sealed(self, seal: Seal) -> None:
@@ -423,11 +437,16 @@ class SimShmLink(SimLink):
             if isinstance(item, Batch):
                 self._complete_soon(item, copied=False)
         self._queue.clear()
-        self._loop.call_later(PACE_S * self.process.network.rng.random(), self._unmapped, reason)
+        self._reason = reason
+        if self._under_way is None:
+            self._unmap_soon()
 
-    def _unmapped(self, reason: str) -> None:
+    def _unmap_soon(self) -> None:
+        self._loop.call_later(JOIN_S_MAX * self.process.network.rng.random(), self._unmapped)
+
+    def _unmapped(self) -> None:
         self._tell_receiver(self._bye)
-        self._finish(reason)
+        self._finish(self._reason)
 
     def _bye(self) -> None:
         self.port.proved(self, Evidence.ACKNOWLEDGED, orderly=True)

@@ -135,27 +135,30 @@ class SimRunner:
 
 def reference(prompt: Sequence[int], seed: int, count: int, block_size: int) -> list[int]:
     """The answer by definition alone: no region, blocks or batches."""
-    keys = [bytearray() for _ in range(LAYERS)]
+    whole = [b""] * LAYERS
+    keys, values = [b""] * LAYERS, [b""] * LAYERS
     slots = list(_ROOTS)
-    tokens = list(prompt)
-    for token in prompt:
-        for layer in range(LAYERS):
-            slots[layer] = _next_slot(slots[layer], token)
-            keys[layer] += _SLOT.pack(slots[layer])
     half = block_size * SLOT_BYTES
+
+    def append(token: int) -> None:
+        for layer in range(LAYERS):
+            slots[layer] = slot = _next_slot(slots[layer], token)
+            keys[layer] += _SLOT.pack(slot)
+            values[layer] += _SLOT.pack(slot ^ 0xFFFF_FFFF)
+            if len(keys[layer]) == half:
+                whole[layer] += keys[layer] + values[layer]
+                keys[layer] = values[layer] = b""
+
+    for token in prompt:
+        append(token)
+    answer = []
     for index in range(count):
         crc = 0
         for layer in range(LAYERS):
-            key = keys[layer]
-            value = bytes(byte ^ 0xFF for byte in key)
-            for start in range(0, len(key), half):
-                crc = crc32(value[start : start + half], crc32(key[start : start + half], crc))
-        token = _draw(crc, seed, index)
-        tokens.append(token)
-        for layer in range(LAYERS):
-            slots[layer] = _next_slot(slots[layer], token)
-            keys[layer] += _SLOT.pack(slots[layer])
-    return tokens[len(prompt) :]
+            crc = crc32(values[layer], crc32(keys[layer], crc32(whole[layer], crc)))
+        answer.append(_draw(crc, seed, index))
+        append(answer[-1])
+    return answer
 
 
 def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Random) -> DevicePool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from tests.sim.cluster import Kind, SimCluster
+from tests.sim.cluster import PACE_S, Kind, SimCluster
 from tests.sim.load import Load
 from tests.sim.loop import ProcessState
 from tests.sim.network import Network
@@ -29,11 +29,11 @@ SERVING = (Kind.ROUTER, Kind.PREFILL, Kind.DECODE)
 class FaultPlan:
     """How often what happens. `weights` by the names of `Faults`' methods."""
 
-    mean_gap_s: float = 0.4
-    at_once_max: int = 3
+    mean_gap_s: float = 0.05
+    at_once_max: int = 5
     weights: tuple[tuple[str, int], ...] = (
         ("crash", 6),
-        ("stop", 4),
+        ("stop", 6),
         ("stop_long", 1),
         ("cut", 3),
         ("cut_one_way", 4),
@@ -41,10 +41,11 @@ class FaultPlan:
         ("lose", 4),
         ("duplicate", 4),
         ("delay", 4),
-        ("reset_links", 3),
+        ("reset_links", 4),
         ("reset_calls", 3),
         ("jump", 2),
         ("slow", 2),
+        ("slow_data", 4),
         ("lose_directory", 2),
         ("shut_down", 1),
     )
@@ -88,7 +89,7 @@ class Faults:
         self._network.calm()
         for name in self._cluster.names():
             process = self._cluster.processes[name]
-            process.loop.slowness = 1.0
+            process.loop.slowness, process.pace_s = 1.0, PACE_S
             process.loop.go_on()
         self._active = 0
         self._mark()
@@ -131,6 +132,9 @@ class Faults:
         one, other = self._rng.sample(names, 2)
         return one, other
 
+    def _span_s(self) -> float:
+        return self._rng.choice((0.03, 0.3, 1.5)) * self._rng.random()
+
     # Faults.
 
     def crash(self, victim: str | None = None) -> None:
@@ -164,7 +168,7 @@ class Faults:
             return
         process = self._cluster.processes[name]
         process.loop.halt()
-        span_s = seconds if seconds is not None else self._rng.choice((0.05, 0.5, 3.0)) * self._rng.random()
+        span_s = seconds if seconds is not None else self._span_s()
         if span_s > KEEPALIVE_S:
             self._cluster.world.after(KEEPALIVE_S, self._keepalive, name, None)
         self._for_a_while(span_s, process.loop.go_on)
@@ -180,7 +184,7 @@ class Faults:
         self._network.cut(one, other)
         if both:
             self._network.cut(other, one)
-        span_s = seconds if seconds is not None else self._rng.choice((0.05, 0.5, 3.0)) * self._rng.random()
+        span_s = seconds if seconds is not None else self._span_s()
         if span_s > KEEPALIVE_S:
             self._cluster.world.after(KEEPALIVE_S, self._keepalive, one, other)
 
@@ -221,7 +225,7 @@ class Faults:
             for link in links:
                 setattr(link, attribute, 0.0)
 
-        self._for_a_while(2 * self._rng.random(), undo)
+        self._for_a_while(self._span_s(), undo)
 
     def lose(self) -> None:
         self._weather("loss", self._rng.choice((0.02, 0.1, 0.4)))
@@ -266,7 +270,19 @@ class Faults:
             def undo() -> None:
                 process.loop.slowness = 1.0
 
-            self._for_a_while(2 * self._rng.random(), undo)
+            self._for_a_while(self._span_s(), undo)
+
+    def slow_data(self) -> None:
+        """The data links of a prefill node hardly get on."""
+        name = self._victim(Kind.PREFILL)
+        if name is not None:
+            process = self._cluster.processes[name]
+            process.pace_s = self._rng.choice((0.01, 0.1, 0.5))
+
+            def undo() -> None:
+                process.pace_s = PACE_S
+
+            self._for_a_while(self._span_s(), undo)
 
     def lose_directory(self) -> None:
         """It dies (and has forgotten everything when it comes back), or stops for a while."""

@@ -17,11 +17,16 @@ from tests.sim.loop import Handle, ProcessLoop, ProcessState, World
 if TYPE_CHECKING:
     from tests.sim.rpc import SimServer
 
+CLIENT = "client-"
+"""What the names of clients begin with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkTimes:
     delay_s_min: float = 0.000_2
     delay_s_max: float = 0.001_5
+    client_s: float = 0.0
+    """How much farther away clients are."""
     resent_s_max: float = 0.05
     """How late at most what waited in a cut comes after it has healed."""
 
@@ -37,6 +42,7 @@ class Link:
     """Probability that a call on it breaks: before it is served, or after."""
     duplication: float = 0.0
     """Probability that a call is served twice (those that may be)."""
+    far_s: float = 0.0
     floor_s: float = 0.0
     held: list[Handle] | None = None
 
@@ -66,6 +72,8 @@ class Network:
         link = self._links.get((sender, receiver))
         if link is None:
             link = self._links[sender, receiver] = Link()
+            if CLIENT in (sender[: len(CLIENT)], receiver[: len(CLIENT)]):
+                link.far_s = self._times.client_s
         return link
 
     def reaches(self, sender: ProcessLoop, receiver: ProcessLoop) -> bool:
@@ -99,7 +107,7 @@ class Network:
                 link.held = []
             link.held.append(handle)
             return not_before_s
-        delay_s = self._times.delay_s_min + self._spread_s * rng.random()
+        delay_s = self._times.delay_s_min + self._spread_s * rng.random() + link.far_s
         if link.delay_s_max > 0:
             delay_s += link.delay_s_max * rng.random()
         at_s = world.now_s + delay_s

@@ -16,6 +16,7 @@ from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.writer import WriterConfig
 from prefill_node.config import PrefillConfig
 from router.config import RouterConfig
+from tests.sim.network import NetworkTimes
 
 DIRECTORY = "directory"
 DIRECTORY_ENDPOINT = "10.0.0.1:7070"
@@ -41,11 +42,14 @@ class Profile:
     clients: int = 1
     concurrency: int = 12
     """Requests under way at a time."""
+    pause_s: float = 0.3
+    """About how long a client waits before it asks again: the longer, the more happens between two requests."""
     prefill_blocks: int = 64
     decode_blocks: int = 120
     decode_sequences: int = 16
     step_s: float = 0.000_8
     token_s: float = 0.000_02
+    network: NetworkTimes = NetworkTimes()
     prompts: int = 24
     """Different prompts; some share a beginning."""
     membership: MembershipConfig = field(
@@ -72,7 +76,11 @@ WIDE = Profile(
     prefill_blocks=96,
     decode_blocks=900,
     decode_sequences=96,
+    pause_s=0.0,
     prompts=512,
+    step_s=0.000_5,
+    token_s=0.000_005,
+    network=NetworkTimes(delay_s_min=0.001, delay_s_max=0.003, client_s=0.01),
 )
 PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE)}
 
@@ -83,8 +91,8 @@ def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:
         listen=endpoint,
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
-        decode_lost_ms=1_500,
-        cancel_ms_max=500,
+        decode_lost_ms=600,
+        cancel_ms_max=300,
         placement_wait_ms_max=5_000,
         stop_grace_ms=500,
     )
@@ -103,7 +111,7 @@ def prefill_config(name: str, endpoint: str, profile: Profile) -> PrefillConfig:
             tokens_per_step_max=CHUNK_TOKENS,
             sequences_max=8,
         ),
-        writer=WriterConfig(reserve_ms_max=500, call_ms_max=600, retry_ms_min=10, retry_ms_max=200, stall_ms_max=3_000),
+        writer=WriterConfig(reserve_ms_max=150, call_ms_max=250, retry_ms_min=5, retry_ms_max=100, stall_ms_max=2_000),
         stop_grace_ms=500,
     )
 
@@ -121,10 +129,10 @@ def decode_config(name: str, endpoint: str, profile: Profile) -> DecodeConfig:
             tokens_per_step_max=max(profile.decode_sequences, CHUNK_TOKENS),
             sequences_max=profile.decode_sequences,
         ),
-        receiver=ReceiverConfig(lease_ms=1_500, revoke_ms=200),
+        receiver=ReceiverConfig(lease_ms=400, revoke_ms=60),
         requests_max=profile.decode_sequences,
-        finished_ms_max=5_000,
-        orphan_ms=2_000,
+        finished_ms_max=2_000,
+        orphan_ms=1_200,
         busy_retry_ms=50,
         stop_grace_ms=500,
     )

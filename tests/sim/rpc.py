@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from tests.sim.cluster import Process
 
-WINDOW_MESSAGES = 2
+WINDOW_MESSAGES = 1
 """Messages of a stream that may be on their way unread; the next write waits."""
 SERVED_TWICE = frozenset(
     f"/baton.v1.{method}"
@@ -114,6 +114,7 @@ class Call:
                 return
             lost_after = True
         served = self._served = ServedCall(self, server, lost_after=lost_after)
+        server.process.calls_in[self] = None
         if data is not None:
             network.note(loop, other, data)
         self._requests_s = network.send(loop, other, 0.0, served.arrive, data, timeout, metadata)
@@ -236,6 +237,8 @@ class Call:
             return
         self._status = status
         self._client.calls_out.pop(self, None)
+        if self._served is not None:
+            self._served.process.calls_in.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
         if self._consumer is not None:
@@ -293,14 +296,6 @@ class ServedCall:
         self._under_way = 0
         self._answers_s = 0.0
         self._over = False
-
-    @property
-    def client(self) -> Process | None:
-        return None if self._call is None else self._call.client
-
-    @property
-    def call(self) -> Call | None:
-        return self._call
 
     # What the network brings, on the server's loop.
 
@@ -565,13 +560,11 @@ def break_connections(process: Process, why: str, *, both_ends: bool) -> None:
             network.send(process.loop, served.process.loop, 0.0, served.cancelled)
         if both_ends:
             call.break_off(why)
+    for call in list(process.calls_in):
+        network.send(process.loop, call.client.loop, 0.0, call.break_off, why)
     server = process.server
-    for served in list(server.calls) if server is not None else ():
-        made = served.call
-        if made is not None:
-            network.send(process.loop, made.client.loop, 0.0, made.break_off, why)
-        if both_ends:
-            network.send(process.loop, process.loop, 0.0, served.cancelled)
+    for served in list(server.calls) if both_ends and server is not None else ():
+        network.send(process.loop, process.loop, 0.0, served.cancelled)
 
 
 def break_between(client: Process, server: Process, why: str) -> None:

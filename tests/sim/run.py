@@ -6,6 +6,7 @@ import gc
 import logging
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -14,7 +15,7 @@ from tests.sim.cluster import SimCluster, current
 from tests.sim.faults import FaultPlan, Faults
 from tests.sim.load import Load, LoadFigures
 from tests.sim.loop import ProcessState, World
-from tests.sim.network import Network, NetworkTimes
+from tests.sim.network import Network
 from tests.sim.profiles import PROFILES
 
 START_S_MAX = 60.0
@@ -22,6 +23,8 @@ IDLE_S_MAX = 90.0
 """How long after the faults, and after the last request's deadline, a cluster may take to be quiet."""
 RUN_S_MAX = 1e7
 UP_TO_DATE_S = 0.05
+PROBES = 8
+"""Requests that are asked when the faults are over."""
 COLLECT_EVERY_S = 20.0
 """Of simulated time, between two runs of the garbage collector."""
 
@@ -38,9 +41,13 @@ class RunConfig:
     check_every_s: float = 0.02
     """Of simulated time, between two looks at every node's books."""
     trace: bool = False
+    progress: Callable[[int, float], None] | None = None
+    """Told now and then how many requests have ended, and the simulated time."""
 
     def replay(self) -> str:
-        return f"make sim SEED={self.seed} STEPS={self.requests} PROFILE={self.profile}"
+        gap_s = self.faults.mean_gap_s if self.faults.weights else 0
+        command = f"make sim SEED={self.seed} STEPS={self.requests} PROFILE={self.profile} GAP={gap_s:g}"
+        return command if self.lost_allowed else f"{command} FLAGS=--no-loss"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +103,7 @@ class _Simulation:
         profile = PROFILES[config.profile]
         root = Random(f"{config.seed}/{config.profile}")
         self.world = World(root.getrandbits(64))
-        self.network = Network(self.world, NetworkTimes(), rng=Random(root.getrandbits(64)))
+        self.network = Network(self.world, profile.network, rng=Random(root.getrandbits(64)))
         self.cluster = SimCluster(self.world, self.network, profile, rng=Random(root.getrandbits(64)))
         self.load = Load(
             self.cluster,
@@ -144,7 +151,19 @@ class _Simulation:
         calm_s = self.world.now_s
         self._until(self._quiet, IDLE_S_MAX, "not quiet after the faults")
         self.quiet_after_s = self.world.now_s - calm_s
+        self._until(self._everybody_known, START_S_MAX, "the nodes do not know each other again")
+        self._ask_undisturbed()
         check_now(self.cluster)
+
+    def _ask_undisturbed(self) -> None:
+        """What works without faults works after them: nothing excuses an error now."""
+        if self.cluster.violations:
+            return
+        self.load.disturbed, self.load.disturbed_s = False, -1.0
+        self.load.router_ends.clear()
+        self.load.ask_more(PROBES)
+        self._until(lambda: self.load.over, RUN_S_MAX, "requests after the faults never ended")
+        self._until(self._quiet, IDLE_S_MAX, "not quiet at the end")
 
     def _until(self, holds: object, limit_s: float, problem: str) -> None:
         assert callable(holds)
@@ -156,6 +175,8 @@ class _Simulation:
                 self.cluster.violation(f"{problem} within {limit_s} s: {what_is_left(self.cluster)}")
                 return
             self.world.run(self.world.now_s + UP_TO_DATE_S)
+            if self.config.progress is not None:
+                self.config.progress(self.load.figures.ended, self.world.now_s)
 
     def _everybody_known(self) -> bool:
         runtimes = [p.runtime for p in self.cluster.processes.values() if p.runtime is not None]
