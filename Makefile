@@ -38,10 +38,9 @@ explore: $(READY)  ## walk the ownership protocol's states with larger bounds th
 SEED ?= 1
 STEPS ?= 1000
 PROFILE ?= small
-GAP ?= 0.05
 .PHONY: sim
 sim: $(READY)  ## simulate a cluster under faults: SEED=n STEPS=m, PROFILE=small|pair|routers|wide, GAP=s between faults
-	@$(BIN)/python -m tests.sim --seed $(SEED) --steps $(STEPS) --profile $(PROFILE) --fault-gap-s $(GAP) $(FLAGS)
+	@$(BIN)/python -m tests.sim --seed $(SEED) --steps $(STEPS) --profile $(PROFILE) $(if $(GAP),--fault-gap-s $(GAP)) $(FLAGS)
 
 .PHONY: proto
 proto: $(READY)  ## generate proto/batonpb from proto/*.proto

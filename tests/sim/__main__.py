@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 
-from tests.sim.faults import FaultPlan
 from tests.sim.profiles import PROFILES
 from tests.sim.run import Outcome, RunConfig, simulate
 
@@ -23,16 +22,13 @@ def main() -> int:
     parser.add_argument("--no-loss", action="store_true", help="only the end of its router excuses a failed request")
     parser.add_argument("--trace", action="store_true", help="print what every node logs, with the simulated time")
     asked = parser.parse_args()
-    plan = FaultPlan()
-    if asked.fault_gap_s is not None:
-        plan = FaultPlan(mean_gap_s=asked.fault_gap_s) if asked.fault_gap_s > 0 else FaultPlan(weights=())
     failed = 0
     for seed in range(asked.seed, asked.seed + asked.seeds):
         config = RunConfig(
             seed=seed,
             requests=asked.steps,
             profile=asked.profile,
-            faults=plan,
+            fault_gap_s=asked.fault_gap_s,
             lost_allowed=not asked.no_loss,
             trace=asked.trace,
             progress=_Progress() if asked.seeds == 1 and not asked.trace else None,

@@ -47,6 +47,8 @@ from tests.sim.rpc import Call, SimChannels, SimServer, break_connections
 
 
 PACE_S = 0.000_3
+RESTART_S = 0.5
+"""How long at most a process that has ended by itself stays away."""
 
 
 class Kind(Enum):
@@ -173,6 +175,12 @@ class SimCluster:
                 self.violation(f"{process.name} ended: {error!r} from {error.__cause__!r}")
         process.ended = True
         self.bury(process)
+        self.world.after(RESTART_S * self.rng.random(), self.revive, process.name)
+
+    def revive(self, name: str) -> None:
+        """Start it if it is not running: what a supervisor does."""
+        if not self.processes[name].alive:
+            self.start(name)
 
     async def _serve_function(self, process: Process) -> None:
         name, profile = process.name, self.profile

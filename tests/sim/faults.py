@@ -29,7 +29,7 @@ SERVING = (Kind.ROUTER, Kind.PREFILL, Kind.DECODE)
 class FaultPlan:
     """How often what happens. `weights` by the names of `Faults`' methods."""
 
-    mean_gap_s: float = 0.05
+    mean_gap_s: float = 0.03
     at_once_max: int = 5
     weights: tuple[tuple[str, int], ...] = (
         ("crash", 6),
@@ -98,8 +98,7 @@ class Faults:
     def keep_up(self) -> None:
         """Whoever is dead is started again (called regularly once calm: a start may fail too)."""
         for name in self._cluster.names():
-            if not self._cluster.processes[name].alive:
-                self._cluster.start(name)
+            self._cluster.revive(name)
 
     # The span in which a request may have been hit.
 
@@ -144,11 +143,7 @@ class Faults:
         if self._cluster.kinds[name] is Kind.ROUTER:
             self._load.router_ends[name] = self._cluster.world.now_s
         self._cluster.crash(name)
-        self._for_a_while(self._rng.choice((0.0, 0.02, 0.2, 1.0, 3.0)) * self._rng.random(), lambda: self._revive(name))
-
-    def _revive(self, name: str) -> None:
-        if not self._cluster.processes[name].alive:
-            self._cluster.start(name)
+        self._for_a_while(self._rng.choice((0.0, 0.02, 0.2, 1.0, 3.0)) * self._rng.random(), lambda: self._cluster.revive(name))
 
     def shut_down(self) -> None:
         """SIGINT: the orderly stop."""
@@ -159,7 +154,7 @@ class Faults:
         if self._cluster.kinds[name] is Kind.ROUTER:
             self._load.router_ends[name] = self._cluster.world.now_s + 2.0
         process.loop.call_soon(process.stopping.set)
-        self._for_a_while(3.0, lambda: self._revive(name))
+        self._mark()
 
     def stop(self, seconds: float | None = None) -> None:
         """SIGSTOP, and SIGCONT later."""

@@ -50,6 +50,9 @@ class Profile:
     step_s: float = 0.000_8
     token_s: float = 0.000_02
     network: NetworkTimes = NetworkTimes()
+    fault_gap_s: float = 0.03
+    """Mean time between two faults."""
+    faults_at_once_max: int = 5
     prompts: int = 24
     """Different prompts; some share a beginning."""
     membership: MembershipConfig = field(
@@ -63,7 +66,7 @@ class Profile:
 
 
 SMALL = Profile(name="small", routers=1, prefill=2, decode=2, hosts=3)
-PAIR = Profile(name="pair", routers=1, prefill=1, decode=1, hosts=1, concurrency=8)
+PAIR = Profile(name="pair", routers=1, prefill=1, decode=1, hosts=1, concurrency=8, fault_gap_s=0.15, faults_at_once_max=2)
 ROUTERS = Profile(name="routers", routers=2, prefill=3, decode=2, hosts=4, concurrency=16)
 WIDE = Profile(
     name="wide",
@@ -77,6 +80,7 @@ WIDE = Profile(
     decode_blocks=900,
     decode_sequences=96,
     pause_s=0.0,
+    fault_gap_s=0.1,
     prompts=512,
     step_s=0.000_5,
     token_s=0.000_005,

@@ -7,13 +7,13 @@ import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from tests.sim.checks import check_now, check_process, what_is_left
 from tests.sim.cluster import SimCluster, current
 from tests.sim.faults import FaultPlan, Faults
-from tests.sim.load import Load, LoadFigures
+from tests.sim.load import DEADLINE_S, Load, LoadFigures
 from tests.sim.loop import ProcessState, World
 from tests.sim.network import Network
 from tests.sim.profiles import PROFILES
@@ -21,7 +21,8 @@ from tests.sim.profiles import PROFILES
 START_S_MAX = 60.0
 IDLE_S_MAX = 90.0
 """How long after the faults, and after the last request's deadline, a cluster may take to be quiet."""
-RUN_S_MAX = 1e7
+STUCK_S_MAX = 2 * DEADLINE_S
+"""A request has ended by then, or hangs."""
 UP_TO_DATE_S = 0.05
 PROBES = 8
 """Requests that are asked when the faults are over."""
@@ -36,7 +37,8 @@ class RunConfig:
     seed: int
     requests: int = 40
     profile: str = "small"
-    faults: FaultPlan = field(default_factory=FaultPlan)
+    fault_gap_s: float | None = None
+    """Mean simulated time between faults; 0: none; None: the profile's."""
     lost_allowed: bool = True
     check_every_s: float = 0.02
     """Of simulated time, between two looks at every node's books."""
@@ -45,8 +47,9 @@ class RunConfig:
     """Told now and then how many requests have ended, and the simulated time."""
 
     def replay(self) -> str:
-        gap_s = self.faults.mean_gap_s if self.faults.weights else 0
-        command = f"make sim SEED={self.seed} STEPS={self.requests} PROFILE={self.profile} GAP={gap_s:g}"
+        command = f"make sim SEED={self.seed} STEPS={self.requests} PROFILE={self.profile}"
+        if self.fault_gap_s is not None:
+            command += f" GAP={self.fault_gap_s:g}"
         return command if self.lost_allowed else f"{command} FLAGS=--no-loss"
 
 
@@ -112,7 +115,7 @@ class _Simulation:
             lost_allowed=config.lost_allowed,
         )
         self.faults = Faults(
-            self.cluster, self.network, self.load, config.faults, rng=Random(root.getrandbits(64))
+            self.cluster, self.network, self.load, self._plan(), rng=Random(root.getrandbits(64))
         )
         self.quiet_after_s = 0.0
         self._turn = 0
@@ -137,6 +140,13 @@ class _Simulation:
         self.cluster.violations += self.world.failures
         return self._outcome()
 
+    def _plan(self) -> FaultPlan:
+        profile = PROFILES[self.config.profile]
+        gap_s = profile.fault_gap_s if self.config.fault_gap_s is None else self.config.fault_gap_s
+        if gap_s == 0:
+            return FaultPlan(weights=())
+        return FaultPlan(mean_gap_s=gap_s, at_once_max=profile.faults_at_once_max)
+
     def _run(self) -> None:
         self.cluster.start_all()
         self._until(self._everybody_known, START_S_MAX, "the cluster did not come up")
@@ -144,7 +154,7 @@ class _Simulation:
         self.world.after(self.config.check_every_s, self._check_sometimes)
         self.load.begin()
         self.faults.begin()
-        self._until(lambda: self.load.over, RUN_S_MAX, "requests never ended")
+        self._until_answered()
         if self.cluster.violations:
             return
         self.faults.calm()
@@ -162,8 +172,14 @@ class _Simulation:
         self.load.disturbed, self.load.disturbed_s = False, -1.0
         self.load.router_ends.clear()
         self.load.ask_more(PROBES)
-        self._until(lambda: self.load.over, RUN_S_MAX, "requests after the faults never ended")
+        self._until_answered()
         self._until(self._quiet, IDLE_S_MAX, "not quiet at the end")
+
+    def _until_answered(self) -> None:
+        """Until every request has ended, each in its time."""
+        while not self.load.over and not self.cluster.violations:
+            ended = self.load.figures.ended
+            self._until(lambda: self.load.over or self.load.figures.ended > ended, STUCK_S_MAX, "no request ended")  # noqa: B023
 
     def _until(self, holds: object, limit_s: float, problem: str) -> None:
         assert callable(holds)
