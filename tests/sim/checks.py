@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.ids import BlockId
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState
 from tests.sim.cluster import Kind, Process, SimCluster
@@ -62,7 +63,8 @@ def _grants_and_blocks(process: Process) -> str | None:
             if block in owned:
                 return f"block {block} is in two grants"
             owned[block] = grant.id
-    for block, writer in enumerate(process.ledger._writer):
+    for number, writer in enumerate(process.ledger._writer):
+        block = BlockId(number)
         if writer != owned.get(block):
             return f"block {block} has writer {writer!r} in the ledger, {owned.get(block)!r} among the grants"
     return None

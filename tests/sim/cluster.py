@@ -26,12 +26,14 @@ from baton.ids import GrantId, Pair
 from baton.runtime import NodeRuntime
 from decode_node.node import DecodeNode
 from kvtransfer.ledger import Ledger
+from kvtransfer.receiver import Receiver
 from kvtransfer.transport import TransportName
 from prefill_node.main import Peers
 from prefill_node.node import PrefillNode
 from router.node import RouterNode
 from tests.sim.data import SimLink, SimPort, SimShmLink, SimTcpLink
 from tests.sim.engine import make_pool
+from tests.sim.ghosts import watch_decode, watch_receiver
 from tests.sim.loop import ProcessLoop, ProcessState, World
 from tests.sim.network import Network
 from tests.sim.profiles import (
@@ -42,9 +44,7 @@ from tests.sim.profiles import (
     prefill_config,
     router_config,
 )
-from tests.sim.ghosts import watch_decode
 from tests.sim.rpc import Call, SimChannels, SimServer, break_connections
-
 
 PACE_S = 0.000_3
 RESTART_S = 0.5
@@ -85,6 +85,7 @@ class Process:
         self.router: RouterNode | None = None
         self.prefill: PrefillNode | None = None
         self.decode: DecodeNode | None = None
+        self.receiver: Receiver | None = None
         self.peers: Peers | None = None
         self.ready = False
         self.ended = False
@@ -132,7 +133,7 @@ class SimCluster:
             for index in range(count):
                 self.kinds[f"{kind.value}-{index}"] = kind
         self.hosts = {name: f"host-{rng.randrange(profile.hosts)}" for name in self.kinds}
-        self._endpoints = {name: 7_000 for name in self.kinds}
+        self._endpoints = dict.fromkeys(self.kinds, 7000)
 
     def names(self, *kinds: Kind) -> list[str]:
         return [name for name, kind in self.kinds.items() if not kinds or kind in kinds]
@@ -279,7 +280,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     async def open_pool(config: Any, *, name: str, progress: Any) -> Any:
         process, profile = current(), cluster.profile
         pool = make_pool(config, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng)
-        process.region = memoryview(pool.region.array_U8)
+        process.region = memoryview(pool.region.array_U8)  # type: ignore[arg-type]  # a bytearray here
         process.record_bytes = pool.layout.record_bytes
         process.ledger = pool.ledger
         return pool
@@ -314,6 +315,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (prefill_node.main, "TcpWriterLink", SimTcpLink),
         (prefill_node.main, "host_identity", lambda: current().host),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
+        (decode_node.main, "Receiver", capture("receiver", Receiver, watch_receiver)),
         (decode_node.main, "open_device_pool", open_pool),
         (decode_node.main, "_open_port", open_port),
         (decode_node.service, "host_identity", lambda: current().host),

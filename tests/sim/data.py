@@ -309,9 +309,7 @@ class SimTcpLink(SimLink):
         for item in self._queue:
             if isinstance(item, Batch):
                 ops = item.ops
-                data = [
-                    bytes(source[s : s + n]) for s, n in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True)
-                ]
+                data = [bytes(source[s : s + n]) for s, n in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True)]
                 group.append((item, data))
             else:
                 group.append((item, []))

@@ -143,7 +143,9 @@ class Faults:
         if self._cluster.kinds[name] is Kind.ROUTER:
             self._load.router_ends[name] = self._cluster.world.now_s
         self._cluster.crash(name)
-        self._for_a_while(self._rng.choice((0.0, 0.02, 0.2, 1.0, 3.0)) * self._rng.random(), lambda: self._cluster.revive(name))
+        self._for_a_while(
+            self._rng.choice((0.0, 0.02, 0.2, 1.0, 3.0)) * self._rng.random(), lambda: self._cluster.revive(name)
+        )
 
     def shut_down(self) -> None:
         """SIGINT: the orderly stop."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
-from baton.ids import Attempt, GrantId, RequestId, RequestKey
+from baton.ids import Attempt, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from decode_node.node import DecodeNode
+from kvtransfer.grant_messages import AnswerGranted, AnswerRefused, ReserveAsked
+from kvtransfer.receiver import Receiver
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Process
@@ -43,3 +45,24 @@ def watch_decode(process: Process, node: DecodeNode) -> None:
 
     replaced: Any = node
     replaced.cancel, replaced.resolve, replaced.committed = watched_cancel, watched_resolve, watched_committed
+
+
+def watch_receiver(process: Process, receiver: Receiver) -> None:
+    """A number that its writer has let go of is never granted afterwards."""
+    let_go_of: OrderedDict[tuple[Pair, ReserveNumber], None] = OrderedDict()
+    reserve, let_go = receiver.reserve, receiver.let_go
+
+    def watched_let_go(pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber) -> None:
+        let_go(pair, number, lowest_live)
+        let_go_of[pair, number] = None
+        if len(let_go_of) > REMEMBERED_MAX:
+            let_go_of.popitem(last=False)
+
+    def watched_reserve(event: ReserveAsked) -> AnswerGranted | AnswerRefused:
+        answer = reserve(event)
+        if isinstance(answer, AnswerGranted) and (event.pair, event.number) in let_go_of:
+            process.cluster.violation(f"{process.name}: number {event.number} is granted after its let-go was answered")
+        return answer
+
+    replaced: Any = receiver
+    replaced.let_go, replaced.reserve = watched_let_go, watched_reserve

@@ -298,6 +298,4 @@ def _message(question: Question) -> inference_pb2.GenerateRequest:
     sampling = inference_pb2.Sampling(temperature=0.0, seed=question.seed, max_tokens=question.output_tokens)
     if question.logprobs:
         sampling.logprobs = 0
-    return inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=question.prompt), sampling=sampling
-    )
+    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=question.prompt), sampling=sampling)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from enum import Enum
 from random import Random
 from types import GeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 CANCELLED_TIMERS_MIN = 4_096
 """Cancelled timers are swept out of the queue when there are more than these, and more than half of all."""
@@ -28,6 +28,12 @@ class ProcessState(Enum):
     RUNNING = "running"
     STOPPED = "stopped"  # SIGSTOP: keeps everything, does nothing
     DEAD = "dead"
+
+
+if TYPE_CHECKING:
+    _Loop = Any  # the abstract methods that are not here raise NotImplementedError
+else:
+    _Loop = asyncio.AbstractEventLoop
 
 
 class Handle:
@@ -100,7 +106,7 @@ class World:
         current: ProcessLoop | None = None
         self._stopping = False
         try:
-            while not self._stopping:
+            while True:
                 while ready:
                     handle = ready.popleft()
                     if handle.off:
@@ -169,7 +175,7 @@ class World:
         heapq.heapify(self._timers)
 
 
-class ProcessLoop(asyncio.AbstractEventLoop):
+class ProcessLoop(_Loop):
     """The event loop of one process start, as asyncio and the product see it."""
 
     def __init__(self, world: World, name: str, rng: Random, *, rate: float = 1.0, offset_s: float = 0.0) -> None:
@@ -278,7 +284,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         future = self.create_future()
         try:
             result = func(*args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # it is passed on
             future.set_exception(error)
             return future
         if isinstance(result, GeneratorType):
@@ -293,7 +299,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         except StopIteration as end:
             future.set_result(end.value)
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # it is passed on
             future.set_exception(error)
             return
         self.call_later(delay_s * self.slowness, self._compute, future, computation)

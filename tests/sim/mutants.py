@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -14,11 +15,10 @@ import decode_node.main
 import prefill_node.main
 from baton.ids import Epoch, GrantId, Pair, RequestKey
 from decode_node.node import DecodeNode, Job
-from kvtransfer.grant_messages import FencePair, PairFenced, StartWriting
+from kvtransfer.grant_messages import FencePair, PairFenced
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.writer import WriterPeer
 from router.subscriptions import Inbox
 from tests.explorer import mutants as machines
 
@@ -66,25 +66,6 @@ def _put_all(self: Inbox, first_index: int, ids: list[int], logprobs: Sequence[A
     self.news.set()
 
 
-def _put_by_count(self: Inbox, first_index: int, ids: list[int], logprobs: Sequence[Any] = ()) -> None:
-    """A gap is not noticed."""
-    del first_index
-    self.tokens.extend(ids)
-    self.logprobs.extend(logprobs)
-    self.news.set()
-
-
-def _write_on_any_link(self: WriterPeer, instruction: StartWriting) -> None:
-    """A grant of a later epoch than the link's is written all the same."""
-    handoff = self._handoffs[instruction.number]
-    handoff.epoch = instruction.epoch
-    handoff.progress_s = self._loop.time()
-    self._by_grant[handoff.grant] = handoff
-    handoff.link = self._link
-    if not handoff.granted.done():
-        handoff.granted.set_result(None)
-
-
 def _resolve_nothing(_self: DecodeNode, _key: RequestKey) -> bool:
     """Resolve leaves no tombstone, and knows nothing."""
     return False
@@ -103,26 +84,44 @@ def _no_look_after_commit() -> Sequence[Replacement]:
     return [(DecodeNode, "let_go", let_go)]
 
 
-MUTANTS: dict[str, Callable[[], Sequence[Replacement]]] = {
-    "fence: over without evidence": _fence_without_evidence,
-    "fence: a lease that has run out frees the blocks": lambda: _receiver(machines.FreeOnTimeout),
-    "fence: so do unanswered Revokes": lambda: _receiver(machines.FreeAfterRevokes),
-    "fence: only epochs are looked at": lambda: [(ReceiverPorts, "forbid", _forbid_nothing)],
-    "fence: no seal is waited for": lambda: _receiver(machines.NoSeal),
-    "fence: the writer lets go before its writes have drained": lambda: _writer(machines.LetGoUndrained),
-    "epoch: never rises": lambda: [(ReceiverGrants, "epoch", _same_epoch)],
-    "tombstone: none for cancelled attempts": lambda: _receiver(machines.NoDeadAttempts),
-    "tombstone: none for refused numbers": lambda: _receiver(machines.NoRefusedNumbers),
-    "dedupe: token indices are not looked at": lambda: [(Inbox, "put", _put_all)],
-    "resolve: leaves no tombstone": lambda: [(DecodeNode, "resolve", _resolve_nothing)],
-    "commit: not looked at again after a cancel": _no_look_after_commit,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """`seed` is one that catches it, tried first."""
+
+    replaced: Callable[[], Sequence[Replacement]]
+    seed: int = 1
+    by_resuming: bool = False
+    """Nothing calls what is mutated before routers resume requests on other nodes."""
+
+
+MUTANTS: dict[str, Mutant] = {
+    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=40),
+    "fence: a lease that has run out frees the blocks": Mutant(
+        replaced=lambda: _receiver(machines.FreeOnTimeout), seed=3
+    ),
+    "fence: so do unanswered Revokes": Mutant(replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=50),
+    "fence: only epochs are looked at": Mutant(replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=30),
+    "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal)),
+    "fence: the writer lets go before its writes have drained": Mutant(
+        replaced=lambda: _writer(machines.LetGoUndrained), seed=54
+    ),
+    "epoch: never rises": Mutant(replaced=lambda: [(ReceiverGrants, "epoch", _same_epoch)], seed=11),
+    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=73),
+    "tombstone: none for cancelled attempts": Mutant(
+        replaced=lambda: _receiver(machines.NoDeadAttempts), by_resuming=True
+    ),
+    "dedupe: token indices are not looked at": Mutant(replaced=lambda: [(Inbox, "put", _put_all)]),
+    "resolve: leaves no tombstone": Mutant(
+        replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], by_resuming=True
+    ),
+    "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=45),
 }
 
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """The product with one guard less."""
-    patches = [patch.object(owner, attribute, value) for owner, attribute, value in MUTANTS[name]()]
+    patches = [patch.object(owner, attribute, value) for owner, attribute, value in MUTANTS[name].replaced()]
     for each in patches:
         each.start()
     try:

@@ -66,7 +66,9 @@ class Profile:
 
 
 SMALL = Profile(name="small", routers=1, prefill=2, decode=2, hosts=3)
-PAIR = Profile(name="pair", routers=1, prefill=1, decode=1, hosts=1, concurrency=8, fault_gap_s=0.15, faults_at_once_max=2)
+PAIR = Profile(
+    name="pair", routers=1, prefill=1, decode=1, hosts=1, concurrency=8, fault_gap_s=0.15, faults_at_once_max=2
+)
 ROUTERS = Profile(name="routers", routers=2, prefill=3, decode=2, hosts=4, concurrency=16)
 WIDE = Profile(
     name="wide",

@@ -18,6 +18,7 @@ import grpc.aio
 
 from baton.rpc import RpcLimits, _Edge
 from baton.rpc_client import ChannelLimits
+
 if TYPE_CHECKING:
     from random import Random
 

@@ -64,6 +64,8 @@ class Outcome:
     callbacks: int
     messages: int
     digest: str
+    resolves: int
+    """Times that a decode node was asked to Resolve."""
     quiet_after_s: float
     """From the end of the faults and the last request to nothing left."""
 
@@ -114,9 +116,7 @@ class _Simulation:
             rng=Random(root.getrandbits(64)),
             lost_allowed=config.lost_allowed,
         )
-        self.faults = Faults(
-            self.cluster, self.network, self.load, self._plan(), rng=Random(root.getrandbits(64))
-        )
+        self.faults = Faults(self.cluster, self.network, self.load, self._plan(), rng=Random(root.getrandbits(64)))
         self.quiet_after_s = 0.0
         self._turn = 0
 
@@ -128,7 +128,7 @@ class _Simulation:
             with self.cluster.in_place(), handler:
                 try:
                     self._run()
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001  # told as a violation
                     told = "".join(traceback.format_exception(error)[-12:])
                     self.cluster.violations.append(f"{self.world.now_s:.6f} broke off: {told}")
                 finally:
@@ -227,6 +227,7 @@ class _Simulation:
             callbacks=self.world.callbacks,
             messages=self.network.messages,
             digest=f"{self.network.digest:08x}",
+            resolves=self.cluster.resolves,
             quiet_after_s=self.quiet_after_s,
         )
 
@@ -266,3 +267,14 @@ class _LogEar(logging.Handler):
             if record.exc_info and record.exc_info[1] is not None:
                 cause = "\n" + "".join(traceback.format_exception(record.exc_info[1]))
             self._cluster.violation(text + cause)
+
+
+SUITE_SEEDS = 240
+"""Of `make test`."""
+SUITE_REQUESTS = 40
+_SUITE_PROFILES = ("small", "pair", "routers")
+
+
+def suite_config(seed: int) -> RunConfig:
+    """The short run of this seed: the profiles take turns."""
+    return RunConfig(seed=seed, requests=SUITE_REQUESTS, profile=_SUITE_PROFILES[seed % len(_SUITE_PROFILES)])
