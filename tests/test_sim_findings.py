@@ -18,8 +18,8 @@ REACHED_S_MAX = 30.0
 
 
 def test_a_cancel_in_the_moment_of_the_commit(caplog: pytest.LogCaptureFixture) -> None:
-    """Cancel is served in the turn of the loop in which the commit was taken, before the request's own task has run: the
-    grant's blocks are free by then, and the request must not be run on them."""
+    """Cancel is served in the turn of the loop in which the commit was taken, before the request's own task has run:
+    the grant's blocks are free by then, and the request must not be run on them."""
 
     async def scenario() -> None:
         real = DecodeNode.committed

@@ -148,7 +148,9 @@ class SimCluster:
 
     def new_process(self, name: str, kind: Kind, *, rate: float = 1.0, offset_s: float = 0.0) -> Process:
         self.starts += 1
-        loop = ProcessLoop(self.world, name, Random(self.rng.getrandbits(64)), rate=rate, offset_s=offset_s)
+        loop = ProcessLoop(  # type: ignore[abstract]  # what is missing is not used
+            self.world, name, Random(self.rng.getrandbits(64)), rate=rate, offset_s=offset_s
+        )
         return Process(self, name, kind, loop, self.starts)
 
     def start(self, name: str) -> None:

@@ -178,7 +178,7 @@ class Load:
                 await asyncio.sleep(RETRY_S)
                 continue
             if endpoint not in stubs:
-                stubs[endpoint] = inference_pb2_grpc.InferenceStub(channels.get(endpoint))  # type: ignore[no-untyped-call]
+                stubs[endpoint] = inference_pb2_grpc.InferenceStub(channels.get(endpoint))
             self._begun += 1
             if await self._ask(process, router, stubs[endpoint], self._question()):
                 await asyncio.sleep(RETRY_S * (1 + rng.random()))

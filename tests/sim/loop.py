@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from enum import Enum
 from random import Random
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 CANCELLED_TIMERS_MIN = 4_096
 """Cancelled timers are swept out of the queue when there are more than these, and more than half of all."""
@@ -28,12 +28,6 @@ class ProcessState(Enum):
     RUNNING = "running"
     STOPPED = "stopped"  # SIGSTOP: keeps everything, does nothing
     DEAD = "dead"
-
-
-if TYPE_CHECKING:
-    _Loop = Any  # the abstract methods that are not here raise NotImplementedError
-else:
-    _Loop = asyncio.AbstractEventLoop
 
 
 class Handle:
@@ -77,7 +71,7 @@ class World:
         self._timers: list[tuple[float, int, Handle]] = []
         self._sequence = 0
         self._stopping = False
-        self.outside = ProcessLoop(self, "outside", Random(0))
+        self.outside = ProcessLoop(self, "outside", Random(0))  # type: ignore[abstract]  # what is missing is not used
         """For what belongs to no process: faults, checks, delivery."""
 
     def at(self, at_s: float, callback: Callable[..., object], *args: object) -> Handle:
@@ -104,7 +98,7 @@ class World:
         """Run until `stop`, until nothing is left to happen, or until the clock would pass `until_s`."""
         ready, running = self._ready, ProcessState.RUNNING
         current: ProcessLoop | None = None
-        self._stopping = False
+        self._go_on()
         try:
             while True:
                 while ready:
@@ -131,6 +125,9 @@ class World:
                     return
         finally:
             events._set_running_loop(None)
+
+    def _go_on(self) -> None:
+        self._stopping = False
 
     def _next_timer(self, until_s: float) -> bool:
         timers = self._timers
@@ -175,7 +172,7 @@ class World:
         heapq.heapify(self._timers)
 
 
-class ProcessLoop(_Loop):
+class ProcessLoop(asyncio.AbstractEventLoop):
     """The event loop of one process start, as asyncio and the product see it."""
 
     def __init__(self, world: World, name: str, rng: Random, *, rate: float = 1.0, offset_s: float = 0.0) -> None:
