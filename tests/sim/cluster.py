@@ -31,9 +31,11 @@ from kvtransfer.transport import TransportName
 from prefill_node.main import Peers
 from prefill_node.node import PrefillNode
 from router.node import RouterNode
-from tests.sim.data import SimLink, SimPort, SimShmLink, SimTcpLink
+from tests.sim.calls import Call
+from tests.sim.data import SimLink, SimPort
 from tests.sim.engine import make_pool
 from tests.sim.ghosts import watch_decode, watch_receiver
+from tests.sim.links import SimShmLink, SimTcpLink
 from tests.sim.loop import ProcessLoop, ProcessState, World
 from tests.sim.network import Network
 from tests.sim.profiles import (
@@ -44,7 +46,7 @@ from tests.sim.profiles import (
     prefill_config,
     router_config,
 )
-from tests.sim.rpc import Call, SimChannels, SimServer, break_connections
+from tests.sim.rpc import SimChannels, SimServer, break_connections
 
 PACE_S = 0.000_3
 RESTART_S = 0.5
