@@ -35,6 +35,8 @@ class Job:
     output: RequestOutput
     committed: asyncio.Future[bool]
     """True at the commit, False when the grant is over without one. A kept request runs before its commit."""
+    blocks_gone: bool = False
+    """The receiver has dropped the grant's references: the blocks may be another request's by now."""
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
     kept: bool = False

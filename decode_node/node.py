@@ -78,8 +78,8 @@ class DecodeNode:
         try:
             async with asyncio.timeout_at(job.deadline_s):
                 if not job.kept:
-                    if not await asyncio.shield(job.committed):
-                        return  # revoked or cancelled first: the receiver has dropped what it held
+                    if not await asyncio.shield(job.committed) or job.blocks_gone:
+                        return  # revoked, or cancelled (before or just after the commit): the receiver has let go
                     self._resume(job)
                     self.streams.open(output)
                 await output.ended.wait()
@@ -268,6 +268,7 @@ class DecodeNode:
         job = self._jobs.get(grant)
         if job is None:
             return
+        job.blocks_gone = True
         self._blocks.prefix_cache.released((*job.prefix, *job.blocks))
         if not job.committed.done():
             job.committed.set_result(False)
