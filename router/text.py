@@ -63,6 +63,9 @@ class TextStream:
 
     Decodes from a little before the last point where the text was whole, so that tokens which only read right after
     their predecessor (a leading space) do. No token is decoded more than a bounded number of times.
+
+    Tokenizers with byte fallback (Llama 2, Mistral) read a run of byte tokens as one: while the character at its end is
+    unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -71,36 +74,42 @@ class TextStream:
         self._ids: list[int] = []
         self._prefix = 0  # decoding starts at this token
         self._whole = 0  # up to this token the text was whole, at the end of some push
-        self._shown = 0  # characters of decode(ids[prefix:]) that have been given out
+        self._shown = ""  # what has been given out of decode(ids[prefix:]), which begins with it
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that became whole with these tokens; what may be the beginning of a character is held back."""
-        self._ids.extend(token for token in ids if token not in self._special)
+        return "".join(self._push(token) for token in ids if token not in self._special)
+
+    def _push(self, token: int) -> str:
+        self._ids.append(token)
         now = self._decode(self._prefix)
-        settled = len(now) - _unsettled(now)
-        new = now[self._shown : settled]
-        self._shown = max(self._shown, settled)
+        if not now.startswith(self._shown):
+            self._prefix, self._shown = self._whole, ""
+            now = self._decode(self._prefix)
+        settled = max(len(self._shown), len(now) - _unsettled(now))
+        new = now[len(self._shown) : settled]
+        self._shown = now[:settled]
         if new and settled == len(now):
             self._prefix, self._whole = self._whole, len(self._ids)
-            self._shown = len(self._decode(self._prefix))
+            self._shown = self._decode(self._prefix)
         elif len(self._ids) - self._prefix > WINDOW_TOKENS_MAX:
             self._shorten(now)
         return new
 
     def flush(self) -> str:
         """What was held back, when nothing more comes."""
-        rest = self._decode(self._prefix)[self._shown :]
+        rest = self._decode(self._prefix)[len(self._shown) :]
         self._prefix = self._whole = len(self._ids)
-        self._shown = 0
+        self._shown = ""
         return rest
 
     def _shorten(self, now: str) -> None:
         """The text has not been whole for long (bytes that are no UTF-8): start later, where that changes nothing."""
         for start in range(len(self._ids) - 1, len(self._ids) - WINDOW_TOKENS_MAX, -1):
             before = self._decode(self._prefix, start)
-            if len(before) <= self._shown and before + self._decode(start) == now:
+            if len(before) <= len(self._shown) and before + self._decode(start) == now:
                 self._prefix = self._whole = start
-                self._shown -= len(before)
+                self._shown = self._shown[len(before) :]
                 return
 
     def _decode(self, start: int, stop: int | None = None) -> str:

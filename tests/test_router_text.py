@@ -91,6 +91,41 @@ def test_garbage_does_not_hold_the_stream_back() -> None:
     assert pieces == ["", "", "", *[REPLACEMENT] * 997, REPLACEMENT * 3]
 
 
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 and Mistral have it: a few words, and a token for each byte of all other characters."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁the": 256, "a": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@given(pieces=st.lists(st.sampled_from(["▁the", "a", "🦊", "你", "é", "\n"]), max_size=20), size=st.integers(1, 5))
+def test_characters_of_single_bytes_follow_each_other(pieces: list[str], size: int) -> None:
+    """Byte fallback decodes a run of bytes whole or not at all: a character given out stays, and the next one comes."""
+    tokenizer = byte_fallback()
+    words = tokenizer.get_vocab()
+    ids = [token for piece in pieces for token in ([words[piece]] if piece in words else list(piece.encode()))]
+    stream = TextCodec(tokenizer).stream()
+    streamed = [*(stream.push(batch) for batch in cut(ids, [size])), stream.flush()]
+    assert "".join(streamed) == tokenizer.decode(ids)
+    assert not any(REPLACEMENT in piece for piece in streamed)
+
+
+def test_two_foxes_of_single_bytes_come_with_their_last_bytes() -> None:
+    """Eight tokens, of which the fourth and the eighth end a character."""
+    stream = TextCodec(byte_fallback()).stream()
+    assert [stream.push([byte]) for byte in "🦊🦊".encode()] == ["", "", "", "🦊", "", "", "", "🦊"]
+
+
+def test_bytes_that_are_no_character_do_not_take_back_what_was_said() -> None:
+    """A fox is out, then come bytes that begin nothing: each is a replacement, and later words are whole."""
+    stream = TextCodec(byte_fallback()).stream()
+    pieces = [*(stream.push([token]) for token in [*"🦊".encode(), *[0x80] * 100, 257]), stream.flush()]
+    assert "".join(pieces) == "🦊" + REPLACEMENT * 100 + "a"
+
+
 class Decoded:
     """A tokenizer that remembers how many tokens each call of `decode` got."""
 
