@@ -50,9 +50,10 @@ class TextCodec:
         return ids
 
     def token_text(self, token: int) -> str:
-        """One token by itself, special ones too; U+FFFD stands for bytes that are no whole character."""
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
+        """One token as it reads behind others, special ones too; U+FFFD stands for bytes that are no character."""
+        alone: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        twice: str = self._tokenizer.decode([token, token], skip_special_tokens=False)
+        return twice.removeprefix(alone) if _REPLACEMENT not in alone else alone
 
     def stream(self) -> TextStream:
         return TextStream(self._tokenizer)
@@ -62,7 +63,8 @@ class TextStream:
     """Turns the tokens of one answer into text as they come, never half a character.
 
     Decodes from a little before the last point where the text was whole, so that tokens which only read right after
-    their predecessor (a leading space) do. No token is decoded more than a bounded number of times.
+    their predecessor (a leading space) do. No token is decoded more than a bounded number of times. The answer goes on
+    from its prompt, so its first token is decoded behind another one too: some decoders drop a space at the beginning.
 
     Tokenizers with byte fallback (Llama 2, Mistral) read a run of byte tokens as one: while the character at its end is
     unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
@@ -81,6 +83,8 @@ class TextStream:
         return "".join(self._push(token) for token in ids if token not in self._special)
 
     def _push(self, token: int) -> str:
+        if not self._ids:
+            self._begin(token)
         self._ids.append(token)
         now = self._decode(self._prefix)
         if not now.startswith(self._shown):
@@ -95,6 +99,14 @@ class TextStream:
         elif len(self._ids) - self._prefix > WINDOW_TOKENS_MAX:
             self._shorten(now)
         return new
+
+    def _begin(self, token: int) -> None:
+        """Let something come before: the token itself will do, unless it is a part of a character."""
+        self._ids = [token]
+        self._shown = self._decode(0)
+        self._whole = 1
+        if _REPLACEMENT in self._shown:
+            self._ids, self._shown, self._whole = [], "", 0
 
     def flush(self) -> str:
         """What was held back, when nothing more comes."""

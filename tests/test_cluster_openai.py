@@ -211,7 +211,7 @@ def test_many_async_calls_at_once(cluster: RunningCluster, endpoint: str) -> Non
         (True, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", None),
         (True, {"tools": [{"type": "function"}]}, 400, "tools", "bad_field"),
         (True, {"top_logprobs": 3}, 400, "top_logprobs", "bad_field"),
-        (True, {"logprobs": True, "top_logprobs": 21}, 400, "logprobs", "sampling_out_of_range"),
+        (True, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "sampling_out_of_range"),
     ],
 )
 def test_what_is_wrong_is_an_openai_error(

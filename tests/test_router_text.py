@@ -103,13 +103,14 @@ def byte_fallback() -> Tokenizer:
 
 @given(pieces=st.lists(st.sampled_from(["▁the", "a", "🦊", "你", "é", "\n"]), max_size=20), size=st.integers(1, 5))
 def test_characters_of_single_bytes_follow_each_other(pieces: list[str], size: int) -> None:
-    """Byte fallback decodes a run of bytes whole or not at all: a character given out stays, and the next one comes."""
+    """Byte fallback decodes a run of bytes whole or not at all: a character given out stays, and the next one comes.
+    All of it is text as it reads behind a prompt."""
     tokenizer = byte_fallback()
     words = tokenizer.get_vocab()
     ids = [token for piece in pieces for token in ([words[piece]] if piece in words else list(piece.encode()))]
     stream = TextCodec(tokenizer).stream()
     streamed = [*(stream.push(batch) for batch in cut(ids, [size])), stream.flush()]
-    assert "".join(streamed) == tokenizer.decode(ids)
+    assert "a" + "".join(streamed) == tokenizer.decode([words["a"], *ids])
     assert not any(REPLACEMENT in piece for piece in streamed)
 
 
@@ -124,6 +125,15 @@ def test_bytes_that_are_no_character_do_not_take_back_what_was_said() -> None:
     stream = TextCodec(byte_fallback()).stream()
     pieces = [*(stream.push([token]) for token in [*"🦊".encode(), *[0x80] * 100, 257]), stream.flush()]
     assert "".join(pieces) == "🦊" + REPLACEMENT * 100 + "a"
+
+
+def test_the_space_between_prompt_and_answer_stays() -> None:
+    """Decoders of Llama 2 drop a space at the beginning, which an answer is not: its first word keeps it, and so do the
+    texts of tokens that log-probabilities name."""
+    codec = TextCodec(byte_fallback())
+    stream = codec.stream()
+    assert [stream.push([256]), stream.push([257]), stream.push([256]), stream.flush()] == [" the", "a", " the", ""]
+    assert [codec.token_text(token) for token in (256, 257, 0x0A, 0x80)] == [" the", "a", "\n", REPLACEMENT]
 
 
 class Decoded:
