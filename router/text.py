@@ -34,7 +34,11 @@ class TextCodec:
                 field="model",
             )
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            tokenizer = Tokenizer.from_file(str(path))
+            # What a training run has left in the file would cut or stretch prompts without a word.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            return cls(tokenizer)
         except Exception as error:
             raise BatonError(
                 Reason.MODEL_BROKEN, f"{path} is not a usable tokenizer: {error}.", field="model"

@@ -200,3 +200,15 @@ def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     assert list(codec.encode("Hé")) == TOKENIZER.encode("Hé").ids
     stream = codec.stream()
     assert stream.push(codec.encode("Hé")) + stream.flush() == "Hé"
+
+
+def test_settings_of_a_training_run_change_no_prompt(tmp_path: Path) -> None:
+    """A fine-tuned model's tokenizer.json may say how long its training texts were: prompts are neither cut nor padded,
+    as with transformers."""
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec.load(tmp_path)
+    for text in ("a river", "a"):
+        assert list(codec.encode(text)) == list(codec.encode_rendered(text)) == list(CODEC.encode(text))
