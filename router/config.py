@@ -21,7 +21,9 @@ class RouterConfig:
         default=None, metadata={"help": "host:port of the OpenAI endpoints and /metrics over HTTP; none: off"}
     )
     http_connections_max: int = field(default=2_048, metadata={"help": "HTTP connections at a time"})
-    http_body_ms_max: int = field(default=60_000, metadata={"help": "how long the body of an HTTP call may take"})
+    http_body_ms_max: int = field(
+        default=60_000, metadata={"help": "how long the head of an HTTP call may take, and then its body"}
+    )
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     max_tokens_default: int = field(default=256, metadata={"help": "output tokens of a request that names no limit"})
