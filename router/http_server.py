@@ -111,9 +111,8 @@ class OpenAiApp:
         timeout_s = self._config.rpc.public_deadline_ms_default / 1000
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         if not call.requests[0].sampling.HasField("seed"):
-            seed = self._rng.getrandbits(64)
-            for each in call.requests:
-                each.sampling.seed = seed
+            for each in call.requests:  # one for all answers to a prompt, which the choice tells apart
+                each.sampling.seed = self._rng.getrandbits(64)
 
         def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
             child = trace.child(self._rng)
