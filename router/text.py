@@ -90,11 +90,10 @@ class TextStream:
         if not self._ids:
             self._begin(token)
         self._ids.append(token)
-        now = self._decode(self._prefix)
-        if not now.startswith(self._shown):
-            self._prefix, self._shown = self._whole, ""
-            now = self._decode(self._prefix)
-        settled = max(len(self._shown), len(now) - _unsettled(now))
+        now, settled = self._look()
+        if not now.startswith(self._shown) or _REPLACEMENT in now[len(self._shown) : settled]:
+            self._start_at_whole()
+            now, settled = self._look()
         new = now[len(self._shown) : settled]
         self._shown = now[:settled]
         if new and settled == len(now):
@@ -103,6 +102,15 @@ class TextStream:
         elif len(self._ids) - self._prefix > WINDOW_TOKENS_MAX:
             self._shorten(now)
         return new
+
+    def _look(self) -> tuple[str, int]:
+        """The text as it reads now, and how much of it will not change any more."""
+        now = self._decode(self._prefix)
+        return now, max(len(self._shown), len(now) - _unsettled(now))
+
+    def _start_at_whole(self) -> None:
+        self._shown = self._shown[len(self._decode(self._prefix, self._whole)) :]
+        self._prefix = self._whole
 
     def _begin(self, token: int) -> None:
         """Let something come before: the token itself will do, unless it is a part of a character."""
