@@ -74,6 +74,8 @@ class NodeLoad:
     blocks: BlockLoad = BlockLoad()
     prefill_tokens_per_s: float = 0.0
     """Measured; 0 while unknown."""
+    transports_given_up: int = 0
+    """Transports no longer offered to some peer, counted over the peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,7 @@ def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
             pinned=blocks.pinned,
         ),
         prefill_tokens_per_s=load.prefill_tokens_per_s,
+        transports_given_up=load.transports_given_up,
     )
 
 
@@ -210,6 +213,7 @@ def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
             pinned=blocks.pinned,
         ),
         prefill_tokens_per_s=message.prefill_tokens_per_s,
+        transports_given_up=message.transports_given_up,
     )
 
 

@@ -265,13 +265,17 @@ def test_unknown_fields_and_nulls_are_accepted(endpoint: str) -> None:
     assert answer["id"] == f"cmpl-{headers['x-request-id']}"
 
 
-def test_a_full_router_says_when_to_come_back(client: openai.OpenAI, cluster: RunningCluster) -> None:
-    """More answers than the router takes: 429 with a time, for all of the call, and nothing of it is left."""
+def test_a_full_router_says_when_to_come_back(client: openai.OpenAI, cluster: RunningCluster, endpoint: str) -> None:
+    """More answers than the router takes: 429 with a time, for all of the call, and nothing of it is left. The metrics
+    count those that were refused."""
+    refused = 'baton_requests_total{outcome="too_many_calls"}'
+    before = metrics_of(endpoint).get(refused, 0.0)
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model="tiny", prompt=[[1, 2], [3]], n=REQUESTS_MAX, **GREEDY)
     assert caught.value.type == "rate_limit_error"
     assert int(caught.value.response.headers["retry-after"]) >= 1
     cluster.run(assert_conserved(cluster))
+    assert metrics_of(endpoint)[refused] > before
 
 
 def metrics_of(endpoint: str) -> dict[str, float]:
