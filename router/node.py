@@ -235,7 +235,10 @@ class RouterNode:
         if attempt.resolved == self.config.retries.resolves_max:
             raise error
         attempt.resolved += 1
-        if not await self._has_committed(subscription, inbox.key) or inbox.given_up:
+        goes_on = await self._has_committed(subscription, inbox.key)
+        if inbox.finish is not None:
+            return  # the rest of the answer has come meanwhile
+        if not goes_on or inbox.given_up:
             raise error
         log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
         inbox.go_on()
@@ -291,8 +294,10 @@ class RouterNode:
         kind = event.WhichOneof("event")
         if kind == "granted":
             attempt.granted = True
-            attempt.subscription = self._subscription(event.granted)
-            attempt.subscription.add(inbox)
+            if event.granted.decode_node and attempt.subscription is None:
+                attempt.subscription = self._subscription(event.granted)
+                attempt.subscription.users += 1
+                attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
             attempt.granted = True
@@ -320,17 +325,22 @@ class RouterNode:
         subscription.remove(inbox)
         if inbox.finish is None:
             self._tasks.spawn(self._cancel(subscription, inbox.key))
+        else:
+            subscription.users -= 1
 
     async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
         """Bounded tries; a node that answers none of them is left to its own timers."""
-        for _ in range(self.config.cancel_tries_max):
-            try:
-                await subscription.cancel(key, "the router let go", timeout_s=self.config.cancel_ms_max / 1000)
-                return
-            except BatonError as error:
-                if error.reason is Reason.INCARNATION_MISMATCH:
+        try:
+            for _ in range(self.config.cancel_tries_max):
+                try:
+                    await subscription.cancel(key, "the router let go", timeout_s=self.config.cancel_ms_max / 1000)
                     return
-                log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
+                except BatonError as error:
+                    if error.reason is Reason.INCARNATION_MISMATCH:
+                        return
+                    log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
+        finally:
+            subscription.users -= 1
 
     # Small helpers.
 
