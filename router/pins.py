@@ -156,14 +156,23 @@ class PinKeeper:
 
     async def run(self) -> None:
         """Lease and renew, until cancelled."""
-        while True:
-            await wait_s(self._clock, self._wake, self._config.lease_ms / 1e3 / RENEWALS_PER_LEASE)
-            self._wake.clear()
-            self._expire()
-            await asyncio.gather(*(self._hold_all(record) for record in self._reachable()))
-            for pin in list(self._pins.values()):
-                if pin.warm_tries_left and self._serves_both:
-                    await self._warm_up(pin)
+        warming: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await wait_s(self._clock, self._wake, self._config.lease_ms / 1e3 / RENEWALS_PER_LEASE)
+                self._wake.clear()
+                self._expire()
+                await asyncio.gather(*(self._hold_all(record) for record in self._reachable()))
+                if warming is not None and warming.done():
+                    warming.result()
+                    warming = None
+                if warming is None and self._serves_both:
+                    # Beside the renewals: it may wait for room for longer than a lease lasts.
+                    warming = asyncio.create_task(self._warm_all(), name="warm-pins")
+        finally:
+            if warming is not None:
+                warming.cancel()
+                await asyncio.wait([warming])
 
     async def _hold_all(self, record: NodeRecord) -> None:
         for pin in list(self._pins.values()):
@@ -230,6 +239,11 @@ class PinKeeper:
                 log.warning("unpin unanswered", pin=name, node=record.name, problem=error.message)
                 return False
         return reply.known
+
+    async def _warm_all(self) -> None:
+        for pin in list(self._pins.values()):
+            if pin.warm_tries_left and self._pins.get(pin.name) is pin:
+                await self._warm_up(pin)
 
     async def _warm_up(self, pin: KeptPin) -> None:
         pin.warm_tries_left -= 1

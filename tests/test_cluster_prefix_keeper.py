@@ -265,6 +265,34 @@ def test_a_channel_that_is_dropped_during_a_call_ends_that_call_only() -> None:
     asyncio.run(scenario())
 
 
+def test_leases_are_renewed_while_a_pin_waits_to_be_warmed() -> None:
+    """There is no room to compute it for longer than a lease lasts: it stays pinned, as do the others."""
+
+    async def scenario() -> None:
+        async with two_nodes() as (_, routers):
+            keeper, begun = routers.keeper(1, lease_ms=600), asyncio.Event()
+
+            async def never(_tokens: Sequence[int], _salt: str | None) -> None:
+                begun.set()
+                await asyncio.Event().wait()
+
+            keeper._warm = never
+            routers.run(keeper)
+            await keeper.pin(prefix("a"), A, warm=True)
+            await begun.wait()
+            lefts: list[int] = []
+
+            async def renewed() -> bool:
+                """The lease left has grown again, twice."""
+                (pin,) = (await routers._cluster.statuses())["decode-0"].prefixes.pins
+                lefts.append(pin.lease_left_ms)
+                return sum(later > sooner for sooner, later in pairwise(lefts)) >= 2
+
+            await wait_for(renewed, "two renewals")
+
+    asyncio.run(scenario())
+
+
 def test_warming_is_tried_again() -> None:
     """The first try finds no room; the second one works, and there is no third."""
 
