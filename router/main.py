@@ -52,7 +52,7 @@ async def serve(
     rng = Random(secrets.randbits(64))
 
     def follow_directory() -> None:
-        node.follow_directory(runtime.membership.nodes(Role.DECODE))
+        node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
 
     runtime = NodeRuntime(

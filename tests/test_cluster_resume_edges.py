@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from baton.errors import BatonError, Reason
 from baton.ids import RequestKey
+from cli.services import Service
 from decode_node.node import DecodeNode
 from router.subscriptions import DecodeSubscription
 from tests.cluster_harness import (
@@ -161,5 +162,27 @@ def test_an_answer_that_was_given_up_does_not_go_on() -> None:
 
     async def forgotten(decode: DecodeNode, key: RequestKey) -> bool:
         return key not in decode._by_key
+
+    asyncio.run(scenario())
+
+
+def test_routers_share_the_pace_out() -> None:
+    """The pace of resumptions is the cluster's: a second router halves each one's share, and gives it back."""
+
+    async def scenario() -> None:
+        async with inprocess(mock_spec(router_flags=FAST)) as cluster:
+            (first,) = cluster._router.values()
+
+            async def counts(routers: int) -> None:
+                async def holds() -> bool:
+                    return first._pace.routers == routers
+
+                await wait_for(holds, f"{routers} routers to be counted")
+
+            await counts(1)
+            await cluster.start_node("router-1", Service.ROUTER)
+            await counts(2)
+            await cluster.stop_node("router-1")
+            await counts(1)
 
     asyncio.run(scenario())
