@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
@@ -27,6 +26,7 @@ from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.chat import ChatEncoder
 from router.config import RouterConfig
+from router.job import Job, TokenPart, Try, finished_event, started_event, tokens_event
 from router.observer import ObservedRequest, RequestObserver
 from router.placement import Placement, chain_hashes
 from router.request import CheckedRequest, check_request
@@ -40,46 +40,6 @@ log = get_log("router")
 
 PLACEMENT_DOUBLINGS_MAX = 4
 """The pause between two looks doubles this often."""
-
-
-TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
-"""Index of the first token, token ids, and their log-probabilities (one each, or none at all)."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """One client request."""
-
-    id: RequestId
-    """Ours, random: what a client calls its request may be used twice, and grants and tombstones are keyed by this."""
-    client_id: RequestId
-    trace: Traceparent
-    checked: CheckedRequest
-    began_s: float
-    deadline_s: float
-    retries: Retries
-    stats: inference_pb2.RequestStats
-    finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
-    output: list[int] = field(default_factory=list)
-    """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
-    avoid: set[Incarnation] = field(default_factory=set)
-    """Prefill processes that did not answer this request."""
-    token_times_s: list[float] = field(default_factory=list)
-    block_size: int = 0
-    observed: ObservedRequest = field(default_factory=ObservedRequest)
-    on_put: Callable[[Inbox], None] | None = None
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Try:
-    """One try: its inbox, and where its tokens come from once a decode node has granted."""
-
-    inbox: Inbox
-    granted: bool = False
-    """A decode node has taken it, or it needs none."""
-    subscription: DecodeSubscription | None = None
-    resolved: int = 0
-    """How often the decode node was asked whether it goes on."""
 
 
 class RouterNode:
@@ -151,22 +111,22 @@ class RouterNode:
             job.observed = observed
             if cut_off is not None:
                 job.on_put = self._unread_limit(observed, cut_off)
-            yield _started(job)
+            yield started_event(job)
             text = self._answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
                 async for first_index, ids, logprobs in batches:
                     taken, new = text.push(ids)
                     observed.tokens(self._loop.time(), taken)
-                    yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
+                    yield tokens_event(first_index, ids[:taken], new, logprobs[:taken])
                     if text.found:
                         break
             rest = text.flush()
             if rest:
-                yield _tokens_event(text.tokens, [], rest, [])
+                yield tokens_event(text.tokens, [], rest, [])
             if text.found:
                 job.finish = common_pb2.FINISH_REASON_STOP
             job.stats.output_tokens = text.tokens
-            finished = _finished(job)
+            finished = finished_event(job)
             observed.finished(job.finish, job.stats)
             yield finished
         except BatonError as error:
@@ -532,24 +492,3 @@ class RouterNode:
                 live=self._inboxes,
             )
         return subscription
-
-
-def _started(job: Job) -> inference_pb2.GenerateEvent:
-    return inference_pb2.GenerateEvent(
-        started=inference_pb2.Started(request_id=job.client_id, prompt_tokens=len(job.checked.prompt))
-    )
-
-
-def _tokens_event(
-    first_index: int, ids: list[int], text: str, logprobs: list[common_pb2.TokenLogprobs]
-) -> inference_pb2.GenerateEvent:
-    return inference_pb2.GenerateEvent(
-        tokens=inference_pb2.Tokens(first_index=first_index, ids=ids, text=text, logprobs=logprobs)
-    )
-
-
-def _finished(job: Job) -> inference_pb2.GenerateEvent:
-    times = job.token_times_s[: job.stats.output_tokens]
-    job.stats.ttft_ms = (times[0] - job.began_s) * 1000 if times else 0.0
-    job.stats.itl_mean_ms = (times[-1] - times[0]) / (len(times) - 1) * 1000 if len(times) > 1 else 0.0
-    return inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=job.finish, stats=job.stats))
