@@ -48,7 +48,8 @@ async def serve(
 
     runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
-    pool = await open_device_pool(config.engine, name=config.name, progress=progress)
+    pool = await open_device_pool(config.engine, name=config.name, progress=progress, spill=config.spill)
+    spill = None if pool.host is None else pool.host.spill
     try:
         node = DecodeNode(
             config=config,
@@ -56,6 +57,7 @@ async def serve(
             engine=pool.engine,
             ledger=pool.ledger,
             blocks=pool.blocks,
+            spill=spill,
             loop=loop,
             randomness=secrets.token_bytes,
         )
@@ -70,6 +72,8 @@ async def serve(
         )
         node.receiver.ports = ReceiverPorts(node.receiver)
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
+        if spill is not None:
+            spill.changed = node.engine_loop.wake
         try:
             for transport in config.transports:
                 node.receiver.ports.add(_open_port(transport, config, pool, node.receiver.ports))
@@ -88,7 +92,8 @@ async def _run(
     drain: asyncio.Event | None,
     on_ready: Callable[[str], None],
 ) -> None:
-    watch = ConservationWatch(pool.ledger, runtime.clock)
+    spill = None if pool.host is None else pool.host.spill
+    watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
     receiver = node.receiver
 
     def upkeep() -> None:
@@ -100,6 +105,9 @@ async def _run(
         message.conservation_errors = watch.errors
         for what, count in sorted(receiver.refused.items()):
             message.counters.add(name=f"refused: {what}", value=count)
+        if spill is not None:
+            for what, count in spill.report(pool.layout.num_layers * pool.layout.record_bytes).items():
+                message.counters.add(name=f"spill: {what}", value=count)
         for name, port in receiver.ports.describe().items():
             for what, figure in port.items():
                 if isinstance(figure, int):

@@ -16,7 +16,9 @@ from batonpb import common_pb2, transfer_pb2
 from baton.ids import BlockId, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.wire import NodeLoad
+from cachestore.spill import Spill
 from decode_node.config import DecodeConfig
+from decode_node.overcommit import may_overcommit
 from decode_node.streams import RequestOutput, TokenStreams
 from engine.block_manager import BlockManager, growth_blocks
 from engine.core import Engine, TokenEvent
@@ -24,7 +26,7 @@ from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner, SamplingParams
 from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto, params_from_proto
-from kvtransfer.grant_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
+from kvtransfer.grant_messages import AnswerGranted, AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.report import block_load
@@ -47,6 +49,10 @@ class Job:
     output: RequestOutput
     committed: asyncio.Future[bool]
     """True at the commit, False when the grant is over without one."""
+    footprint: int
+    """Blocks that prompt and answer may take in all."""
+    resumed: bool = False
+    """The engine has it: its blocks can be moved."""
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
 
@@ -68,6 +74,7 @@ class DecodeNode:
         engine: Engine,
         ledger: Ledger,
         blocks: BlockManager,
+        spill: Spill | None,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
     ) -> None:
@@ -77,6 +84,7 @@ class DecodeNode:
         self._runner = runner
         self._engine = engine
         self._blocks = blocks
+        self._spill = spill
         self._loop = loop
         self._randomness = randomness
         self._jobs: dict[GrantId, Job] = {}
@@ -88,9 +96,8 @@ class DecodeNode:
         output = job.output
         try:
             async with asyncio.timeout_at(job.deadline_s):
-                if not await asyncio.shield(job.committed):
+                if not await asyncio.shield(job.committed) or not self._resume(job):
                     return  # revoked or cancelled first: the receiver has dropped what it held
-                self._resume(job)
                 self.streams.open(output)
                 await output.ended.wait()
         except TimeoutError:
@@ -140,7 +147,13 @@ class DecodeNode:
         self._blocks.hold(prefix)  # so that making room does not evict what was just matched
         try:
             new = prompt_blocks - len(prefix)
-            if new + promise <= self.ledger.available:
+            spill, footprint = self._spill, prompt_blocks + promise
+            room = self.ledger.can_give(new, promise, host_backed=spill is not None)
+            if room and spill is not None:
+                room = may_overcommit(
+                    spill, self.ledger, self._jobs.values(), prefix=len(prefix), new=new, footprint=footprint
+                )
+            if room:
                 self._blocks.make_room(new)
             answer = self.receiver.reserve(
                 ReserveAsked(
@@ -152,6 +165,8 @@ class DecodeNode:
                     blocks_new=new,
                     prefix=tuple(prefix),
                     promise=promise,
+                    host_backed=spill is not None,
+                    room=room,
                 )
             )
         finally:
@@ -161,7 +176,7 @@ class DecodeNode:
                 return self._busy(answer.refusal.value)
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         if answer.grant not in self._jobs:
-            self._begin(request, key, prompt, answer.grant, answer.prefix, answer.blocks)
+            self._begin(request, key, prompt, answer, footprint)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -224,6 +239,7 @@ class DecodeNode:
         if job is None:
             return
         self._blocks.prefix_cache.released((*job.prefix, *job.blocks))
+        self.engine_loop.wake()  # a sequence may wait for these blocks
         if not job.committed.done():
             job.committed.set_result(False)
             job.output.end(error="the handoff did not complete")
@@ -296,18 +312,19 @@ class DecodeNode:
         request: transfer_pb2.ReserveRequest,
         key: RequestKey,
         prompt: list[int],
-        grant: GrantId,
-        prefix: tuple[BlockId, ...],
-        blocks: tuple[BlockId, ...],
+        granted: AnswerGranted,
+        footprint: int,
     ) -> None:
+        grant = granted.grant
         job = Job(
             key=key,
             grant=grant,
             prompt=prompt,
             params=params_from_proto(request.sampling),
             cache_salt=request.cache_salt,
-            prefix=prefix,
-            blocks=blocks,
+            prefix=granted.prefix,
+            blocks=granted.blocks,
+            footprint=footprint,
             deadline_s=self._loop.time() + request.deadline_left_ms / 1000,
             output=RequestOutput(key=key, router=Incarnation(request.router), tokens=[]),
             committed=self._loop.create_future(),
@@ -323,10 +340,16 @@ class DecodeNode:
         if not task.cancelled() and task.exception() is not None:
             log.error("a request's life broke off", exc_info=task.exception())
 
-    def _resume(self, job: Job) -> None:
-        """Give the committed sequence to the engine, with references of its own to every block."""
+    def _resume(self, job: Job) -> bool:
+        """Give the committed sequence to the engine, with the grant's references to every block.
+
+        False when it was cancelled between its commit and now.
+        """
+        if not self.receiver.grants.take_over(job.grant):
+            return False
+        job.resumed = True
+        # The references are nobody's until the engine has them: nothing between here and resume may fail.
         table = [*job.prefix, *job.blocks]
-        self._blocks.hold(table)  # before the engine has it: nothing between here and resume may fail
         job.output.append(job.first_token, job.first_logprobs)
         self._engine.resume(
             Sequence(
@@ -343,6 +366,7 @@ class DecodeNode:
             )
         )
         self.engine_loop.wake()
+        return True
 
     def _never(self, prompt: list[int], sampling: common_pb2.SamplingSpec) -> str | None:
         """Why this request can never run here, whatever is free. A bad one must not break the steps of the others."""

@@ -1,0 +1,163 @@
+"""An engine under overcommit, for tests: the node of `engine_bench`, host memory, and copies that end when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.ids import RequestKey
+from cachestore.device_pool import layout_of
+from cachestore.host_tier import BlockCopy, RegionCopier, SpillConfig
+from cachestore.spill import Spill
+from cachestore.spill_policy import SpillState
+from engine.block_manager import growth_blocks, prefix_blocks_max
+from engine.mock import MockConfig, MockRunner
+from engine.sequence import Sequence, SequenceMode
+from engine.types import NullSink, SamplingParams
+from tests.engine_bench import POISON, SMALL, Node, key_of
+
+
+@dataclass
+class Bytes:
+    array_U8: np.ndarray
+
+
+@dataclass
+class HandCopier:
+    """Copies nothing until `finish`; copies of different directions may end in any order."""
+
+    copier: RegionCopier
+    waiting: list[tuple[BlockCopy, Callable[[BaseException | None], None]]] = field(default_factory=list)
+
+    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
+        self.waiting.append((copy, done))
+
+    def finish(self, which: int = 0) -> None:
+        copy, done = self.waiting.pop(which)
+        self.copier.run(copy)
+        done(None)
+
+    def finish_all(self) -> None:
+        while self.waiting:
+            self.finish()
+
+
+class SpillNode(Node):
+    """Promises are backed by `host_blocks` of host memory, filled with poison like the device's."""
+
+    def __init__(
+        self,
+        config: MockConfig = SMALL,
+        *,
+        num_blocks: int,
+        host_blocks: int,
+        headroom_blocks: int = 1,
+        copy_blocks_max: int = 3,
+        tokens_per_step: int = 16,
+        sequences: int = 8,
+        runner: MockRunner | None = None,
+    ) -> None:
+        super().__init__(
+            config, num_blocks=num_blocks, tokens_per_step=tokens_per_step, sequences=sequences, runner=runner
+        )
+        layout = layout_of(self.runner.kv_spec)
+        self.host = Bytes(np.full(layout.region_bytes(host_blocks), POISON, np.uint8))
+        self.copier = HandCopier(
+            RegionCopier(
+                layout=layout,
+                device=Bytes(self.region),
+                device_blocks=num_blocks,
+                host=self.host,
+                host_blocks=host_blocks,
+            )
+        )
+        self.spill = Spill(
+            config=SpillConfig(
+                host_blocks=host_blocks, headroom_blocks=headroom_blocks, copy_blocks_max=copy_blocks_max
+            ),
+            engine=self.engine,
+            blocks=self.blocks,
+            ledger=self.ledger,
+            copier=self.copier,
+        )
+        self.states_seen: set[SpillState] = set()
+        self.copied_out_max = 0
+
+    def enter(self, name: str, prompt: list[int], params: SamplingParams, *, salt: bytes = b"") -> Sequence | None:
+        """Compute the prompt at once, as another node would have, and resume with its first token. None: no room."""
+        size = self.config.block_size
+        held = self.blocks.blocks_for(len(prompt))
+        prefix = self.blocks.match(prompt, salt, prefix_blocks_max(len(prompt), size))
+        growth = growth_blocks(
+            prompt_len=len(prompt),
+            known_len=len(prompt),
+            max_tokens=params.max_tokens,
+            context_len_max=self.config.context_len_max,
+            block_size=size,
+            blocks_held=held,
+        )
+        new = held - len(prefix)
+        if held + growth > self.ledger.num_blocks:
+            return None
+        if not self.blocks.can_admit(prefix, new, growth, host_backed=True):
+            return None
+        seq = Sequence(
+            key=key_of(name),
+            params=params,
+            tokens=list(prompt),
+            prompt_len=len(prompt),
+            computed=len(prefix) * size,
+            block_table=self.blocks.admit(prefix, new, promise_key=name, promise=growth, host_backed=True),
+            promise_key=name,
+            mode=SequenceMode.COMPLETE,
+            cache_salt=salt,
+            cached_tokens=len(prefix) * size,
+        )
+        self.engine.submit(seq)
+        return seq
+
+    def state(self, name: str) -> SpillState | None:
+        return self.spill.state_of(key_of(name))
+
+    def check(self) -> None:
+        self.ledger.check()
+        self.spill.check()
+        states = (self.spill.state_of(key) for key in self.keys())
+        self.states_seen |= {state for state in states if state is not None}
+
+    def keys(self) -> list[RequestKey]:
+        return list(self.spill._policy._states)
+
+    def step(self) -> list:  # type: ignore[type-arg]
+        batch = self.engine.schedule()
+        self.check()
+        events = self.engine.take_events()
+        if batch is not None:
+            result = self.engine.run(batch, NullSink())
+            events += self.engine.postprocess(batch, result)
+        self.events += events
+        self.check()
+        self.stepped = batch is not None
+        return events
+
+    def run(self, steps_max: int = 10_000) -> None:
+        """To the end; copies end whenever nothing else can go on."""
+        for _ in range(steps_max):
+            if not self.engine.has_work:
+                self.copier.finish_all()
+                return
+            self.step()
+            if not self.stepped:
+                assert self.copier.waiting or not self.engine.has_work or self.engine.schedule_would_run(), "stuck"
+                self.copier.finish_all()
+                self.check()
+        raise AssertionError(f"not over after {steps_max} steps")
+
+    def assert_nothing_held(self) -> None:
+        figures = self.spill.figures
+        assert (figures.parked, figures.host_copying, figures.host_filled) == (0, 0, 0)
+        assert not self.copier.waiting
+        self.spill.check()
+        super().assert_nothing_held()
