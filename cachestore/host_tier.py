@@ -1,8 +1,8 @@
 """Host memory below the device pool: whole blocks (their records of every layer), copied out and back.
 
-One allocation of a configured size, made at the start. `HostBlocks` is its ledger: every block of it is free, in a copy
-that is under way, or filled; the sum is the tier. Copies run one after the other on a thread of their own, outside of
-the interpreter's lock, beside the engine's steps: whoever asks for one has made sure that no step touches its blocks.
+One allocation of a configured size, made at the start; `host_blocks.HostBlocks` is its ledger. Copies run one after the
+other on a thread of their own, outside of the interpreter's lock, beside the engine's steps: whoever asks for one has
+made sure that no step touches its blocks.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NewType, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from baton.errors import InvalidField, check_positive
 from baton.ids import BlockId
+from cachestore.host_blocks import HostBlockId
 from kvtransfer.layout import Layout
-from kvtransfer.ledger import ConservationError
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.shm_copy import copy_records
-
-HostBlockId = NewType("HostBlockId", int)
 
 HOST_BLOCKS_MAX = 1 << 24
 
@@ -56,71 +53,6 @@ class SpillConfig:
     def reserve_blocks(self) -> int:
         """Not admitted against: without it a full device and full host memory could not trade places."""
         return self.headroom_blocks
-
-
-class _Place(Enum):
-    FREE = "free"
-    COPYING = "copying"
-    FILLED = "filled"
-
-
-class HostBlocks:
-    """Which blocks of the tier are in use. Pure; owned by the node's control thread; asserts on misuse."""
-
-    def __init__(self, num_blocks: int) -> None:
-        assert num_blocks > 0, num_blocks
-        self.num_blocks = num_blocks
-        self._places = [_Place.FREE] * num_blocks
-        self._free = [HostBlockId(b) for b in range(num_blocks - 1, -1, -1)]
-        self._filled = 0
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    @property
-    def filled(self) -> int:
-        """Blocks whose content is nowhere else."""
-        return self._filled
-
-    @property
-    def copying(self) -> int:
-        """Blocks of copies under way: their content is, or will be, on the device as well."""
-        return self.num_blocks - self._filled - len(self._free)
-
-    def begin_out(self, count: int) -> list[HostBlockId]:
-        """Free blocks to be copied to."""
-        assert 0 <= count <= len(self._free), (count, len(self._free))
-        blocks = [self._free.pop() for _ in range(count)]
-        for block in blocks:
-            self._places[block] = _Place.COPYING
-        return blocks
-
-    def fill(self, block: HostBlockId) -> None:
-        """The copy out has ended, and the block on the device is given up."""
-        assert self._places[block] is _Place.COPYING, (block, self._places[block])
-        self._places[block] = _Place.FILLED
-        self._filled += 1
-
-    def begin_back(self, block: HostBlockId) -> None:
-        """A filled block is being copied back."""
-        assert self._places[block] is _Place.FILLED, (block, self._places[block])
-        self._places[block] = _Place.COPYING
-        self._filled -= 1
-
-    def release(self, block: HostBlockId) -> None:
-        """Its content is not needed here any more; no copy touches it."""
-        assert self._places[block] is not _Place.FREE, block
-        self._filled -= self._places[block] is _Place.FILLED
-        self._places[block] = _Place.FREE
-        self._free.append(block)
-
-    def check(self) -> None:
-        """Recount. Raises ConservationError."""
-        counts = [sum(each is place for each in self._places) for place in _Place]
-        books = [len(self._free), self.copying, self._filled]
-        if counts != books or len(set(self._free)) != len(self._free):
-            raise ConservationError(f"host memory: the books say {books} free, copying, filled, the recount {counts}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,15 +113,22 @@ class ThreadCopier:
     def __init__(self, copier: RegionCopier, *, name: str) -> None:
         self._copier = copier
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"spill-{name}")
+        self._closed = False
 
     def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
         """See `BlockCopier.start`. The queue is bounded by the blocks of the tier: each is in one copy at most."""
         loop = asyncio.get_running_loop()
 
+        def tell(error: BaseException | None) -> None:
+            if not self._closed:
+                done(error)
+
         def ended(future: Future[None]) -> None:
+            if future.cancelled():
+                return
             error = future.exception()
             try:
-                loop.call_soon_threadsafe(done, error)
+                loop.call_soon_threadsafe(tell, error)
             except RuntimeError:
                 # At the end of the process the loop may be closed first; then there is nobody left to tell.
                 if not loop.is_closed():
@@ -198,5 +137,6 @@ class ThreadCopier:
         self._thread.submit(self._copier.run, copy).add_done_callback(ended)
 
     def close(self) -> None:
-        """Wait for the copies under way; the regions may be closed afterwards."""
+        """Wait for the copy under way; no `done` is called any more, and the regions may be closed."""
+        self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -20,7 +20,8 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
 from baton.ids import BlockId, RequestKey
-from cachestore.host_tier import BlockCopier, BlockCopy, HostBlockId, HostBlocks, SpillConfig
+from cachestore.host_blocks import HostBlockId, HostBlocks
+from cachestore.host_tier import BlockCopier, BlockCopy, SpillConfig
 from cachestore.spill_policy import (
     CopiesDone,
     CopyBack,
@@ -156,9 +157,6 @@ class Spill:
         self._runners = {seq.key: seq for seq in runners}
         needs = {seq.key: int(self._engine.needs_block(seq)) for seq in runners}
         pressure = sum(needs.values()) > self._ledger.growable + self._freeing
-        if not pressure and not self._parked:
-            self._note(runners)
-            return
         self._handle(
             StepComes(
                 growable=max(0, self._ledger.growable),
@@ -351,19 +349,6 @@ class Spill:
         return self._host.num_blocks - self._host.filled - self.config.reserve_blocks
 
     # What the policy is told.
-
-    def _note(self, runners: Several[Sequence]) -> None:
-        """No pressure and nobody parked: the policy only learns who runs."""
-        if any(self._policy.state_of(seq.key) is None for seq in runners):
-            self._handle(
-                StepComes(
-                    growable=len(runners),
-                    freeing=0,
-                    host_free=0,
-                    runners=tuple(self._running(seq, 0, False) for seq in runners),
-                    parked=(),
-                )
-            )
 
     def _running(self, seq: Sequence, need: int, pressure: bool) -> Standing:
         spillable = 0

@@ -164,8 +164,8 @@ class SpillPolicy:
         return [key for key, state in self._states.items() if state is not _S.RUNNING]
 
     def margin(self, standing: Standing) -> int:
-        """How many blocks this sequence should find free to grow into, once it runs."""
-        return min(self._headroom_blocks, standing.promise_left)
+        """How many blocks this sequence should find free to grow into, beside the one that it needs now."""
+        return min(self._headroom_blocks, standing.promise_left - standing.need)
 
     def _move(self, key: RequestKey, cause: SpillCause, to: SpillState) -> None:
         came_from = self._states[key]
@@ -210,7 +210,7 @@ class SpillPolicy:
     def _make_room(self, short: int, runners: list[Standing], parked: list[Standing], host_free: int) -> None:
         """Blocks of the parked first, then of the youngest runner, until the others can step."""
         while True:
-            wanted = short + sum(max(0, self.margin(each) - each.need) for each in runners)
+            wanted = short + sum(map(self.margin, runners))
             for each in reversed(parked):
                 if self._states[each.key] is not _S.RETURNING:
                     blocks = min(wanted, each.spillable, host_free)
@@ -220,13 +220,13 @@ class SpillPolicy:
                 return
             victim = runners.pop()
             short -= victim.need
-            wanted -= victim.need + max(0, self.margin(victim) - victim.need)
+            wanted -= victim.need + self.margin(victim)
             blocks = max(0, min(wanted, victim.spillable, host_free))
             self._park(victim, blocks)
             short, host_free, parked = short - blocks, host_free - blocks, []
 
     def _bring_back(self, runners: list[Standing], parked: list[Standing], event: StepComes) -> None:
-        spare = event.growable - sum(map(self.margin, runners))
+        spare = event.growable - sum(each.need + self.margin(each) for each in runners)
         on_their_way = False
         for each in parked:
             if self._states[each.key] is _S.RETURNING:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baton.ids import RequestKey
 from cachestore.device_pool import layout_of
 from cachestore.host_tier import BlockCopy, RegionCopier, SpillConfig
 from cachestore.spill import Spill
 from cachestore.spill_policy import SpillState
 from engine.block_manager import growth_blocks, prefix_blocks_max
+from engine.core import TokenEvent
 from engine.mock import MockConfig, MockRunner
 from engine.sequence import Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
@@ -26,7 +26,7 @@ class Bytes:
 
 @dataclass
 class HandCopier:
-    """Copies nothing until `finish`; copies of different directions may end in any order."""
+    """Copies nothing until `finish`, in any order."""
 
     copier: RegionCopier
     waiting: list[tuple[BlockCopy, Callable[[BaseException | None], None]]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class HandCopier:
 
 
 class SpillNode(Node):
-    """Promises are backed by `host_blocks` of host memory, filled with poison like the device's."""
+    """Promises are backed by `host_blocks` of host memory."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SpillNode(Node):
         host_blocks: int,
         headroom_blocks: int = 1,
         copy_blocks_max: int = 3,
-        tokens_per_step: int = 16,
+        tokens_per_step: int = 64,
         sequences: int = 8,
         runner: MockRunner | None = None,
     ) -> None:
@@ -63,13 +63,12 @@ class SpillNode(Node):
             config, num_blocks=num_blocks, tokens_per_step=tokens_per_step, sequences=sequences, runner=runner
         )
         layout = layout_of(self.runner.kv_spec)
-        self.host = Bytes(np.full(layout.region_bytes(host_blocks), POISON, np.uint8))
         self.copier = HandCopier(
             RegionCopier(
                 layout=layout,
                 device=Bytes(self.region),
                 device_blocks=num_blocks,
-                host=self.host,
+                host=Bytes(np.full(layout.region_bytes(host_blocks), POISON, np.uint8)),
                 host_blocks=host_blocks,
             )
         )
@@ -82,11 +81,11 @@ class SpillNode(Node):
             ledger=self.ledger,
             copier=self.copier,
         )
-        self.states_seen: set[SpillState] = set()
-        self.copied_out_max = 0
+        self.entered: dict[str, Sequence] = {}
+        self.expected_tokens_computed = 0
 
-    def enter(self, name: str, prompt: list[int], params: SamplingParams, *, salt: bytes = b"") -> Sequence | None:
-        """Compute the prompt at once, as another node would have, and resume with its first token. None: no room."""
+    def enter(self, name: str, prompt: list[int], params: SamplingParams, *, salt: bytes = b"") -> bool:
+        """Admit under overcommit. False when there is no room now."""
         size = self.config.block_size
         held = self.blocks.blocks_for(len(prompt))
         prefix = self.blocks.match(prompt, salt, prefix_blocks_max(len(prompt), size))
@@ -98,60 +97,68 @@ class SpillNode(Node):
             block_size=size,
             blocks_held=held,
         )
-        new = held - len(prefix)
-        if held + growth > self.ledger.num_blocks:
-            return None
+        assert held + growth <= self.ledger.num_blocks, "each sequence alone must fit on the device"
+        new, cached = held - len(prefix), len(prefix) * size
         if not self.blocks.can_admit(prefix, new, growth, host_backed=True):
-            return None
+            return False
         seq = Sequence(
             key=key_of(name),
             params=params,
             tokens=list(prompt),
             prompt_len=len(prompt),
-            computed=len(prefix) * size,
+            computed=cached,
             block_table=self.blocks.admit(prefix, new, promise_key=name, promise=growth, host_backed=True),
             promise_key=name,
             mode=SequenceMode.COMPLETE,
             cache_salt=salt,
-            cached_tokens=len(prefix) * size,
+            cached_tokens=cached,
         )
         self.engine.submit(seq)
-        return seq
+        self.entered[name] = seq
+        self.expected_tokens_computed += len(prompt) - cached + params.max_tokens - 1
+        return True
 
     def state(self, name: str) -> SpillState | None:
         return self.spill.state_of(key_of(name))
 
     def check(self) -> None:
+        """Conservation on the device and in host memory."""
         self.ledger.check()
         self.spill.check()
-        states = (self.spill.state_of(key) for key in self.keys())
-        self.states_seen |= {state for state in states if state is not None}
 
-    def keys(self) -> list[RequestKey]:
-        return list(self.spill._policy._states)
-
-    def step(self) -> list:  # type: ignore[type-arg]
+    def step(self) -> list[TokenEvent]:
+        """One step, or none when everybody waits for copies."""
         batch = self.engine.schedule()
         self.check()
         events = self.engine.take_events()
         if batch is not None:
-            result = self.engine.run(batch, NullSink())
-            events += self.engine.postprocess(batch, result)
+            events += self.engine.postprocess(batch, self.engine.run(batch, NullSink()))
         self.events += events
         self.check()
-        self.stepped = batch is not None
+        self.idle = batch is None
         return events
 
-    def run(self, steps_max: int = 10_000) -> None:
-        """To the end; copies end whenever nothing else can go on."""
+    def step_until(self, name: str, state: SpillState, *, steps_max: int = 500) -> None:
+        """Copies end as soon as they do not keep `name` in this state."""
+        for _ in range(steps_max):
+            if self.state(name) is state:
+                return
+            self.step()
+            if self.state(name) is not state and self.copier.waiting:
+                self.copier.finish()
+                self.check()
+        raise AssertionError(f"{name} was never {state}")
+
+    def run(self, *, steps_max: int = 2_000) -> None:
+        """To the end. Copies end one at a time, and only when everybody waits for them."""
         for _ in range(steps_max):
             if not self.engine.has_work:
                 self.copier.finish_all()
+                self.events += self.engine.take_events()
                 return
             self.step()
-            if not self.stepped:
-                assert self.copier.waiting or not self.engine.has_work or self.engine.schedule_would_run(), "stuck"
-                self.copier.finish_all()
+            if self.idle and self.engine.has_work and self.copier.waiting:
+                self.copier.finish()
                 self.check()
         raise AssertionError(f"not over after {steps_max} steps")
 

@@ -57,5 +57,10 @@ def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluste
     told = counters(cluster.run(cluster.status(DECODE)))
     assert told["spill: sequences parked since start"] > 0
     assert told["spill: bytes copied out"] > 0
-    assert told["spill: sequences parked"] == told["spill: host blocks filled"] == told["spill: host blocks in a copy"] == 0
+    assert (
+        told["spill: sequences parked"]
+        == told["spill: host blocks filled"]
+        == told["spill: host blocks in a copy"]
+        == 0
+    )
     assert told["spill: host blocks"] == told["spill: host blocks free"] == HOST_BLOCKS
