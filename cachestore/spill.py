@@ -14,10 +14,10 @@ references behind, to be dropped when the copy has ended.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from enum import Enum
 
 from baton.ids import BlockId, RequestKey
 from cachestore.host_blocks import HostBlockId, HostBlocks
@@ -41,6 +41,11 @@ from engine.sequence import Sequence
 from kvtransfer.ledger import ConservationError, Ledger
 
 
+class _Way(Enum):
+    OUT = "out"
+    BACK = "back"
+
+
 @dataclass(slots=True, eq=False)
 class _Parked:
     seq: Sequence
@@ -56,7 +61,7 @@ class _Unit:
     device: BlockId | None
     host: HostBlockId | None = None
     holders: list[_Parked] = field(default_factory=list)
-    copying: bool = False
+    copying: _Way | None = None
     left_behind: int = 0
     """References of sequences that ended during the copy."""
 
@@ -103,7 +108,8 @@ class Spill:
         self._runners: dict[RequestKey, Sequence] = {}
         self._freeing = 0
         self._broken: BaseException | None = None
-        self._totals = Counter[str]()
+        self._parked_total = self._merged = 0
+        self._copied = dict.fromkeys(_Way, 0)
         self._set_host_room()
         engine.overcommit(self)
 
@@ -114,10 +120,10 @@ class Spill:
             host_free=self._host.free,
             host_copying=self._host.copying,
             host_filled=self._host.filled,
-            parked_total=self._totals["parked"],
-            copied_out=self._totals["copied out"],
-            copied_back=self._totals["copied back"],
-            merged=self._totals["merged"],
+            parked_total=self._parked_total,
+            copied_out=self._copied[_Way.OUT],
+            copied_back=self._copied[_Way.BACK],
+            merged=self._merged,
         )
 
     def report(self, block_bytes: int) -> dict[str, int]:
@@ -175,7 +181,7 @@ class Spill:
             unit.holders.append(parked)
             parked.units.append(unit)
         seq.block_table.clear()
-        self._totals["parked"] += 1
+        self._parked_total += 1
 
     def left(self, seq: Sequence) -> None:
         """See `Overcommit.left`."""
@@ -225,9 +231,9 @@ class Spill:
         units = [unit for unit in reversed(parked.units) if self._may_leave(unit)][:count]
         hosts = self._host.begin_out(len(units))
         for unit, host in zip(units, hosts, strict=True):
-            unit.host, unit.copying = host, True
+            unit.host, unit.copying = host, _Way.OUT
         self._freeing += len(units)
-        self._start(parked, units, out=True)
+        self._start(parked, units, _Way.OUT)
 
     def _copy_back(self, parked: _Parked, count: int) -> None:
         count -= self._merge(parked, count)
@@ -239,8 +245,8 @@ class Spill:
         for unit, block in zip(absent, self._blocks.allocate(len(absent)), strict=True):
             self._put_on_device(unit, block)
             self._blocks.hold([block] * (len(unit.holders) - 1))
-            unit.copying = True
-        self._start(parked, absent, out=False)
+            unit.copying = _Way.BACK
+        self._start(parked, absent, _Way.BACK)
 
     def _unpark(self, parked: _Parked) -> None:
         for unit in parked.units:
@@ -252,37 +258,37 @@ class Spill:
 
     # Copies.
 
-    def _start(self, parked: _Parked, units: list[_Unit], *, out: bool) -> None:
+    def _start(self, parked: _Parked, units: list[_Unit], way: _Way) -> None:
         most = self.config.copy_blocks_max
         pieces = [units[start : start + most] for start in range(0, len(units), most)]
         parked.copies += len(pieces)
         for piece in pieces:
             copy = BlockCopy(
-                out=out,
+                out=way is _Way.OUT,
                 device=tuple(unit.device for unit in piece if unit.device is not None),
                 host=tuple(unit.host for unit in piece if unit.host is not None),
             )
-            self._copier.start(copy, lambda error, piece=piece: self._ended(parked, piece, out, error))  # type: ignore[misc]
+            self._copier.start(copy, lambda error, piece=piece: self._ended(parked, piece, way, error))  # type: ignore[misc]
         if parked.copies == 0:
             self._tell_done(parked)
 
-    def _ended(self, parked: _Parked, units: list[_Unit], out: bool, error: BaseException | None) -> None:
+    def _ended(self, parked: _Parked, units: list[_Unit], way: _Way, error: BaseException | None) -> None:
         if error is not None:
             self._broken = error
             self.changed()
             return
         for unit in units:
-            unit.copying = False
+            unit.copying = None
             assert unit.device is not None
             self._blocks.release([unit.device] * unit.left_behind)
             unit.left_behind = 0
-            if out:
+            if way is _Way.OUT:
                 self._is_out(unit)
             else:
                 self._free_host(unit)
                 self._forget_if_unheld(unit)
-        self._totals["copied out" if out else "copied back"] += len(units)
-        self._freeing -= len(units) if out else 0
+        self._copied[way] += len(units)
+        self._freeing -= len(units) if way is _Way.OUT else 0
         self._set_host_room()
         parked.copies -= 1
         if parked.copies == 0:
@@ -303,7 +309,8 @@ class Spill:
 
     def _tell_done(self, parked: _Parked) -> None:
         if self._parked.get(parked.seq.key) is parked:
-            self._handle(CopiesDone(key=parked.seq.key, absent=_absent(parked)))
+            absent = sum(unit.device is None or unit.copying is not None for unit in parked.units)
+            self._handle(CopiesDone(key=parked.seq.key, absent=absent))
 
     def _merge(self, parked: _Parked, blocks_max: int) -> int:
         """Take from the prefix cache what it has of the absent full blocks. How many those were."""
@@ -315,7 +322,7 @@ class Spill:
                 self._free_host(unit)
                 self._put_on_device(unit, block)
                 merged += 1
-        self._totals["merged"] += merged
+        self._merged += merged
         self._set_host_room()
         return merged
 
@@ -364,12 +371,8 @@ class Spill:
             age=parked.seq.age,
             promise_left=self._promise_left(parked.seq),
             spillable=sum(map(self._may_leave, parked.units)) if pressure else 0,
-            absent=_absent(parked),
+            absent=sum(unit.device is None or unit.copying is _Way.OUT for unit in parked.units),
         )
 
     def _promise_left(self, seq: Sequence) -> int:
         return self._ledger.promise_left(seq.promise_key) or 0
-
-
-def _absent(parked: _Parked) -> int:
-    return sum(unit.device is None or unit.copying for unit in parked.units)

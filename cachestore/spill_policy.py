@@ -68,7 +68,7 @@ class Standing:
     spillable: int = 0
     """Its blocks on the device that would be free if they were copied out now."""
     absent: int = 0
-    """Its blocks that are not on the device, or are about to leave it."""
+    """Its blocks that are in host memory or about to go there; those that are coming back do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,11 @@ class StepComes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiesDone:
-    """Nothing of this sequence is being copied any more."""
+    """Nothing of this sequence is being copied for it any more."""
 
     key: RequestKey
     absent: int
+    """Its blocks that are not whole on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +210,8 @@ class SpillPolicy:
 
     def _make_room(self, short: int, runners: list[Standing], parked: list[Standing], host_free: int) -> None:
         """Blocks of the parked first, then of the youngest runner, until the others can step."""
+        on_their_way = [each.age for each in parked if self._states[each.key] is _S.RETURNING]
+        youngest_on_its_way = max(on_their_way, default=-1)
         while True:
             wanted = short + sum(map(self.margin, runners))
             for each in reversed(parked):
@@ -216,8 +219,8 @@ class SpillPolicy:
                     blocks = min(wanted, each.spillable, host_free)
                     self._copy_out(each.key, blocks)
                     short, wanted, host_free = short - blocks, wanted - blocks, host_free - blocks
-            if short <= 0 or len(runners) < 2:
-                return
+            if short <= 0 or len(runners) < 2 or runners[-1].age < youngest_on_its_way:
+                return  # in the last case the younger one is the victim, as soon as it is back
             victim = runners.pop()
             short -= victim.need
             wanted -= victim.need + self.margin(victim)
@@ -231,7 +234,7 @@ class SpillPolicy:
         for each in parked:
             if self._states[each.key] is _S.RETURNING:
                 on_their_way = True
-                spare -= self.margin(each)
+                spare -= each.absent + self.margin(each)
                 continue
             if not runners and not on_their_way:
                 self._bring_back_at_any_price(each, parked, event)

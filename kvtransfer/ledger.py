@@ -116,11 +116,11 @@ class Ledger:
         else:
             left = self._promises[promise] - count
             assert left >= 0, (promise, count, left)
+            if promise in self._host_backed:
+                assert count <= self.growable, (promise, count, self.growable)
+                self._promised_host_backed -= count
             self._promises[promise] = left
             self._promised -= count
-            if promise in self._host_backed:
-                self._promised_host_backed -= count
-                assert count <= self.growable, (promise, count, self.growable)
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._holds[block] = 1

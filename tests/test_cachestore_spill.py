@@ -24,9 +24,9 @@ def reference(prompt: list[int], count: int) -> list[int]:
     return mock_reference(prompt, params_of(count), count, config=SMALL)
 
 
-def two_in_a_tight_place(**sizes: int) -> SpillNode:
+def two_in_a_tight_place(*, copy_blocks_max: int = 3) -> SpillNode:
     """Ten blocks of device memory; "old" and "young" want nine and eight in the end."""
-    node = SpillNode(**{"num_blocks": 10, "host_blocks": 12, **sizes})
+    node = SpillNode(num_blocks=10, host_blocks=12, copy_blocks_max=copy_blocks_max)
     assert node.enter("old", prompt_of(1, 9), params_of(28))
     assert node.enter("young", prompt_of(2, 9), params_of(24))
     return node
@@ -56,7 +56,7 @@ def test_only_what_is_needed_leaves_tail_first() -> None:
     node = two_in_a_tight_place()
     node.step_until("young", SpillState.SPILLING)
     parked = node.spill._parked[key_of("young")]
-    assert [unit.copying for unit in parked.units] == [False, False, False, True, True]
+    assert [unit.copying is not None for unit in parked.units] == [False, False, False, True, True]
     assert node.engine.parked == 1
     assert node.entered["young"].block_table == []
     while node.copier.waiting:

@@ -240,7 +240,7 @@ class World:
             promise_left=left,
             need=int(left > 0 and s.runs),
             spillable=s.device - s.going_out - s.coming_back,
-            absent=s.host + s.going_out + s.coming_back,
+            absent=s.host + s.going_out,
         )
 
     def step(self) -> None:
