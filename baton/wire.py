@@ -64,6 +64,10 @@ class NodeLoad:
     blocks: BlockLoad = BlockLoad()
     prefill_tokens_per_s: float = 0.0
     """Measured; 0 while unknown."""
+    parked_requests: int = 0
+    """Running sequences whose KV is not all on the device now."""
+    host_blocks_filled: int = 0
+    host_blocks_free: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +184,9 @@ def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
             promised=blocks.promised,
         ),
         prefill_tokens_per_s=load.prefill_tokens_per_s,
+        parked_requests=load.parked_requests,
+        host_blocks_filled=load.host_blocks_filled,
+        host_blocks_free=load.host_blocks_free,
     )
 
 
@@ -198,6 +205,9 @@ def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
             promised=blocks.promised,
         ),
         prefill_tokens_per_s=message.prefill_tokens_per_s,
+        parked_requests=message.parked_requests,
+        host_blocks_filled=message.host_blocks_filled,
+        host_blocks_free=message.host_blocks_free,
     )
 
 

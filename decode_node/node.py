@@ -18,7 +18,7 @@ from baton.log import get_log
 from baton.wire import NodeLoad
 from cachestore.spill import Spill
 from decode_node.config import DecodeConfig
-from decode_node.overcommit import may_overcommit
+from decode_node.overcommit import has_room
 from decode_node.streams import RequestOutput, TokenStreams
 from engine.block_manager import BlockManager, growth_blocks
 from engine.core import Engine, TokenEvent
@@ -147,12 +147,10 @@ class DecodeNode:
         self._blocks.hold(prefix)  # so that making room does not evict what was just matched
         try:
             new = prompt_blocks - len(prefix)
-            spill, footprint = self._spill, prompt_blocks + promise
-            room = self.ledger.can_give(new, promise, host_backed=spill is not None)
-            if room and spill is not None:
-                room = may_overcommit(
-                    spill, self.ledger, self._jobs.values(), prefix=len(prefix), new=new, footprint=footprint
-                )
+            footprint = prompt_blocks + promise
+            room = has_room(
+                self._spill, self.ledger, self._jobs.values(), prefix=len(prefix), new=new, footprint=footprint
+            )
             if room:
                 self._blocks.make_room(new)
             answer = self.receiver.reserve(
@@ -165,7 +163,7 @@ class DecodeNode:
                     blocks_new=new,
                     prefix=tuple(prefix),
                     promise=promise,
-                    host_backed=spill is not None,
+                    host_backed=self._spill is not None,
                     room=room,
                 )
             )
@@ -288,10 +286,14 @@ class DecodeNode:
         return len(self._lives) - len(self._jobs)
 
     def load(self) -> NodeLoad:
+        spilled = None if self._spill is None else self._spill.figures
         return NodeLoad(
             waiting_requests=self._engine.waiting,
             running_requests=len(self._jobs),
             blocks=block_load(self.ledger),
+            parked_requests=self._engine.parked,
+            host_blocks_filled=0 if spilled is None else spilled.host_filled,
+            host_blocks_free=0 if spilled is None else spilled.host_free,
         )
 
     async def close(self) -> None:

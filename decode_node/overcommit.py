@@ -1,4 +1,4 @@
-"""Whether one more request may be granted on a node that promises more than its device holds."""
+"""Whether one more request may be granted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ if TYPE_CHECKING:
     from decode_node.node import Job
 
 
-def may_overcommit(spill: Spill, ledger: Ledger, jobs: Iterable[Job], *, prefix: int, new: int, footprint: int) -> bool:
-    """Beside the sum of blocks and promises: nobody waits in host memory, those who run find their headroom, and each
-    request could still grow to its full size.
+def has_room(
+    spill: Spill | None, ledger: Ledger, jobs: Iterable[Job], *, prefix: int, new: int, footprint: int
+) -> bool:
+    """The request would hold `prefix` blocks that are here, take `new` ones, and may come to `footprint` in all.
 
-    The new one would hold `prefix` blocks that are here, take `new` ones, and may come to `footprint` in all.
+    Under overcommit (`spill`), beside the sum of blocks and promises: nobody waits in host memory, those who run find
+    their headroom, and each request could still grow to its full size.
     """
+    if not ledger.can_give(new, footprint - prefix - new, host_backed=spill is not None):
+        return False
+    if spill is None:
+        return True
     if spill.busy or ledger.growable - new < spill.headroom():
         return False
     granted = list(jobs)

@@ -120,3 +120,17 @@ class _BlockCollector(Collector):
                 labels = [record.name, record.role.name.lower(), name]
                 family.add_metric(labels, getattr(record.load.blocks, name))
         yield family
+        host = GaugeMetricFamily(
+            "baton_node_host_blocks", "Blocks of host memory below the KV blocks.", labels=["node", "role", "class"]
+        )
+        parked = GaugeMetricFamily(
+            "baton_node_parked_requests", "Running requests whose KV is not all on the device now.",
+            labels=["node", "role"],
+        )  # fmt: skip
+        for record in self._nodes():
+            labels = [record.name, record.role.name.lower()]
+            host.add_metric([*labels, "filled"], record.load.host_blocks_filled)
+            host.add_metric([*labels, "free"], record.load.host_blocks_free)
+            parked.add_metric(labels, record.load.parked_requests)
+        yield host
+        yield parked

@@ -70,7 +70,9 @@ def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluste
 
     cluster.run(ask_all())
     cluster.run(assert_conserved(cluster))
-    told = spill_counters(cluster.run(cluster.status(DECODE)))
+    status = cluster.run(cluster.status(DECODE))
+    load, told = status.record.load, spill_counters(status)
+    assert (load.parked_requests, load.host_blocks_filled, load.host_blocks_free) == (0, 0, HOST_BLOCKS)
     assert told["sequences parked since start"] > 0
     assert told["bytes copied out"] > 0
     assert told["host blocks"] == told["host blocks free"] == HOST_BLOCKS
