@@ -17,7 +17,15 @@ from cachestore.host_tier import BlockCopy, ThreadCopier
 from cachestore.spill import Spill
 from cachestore.spill_policy import SpillState
 from decode_node.node import DecodeNode
-from tests.cluster_harness import assert_conserved, make_request, mock_spec, mock_tokens, random_prompt, wait_for
+from tests.cluster_harness import (
+    assert_conserved,
+    collect,
+    make_request,
+    mock_spec,
+    mock_tokens,
+    random_prompt,
+    wait_for,
+)
 from tests.inprocess_cluster import MARK, InProcessCluster, inprocess
 
 BLOCKS = 24
@@ -153,3 +161,38 @@ def test_cancelled_while(state: SpillState) -> None:
 def test_deadline_passes_while(state: SpillState) -> None:
     """The same by the client's deadline: the copies are held, so that it cannot finish before."""
     assert any(asyncio.run(scenario(state, deadline_s)) for deadline_s in DEADLINES_S), "never there in time"
+
+
+def test_many_clients_leave_at_random_moments() -> None:
+    """Fifty requests, some of which share their prompt, on a device that holds two full answers; a third of them are
+    cancelled after a random number of their events: the others are exact, and nothing is left on either side."""
+
+    async def scenario() -> None:
+        rng = random.Random(42)
+        shared = [random_prompt(rng, 33) for _ in range(3)]
+        async with inprocess(SPEC) as cluster:
+            _, spill = spill_of(cluster)
+            slots = asyncio.Semaphore(12)
+
+            async def ask(index: int) -> None:
+                prompt = [*rng.choice(shared), index + 1] if index % 2 else random_prompt(rng, rng.randrange(3, 60))
+                count = rng.randrange(20, ANSWER_TOKENS)
+                async with slots:
+                    call: Any = cluster.client.stub.Generate(make_request(prompt, max_tokens=count), timeout=60)
+                    if index % 3:
+                        assert (await collect(call)).ids == mock_tokens(prompt, count)
+                        return
+                    events = rng.randrange(0, 60)
+                    async for _ in call:
+                        if events == 0:
+                            break
+                        events -= 1
+                    call.cancel()
+
+            await asyncio.gather(*(ask(index) for index in range(50)))
+            await assert_conserved(cluster)
+            figures = spill.figures
+            assert figures.parked_total > 0
+            assert (figures.parked, figures.host_copying, figures.host_filled) == (0, 0, 0)
+
+    asyncio.run(scenario())
