@@ -21,6 +21,8 @@ from typing import Final, Self
 
 RUN_S_MAX: Final = 60.0
 PROCESSES_MAX: Final = 1000
+EXEC_LOOKS_MAX: Final = 1000
+"""How often to look at a process that has no environment, before it is taken for one that was given none."""
 _MARK: Final = "CLI_HARNESS_MARK"
 BATON: Final = (sys.executable, "-P", "-m", "cli.main")
 
@@ -149,11 +151,18 @@ class Foreground:
 
 
 def _has_mark(folder: Path, mark: bytes) -> bool:
-    try:
-        environment = (folder / "environ").read_bytes()
-    except OSError:  # it has just ended
-        return False
-    return mark in environment.split(b"\0")
+    for _ in range(EXEC_LOOKS_MAX):
+        try:
+            environment = (folder / "environ").read_bytes()
+            if environment:
+                return mark in environment.split(b"\0")
+            # A kernel thread and a process that has ended have no program either; in the middle of execve(2) the new
+            # program is there, and its environment is not yet.
+            (folder / "exe").readlink()
+        except OSError:  # it has just ended
+            return False
+        os.sched_yield()
+    return False
 
 
 def _portrait(pid: int) -> str:
@@ -183,12 +192,7 @@ def free_endpoint() -> str:
 
 
 def is_free(endpoint: str) -> bool:
-    """Whether the port can be bound now."""
+    """Whether nobody listens there. (That somebody else's connection has the number by now is no matter.)"""
     host, _, port = endpoint.rpartition(":")
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError:
-            return False
-    return True
+        return probe.connect_ex((host, int(port))) != 0
