@@ -250,7 +250,7 @@ class Spill:
 
     def _unpark(self, parked: _Parked) -> None:
         for unit in parked.units:
-            assert unit.device is not None, parked.seq.key
+            assert unit.device is not None and unit.copying is None, parked.seq.key
             unit.holders.remove(parked)
             self._forget_if_unheld(unit)
             parked.seq.block_table.append(unit.device)
@@ -315,6 +315,8 @@ class Spill:
     def _merge(self, parked: _Parked, blocks_max: int) -> int:
         """Take from the prefix cache what it has of the absent full blocks. How many those were."""
         seq, merged = parked.seq, 0
+        if blocks_max == 0:
+            return 0
         cached = self._blocks.match(seq.tokens, seq.cache_salt, seq.computed // self._blocks.block_size)
         for unit, block in zip(parked.units, cached, strict=False):
             if merged < blocks_max and unit.device is None and block not in self._on_device:

@@ -160,10 +160,6 @@ class SpillPolicy:
         """None for a sequence that has not been seen in a step yet, or is gone."""
         return self._states.get(key)
 
-    @property
-    def parked(self) -> list[RequestKey]:
-        return [key for key, state in self._states.items() if state is not _S.RUNNING]
-
     def margin(self, standing: Standing) -> int:
         """How many blocks this sequence should find free to grow into, beside the one that it needs now."""
         return min(self._headroom_blocks, standing.promise_left - standing.need)

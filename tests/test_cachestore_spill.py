@@ -146,6 +146,40 @@ def test_a_prefix_that_only_parked_sequences_share_leaves_once_and_returns_to_bo
     node.assert_nothing_held()
 
 
+def test_a_shared_block_that_is_still_being_copied_keeps_both_parked() -> None:
+    """Both sharers come back at once; the second one's own blocks are there before the prefix, which is copied for the
+    first: it waits for that too."""
+    node = SpillNode(num_blocks=31, host_blocks=40, copy_blocks_max=1)
+    assert node.enter("old", prompt_of(1, 4), params_of(60))
+    assert node.enter("big", prompt_of(3, 40), params_of(40))
+    prompt = prompt_of(2, 2 * BLOCK)
+    assert node.enter("a", [*prompt, 1], params_of(40))
+    node.step()
+    assert node.enter("b", [*prompt, 2], params_of(40))
+
+    def shared_away() -> bool:
+        a, b = (node.spill._parked.get(key_of(name)) for name in "ab")
+        return a is not None and b is not None and all(unit.device is None for unit in (*a.units, *b.units))
+
+    while not shared_away():
+        node.step()
+        node.copier.finish_all()
+    node.engine.abort(key_of("big"))
+    node.blocks.prefix_cache.clear()
+    node.step()
+    assert node.state("a") is node.state("b") is SpillState.RETURNING
+    of_b = node.spill._parked[key_of("b")].copies
+    for _ in range(of_b):
+        node.copier.finish(-1)
+        node.check()
+    assert node.spill._parked[key_of("b")].copies == 0
+    assert node.state("b") is SpillState.SPILLED, "it runs on a prefix that is not there yet"
+    node.run()
+    for name, last in (("a", 1), ("b", 2)):
+        assert node.tokens(name) == reference([*prompt, last], 40)
+    node.assert_nothing_held()
+
+
 def test_a_block_that_the_prefix_cache_still_has_is_not_copied_back() -> None:
     """A full block that left is still indexed and nobody needed its room: the return takes it from the cache."""
     node = two_in_a_tight_place()

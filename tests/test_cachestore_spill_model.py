@@ -1,4 +1,4 @@
-"""A real model with less device memory than it has promised: the whole assembly of a node's pool, copies on a thread."""
+"""A real model with less device memory than it has promised: a node's whole pool, copies on a thread."""
 
 from __future__ import annotations
 
