@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from baton.errors import InvalidField
+from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
+from cachestore.device_pool import open_device_pool
 from cachestore.host_blocks import HostBlockId, HostBlocks
 from cachestore.host_tier import BlockCopy, RegionCopier, SpillConfig, ThreadCopier
+from engine.build import EngineConfig, EngineKind
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.ledger import ConservationError
 from tests.spill_bench import Bytes
@@ -137,6 +140,16 @@ def test_nonsense_is_refused(values: dict[str, int], field: str) -> None:
     with pytest.raises(InvalidField) as caught:
         SpillConfig(**values)
     assert caught.value.field == field
+
+
+def test_host_memory_that_the_machine_has_not_is_refused_by_its_own_field() -> None:
+    """Terabytes: nothing is allocated, and the region that was is given back."""
+    config = EngineConfig(kind=EngineKind.MOCK, block_size=4096, num_blocks=2)
+    spill = SpillConfig(host_blocks=1 << 24)
+    with pytest.raises(BatonError) as caught:
+        asyncio.run(open_device_pool(config, name="large", progress=lambda *_: None, spill=spill))
+    assert (caught.value.reason, caught.value.field) == (Reason.BAD_CONFIG, "spill.host_blocks")
+    assert "baton-large" not in Path("/proc/self/maps").read_text()
 
 
 def test_off_by_default() -> None:
