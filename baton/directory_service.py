@@ -22,10 +22,11 @@ DIRECTORY_SERVICE: Final = "baton.v1.Directory"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryConfig:
     limits: DirectoryLimits = field(default_factory=DirectoryLimits)
-    watchers_max: int = 1024
-    watch_interval_ms: int = 10
-    """A watcher is told at most this often; what changes in between is told together."""
-    expire_interval_ms: int = 100
+    watchers_max: int = field(default=1024, metadata={"help": "watchers at a time"})
+    watch_interval_ms: int = field(
+        default=10, metadata={"help": "a watcher is told at most this often; what changes in between is told together"}
+    )
+    expire_interval_ms: int = field(default=100, metadata={"help": "between two looks for records that have run out"})
 
     def __post_init__(self) -> None:
         check_positive(self, "watchers_max", "watch_interval_ms", "expire_interval_ms")

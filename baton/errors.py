@@ -66,6 +66,7 @@ class Reason(Enum):
     QUEUE_FULL = "QUEUE_FULL"
     DECODE_FULL = "DECODE_FULL"
     DIRECTORY_FULL = "DIRECTORY_FULL"
+    PINS_FULL = "PINS_FULL"
     TOO_MANY_CALLS = "TOO_MANY_CALLS"
     TOO_MANY_PEERS = "TOO_MANY_PEERS"
 
@@ -74,6 +75,7 @@ class Reason(Enum):
     NO_DECODE_NODE = "NO_DECODE_NODE"
     NODE_STARTING = "NODE_STARTING"
     NODE_DRAINING = "NODE_DRAINING"
+    DIRECTORY_LOST = "DIRECTORY_LOST"
     PEER_UNREACHABLE = "PEER_UNREACHABLE"
     PAIR_FENCING = "PAIR_FENCING"
     INCARNATION_MISMATCH = "INCARNATION_MISMATCH"
@@ -87,6 +89,7 @@ class Reason(Enum):
     ATTEMPTS_SPENT = "ATTEMPTS_SPENT"
     DEADLINE = "DEADLINE"
     CANCELLED = "CANCELLED"
+    SLOW_CLIENT = "SLOW_CLIENT"
     UNIMPLEMENTED = "UNIMPLEMENTED"
     INTERNAL = "INTERNAL"
     UNRECOGNISED = "UNRECOGNISED"  # a peer's reason that this version does not know; metadata["reason"] has its text
@@ -117,6 +120,7 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
         Reason.QUEUE_FULL,
         Reason.DECODE_FULL,
         Reason.DIRECTORY_FULL,
+        Reason.PINS_FULL,
         Reason.TOO_MANY_CALLS,
         Reason.TOO_MANY_PEERS,
     ),
@@ -135,12 +139,13 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
         Reason.NO_DECODE_NODE,
         Reason.NODE_STARTING,
         Reason.NODE_DRAINING,
+        Reason.DIRECTORY_LOST,
         Reason.PEER_UNREACHABLE,
         Reason.PAIR_FENCING,
     ),
     Code.ABORTED: (Reason.GRANT_REVOKED, Reason.HANDOFF_FAILED, Reason.ATTEMPTS_SPENT),
     Code.DEADLINE_EXCEEDED: (Reason.DEADLINE,),
-    Code.CANCELLED: (Reason.CANCELLED,),
+    Code.CANCELLED: (Reason.CANCELLED, Reason.SLOW_CLIENT),
     Code.UNIMPLEMENTED: (Reason.UNIMPLEMENTED,),
     Code.INTERNAL: (Reason.INTERNAL,),
     Code.UNKNOWN: (Reason.UNRECOGNISED,),

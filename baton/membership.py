@@ -10,7 +10,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from baton.clock import Clock, wait_s
@@ -31,14 +31,25 @@ _NAME_WAIT_TTLS: Final = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    heartbeat_ms: int = 500
-    """Between two pushes of the own record; a change that matters is pushed at once (`announce`)."""
-    ttl_ms: int = 3_000
-    """The directory forgets a node that was not heard of for this long."""
-    directory_wait_ms_max: int = 30_000
-    """How long a starting node waits for a directory that does not answer."""
-    backoff_ms_min: int = 50
-    backoff_ms_max: int = 1_000
+    heartbeat_ms: int = field(
+        default=500, metadata={"help": "between two pushes of the own record; a change that matters is pushed at once"}
+    )
+    ttl_ms: int = field(
+        default=2_500, metadata={"help": "the directory forgets a node that it has not heard of for this long"}
+    )
+    stale_ms_max: int = field(
+        default=300_000,
+        metadata={"help": "how long new work goes to the last known nodes while the directory is out of reach"},
+    )
+    directory_wait_ms_max: int = field(
+        default=30_000, metadata={"help": "how long a starting node waits for a directory that does not answer"}
+    )
+    backoff_ms_min: int = field(
+        default=50, metadata={"help": "first pause before the directory is asked again after a failure"}
+    )
+    backoff_ms_max: int = field(
+        default=1_000, metadata={"help": "longest pause before the directory is asked again after a failure"}
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)
@@ -75,6 +86,7 @@ class Membership:
         self._unconfirmed_s: dict[NodeName, float] = {}
         """Records that a directory found again does not know, and until when they are kept."""
         self._stale = True
+        self._stale_since_s = clock.monotonic_s()
         self._sequence = 0
         self._registered = False
         self._push_trouble: Reason | None = None
@@ -87,9 +99,24 @@ class Membership:
         """Whether the directory is out of reach (or was not reached yet), so that `nodes()` may be out of date."""
         return self._stale
 
+    def check_known(self) -> None:
+        """Raises BatonError DIRECTORY_LOST where `nodes()` is too old to give new work by."""
+        lost_ms = (self._clock.monotonic_s() - self._stale_since_s) * 1e3
+        if self._stale and lost_ms > self._config.stale_ms_max:
+            raise BatonError(
+                Reason.DIRECTORY_LOST,
+                f"The directory has been out of reach for {lost_ms / 1e3:.0f} s, and what was known of the nodes is "
+                f"not used for new requests after {self._config.stale_ms_max / 1e3:g} s (membership.stale_ms_max). "
+                "Running requests go on. Bring the directory back; this node finds it by itself.",
+                retry_after_ms=self._config.backoff_ms_max,
+            )
+
     def nodes(self, role: Role | None = None) -> tuple[NodeRecord, ...]:
-        """The last known records, ordered by name, this node's own among them. No I/O."""
-        return tuple(record for record in self._records if role is None or record.role is role)
+        """The last known records, ordered by name, this node's own among them. No I/O.
+
+        With `role`, those that serve it: a mixed node is among the prefill nodes and among the decode nodes.
+        """
+        return tuple(record for record in self._records if role is None or record.role.serves(role))
 
     async def start(self) -> None:
         """Register, then keep pushing and watching in the background.
@@ -215,6 +242,8 @@ class Membership:
     def _publish(self, records: tuple[NodeRecord, ...], *, stale: bool) -> None:
         if records == self._records and stale == self._stale:
             return
+        if stale and not self._stale:
+            self._stale_since_s = self._clock.monotonic_s()
         self._records, self._stale = records, stale
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

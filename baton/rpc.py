@@ -13,7 +13,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.health import HEALTH_SERVICE, HealthService
+from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.status import to_status
 
@@ -40,6 +41,7 @@ UNTIMED_METHODS: Final = frozenset(
     {
         "/baton.v1.Directory/Watch",
         "/baton.v1.Decode/Subscribe",
+        "/baton.v1.Transfer/Attend",
         f"/{HEALTH_SERVICE}/Check",
         f"/{HEALTH_SERVICE}/Watch",
         f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
@@ -52,18 +54,34 @@ UNTIMED_METHODS: Final = frozenset(
 class RpcLimits:
     """Limits of one server."""
 
-    message_bytes_max: int = 16 * 1024 * 1024
-    rpcs_max: int = 1024
-    """Calls at a time, those in UNTIMED_METHODS not counted."""
-    rpcs_untimed_max: int = 1024
-    """Room beyond `rpcs_max` for UNTIMED_METHODS, so that a full node still answers its health checks."""
-    busy_retry_ms: int = 200
-    public_deadline_ms_default: int = 300_000
-    public_deadline_ms_max: int = 3_600_000
-    ping_interval_ms_min: int = 5_000
-    """Clients that ping more often than this without data are disconnected."""
-    handler_end_ms_max: int = 5_000
-    """How long a stopping server waits for the handlers of the calls that it has cancelled."""
+    message_bytes_max: int = field(
+        default=16 * 1024 * 1024, metadata={"help": "bytes of one gRPC message, and of the body of an HTTP call"}
+    )
+    rpcs_max: int = field(default=1024, metadata={"help": "calls at a time, health checks and the like not counted"})
+    rpcs_untimed_max: int = field(
+        default=1024,
+        metadata={"help": "calls beyond those for health checks and the like, so that a full node still answers them"},
+    )
+    busy_retry_ms: int = field(
+        default=200, metadata={"help": "when to try again, told with a refusal for too many calls"}
+    )
+    public_deadline_ms_default: int = field(
+        default=300_000, metadata={"help": "deadline of a client's call that names none"}
+    )
+    public_deadline_ms_max: int = field(default=3_600_000, metadata={"help": "longest deadline of a client's call"})
+    ping_interval_ms_min: int = field(
+        default=50, metadata={"help": "clients that ping more often than this without data are disconnected"}
+    )
+    client_ping_ms: int = field(
+        default=10_000, metadata={"help": "between pings of a silent connection whose caller is no node"}
+    )
+    client_answer_ms_max: int = field(
+        default=5_000, metadata={"help": "a client that leaves a ping unanswered this long has its calls ended"}
+    )
+    handler_end_ms_max: int = field(
+        default=5_000,
+        metadata={"help": "how long a stopping server waits for the handlers of calls that it has cancelled"},
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)
@@ -91,8 +109,12 @@ def time_left_s(context: _Context, limits: RpcLimits) -> float:
 class RpcServer:
     """One gRPC server with health, reflection and the error edge. Lives on one event loop."""
 
-    def __init__(self, *, limits: RpcLimits, rng: random.Random) -> None:
+    def __init__(self, *, limits: RpcLimits, rng: random.Random, liveness: LivenessConfig | None = None) -> None:
+        """`liveness` is for a server whose callers are nodes; without it they are pinged as clients."""
         self._limits = limits
+        self._liveness = liveness or LivenessConfig(
+            heartbeat_ms=limits.client_ping_ms, answer_ms_max=limits.client_answer_ms_max
+        )
         self._services: list[tuple[str, Callable[[Any, grpc.aio.Server], None], object]] = []
         self._edge = _Edge(limits=limits, rng=rng)
         self._server: grpc.aio.Server | None = None
@@ -148,7 +170,7 @@ class RpcServer:
                 ("grpc.max_receive_message_length", limits.message_bytes_max),
                 ("grpc.max_send_message_length", limits.message_bytes_max),
                 ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_interval_ms_min),
-                ("grpc.keepalive_permit_without_calls", 1),
+                *self._liveness.ping_options(None),
             ],
         )
         names = [service for service, _, _ in self._services]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 
 from baton.endpoint import check_reachable
 from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.liveness import LivenessConfig
 from baton.status import from_rpc_error
 
 
@@ -24,12 +26,13 @@ class ChannelLimits:
     reconnect_ms_min: int = 50
     reconnect_ms_max: int = 500
     """A peer that restarts is reached again within about this time."""
-    keepalive_interval_ms: int = 10_000
-    keepalive_answer_ms_max: int = 5_000
-    """A peer that is stopped or cut off ends its calls after interval plus this."""
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    """A peer that is stopped or cut off ends its calls after its `heartbeat_ms` and `answer_ms_max`."""
 
     def __post_init__(self) -> None:
-        check_positive(self, *self.__slots__)
+        check_positive(
+            self, "channels_max", "message_bytes_max", "connect_ms_max", "reconnect_ms_min", "reconnect_ms_max"
+        )
         if self.reconnect_ms_min > self.reconnect_ms_max:
             raise InvalidField("reconnect_ms_min", "must not exceed reconnect_ms_max")
 
@@ -37,8 +40,10 @@ class ChannelLimits:
 class Channels:
     """Channels by endpoint, made on first use and kept. Lives on one event loop."""
 
-    def __init__(self, *, limits: ChannelLimits) -> None:
+    def __init__(self, *, limits: ChannelLimits, rng: random.Random | None = None) -> None:
+        """`rng` spreads the pings of different channels; None: all keep the same pause."""
         self._limits = limits
+        self._rng = rng
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = False
 
@@ -78,10 +83,7 @@ class Channels:
         return [
             ("grpc.max_receive_message_length", limits.message_bytes_max),
             ("grpc.max_send_message_length", limits.message_bytes_max),
-            ("grpc.keepalive_time_ms", limits.keepalive_interval_ms),
-            ("grpc.keepalive_timeout_ms", limits.keepalive_answer_ms_max),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
+            *limits.liveness.ping_options(self._rng),
             ("grpc.initial_reconnect_backoff_ms", limits.reconnect_ms_min),
             ("grpc.max_reconnect_backoff_ms", limits.reconnect_ms_max),
             # gRPC's name for the time one attempt to connect may take.

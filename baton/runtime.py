@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batonpb import node_pb2, node_pb2_grpc
@@ -17,8 +17,10 @@ from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
+from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.membership import Membership, MembershipConfig
+from baton.pod import DeletionCost, PodConfig
 from baton.rpc import RpcLimits, RpcServer, check_can_bind
 from baton.rpc_client import ChannelLimits, Channels
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, record_to_proto
@@ -43,8 +45,10 @@ class NodeSettings:
     directory: str
     membership: MembershipConfig
     rpc: RpcLimits
+    liveness: LivenessConfig
     stop_grace_ms: int
     drain_ms_max: int
+    pod: PodConfig = field(default_factory=PodConfig)
 
 
 class NodeRuntime:
@@ -66,8 +70,9 @@ class NodeRuntime:
         self.clock = clock
         self.rng = rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
-        self.channels = Channels(limits=ChannelLimits())
-        self.server = RpcServer(limits=settings.rpc, rng=rng)
+        self.channels = Channels(limits=ChannelLimits(liveness=settings.liveness), rng=rng)
+        callers_are_nodes = settings.role is not Role.ROUTER
+        self.server = RpcServer(limits=settings.rpc, rng=rng, liveness=settings.liveness if callers_are_nodes else None)
         self.endpoint = ""
         self.model: ModelInfo | None = None
         self.transports: tuple[str, ...] = ()
@@ -85,6 +90,7 @@ class NodeRuntime:
             config=settings.membership,
             on_change=on_change,
         )
+        self.deletion_cost = DeletionCost(settings.pod, clock=clock, rng=rng)
         self.drain = NodeDrain(self.lifecycle, clock=clock, holds=lambda: self.holds(), changed=self._lifecycle_changed)
         self.server.add(NODE_SERVICE, node_pb2_grpc.add_NodeServicer_to_server, _NodeService(self))
 
@@ -116,7 +122,7 @@ class NodeRuntime:
         # Registered as ready, not made ready later: whoever is told "ready" finds the node in the directory.
         self._become(LifecycleEvent.STARTED, "ready")
         await self.membership.start()
-        self.server.set_ready(self.lifecycle.takes_requests)
+        self._lifecycle_seen()
         return self.endpoint
 
     async def serve_until(self, stop: asyncio.Event, drain: asyncio.Event | None) -> None:
@@ -137,6 +143,7 @@ class NodeRuntime:
             self._upkeep_task.cancel()
             await asyncio.wait([self._upkeep_task])
         await self.drain.close()
+        await self.deletion_cost.close()
         await self.server.stop(self.settings.stop_grace_ms / 1000)
         await self.directory.close()
         await self.channels.close()
@@ -145,8 +152,12 @@ class NodeRuntime:
         self.lifecycle.handle(event, now_s=self.clock.monotonic_s(), why=why)
 
     def _lifecycle_changed(self) -> None:
-        self.server.set_ready(self.lifecycle.takes_requests)
+        self._lifecycle_seen()
         self.membership.announce()
+
+    def _lifecycle_seen(self) -> None:
+        self.server.set_ready(self.lifecycle.takes_requests)
+        self.deletion_cost.follow(self.lifecycle.state)
 
     async def _upkeep_forever(self) -> None:
         while True:
@@ -191,6 +202,7 @@ class _NodeService(node_pb2_grpc.NodeServicer):
                 metadata={"incarnation": f"{own:016x}"},
             )
         self._runtime.drain.order(event, request.why)
+        self._runtime.deletion_cost.retry(self._runtime.lifecycle.state)
         return self._status()
 
     def _status(self) -> node_pb2.NodeStatus:
@@ -204,8 +216,11 @@ class _NodeService(node_pb2_grpc.NodeServicer):
             grants_quarantined=holds.grants_quarantined,
             grants_written=holds.grants_written,
             unacknowledged_writes=holds.unacknowledged_writes,
-            safe_to_delete=runtime.drain.safe_to_delete,
+            # Only then does a smaller pool remove this pod.
+            safe_to_delete=runtime.drain.safe_to_delete and runtime.deletion_cost.settled,
             story=runtime.lifecycle.story(),
         )
+        for name, value in runtime.deletion_cost.counters().items():
+            status.counters.add(name=name, value=value)
         runtime.status(status)
         return status

@@ -15,6 +15,8 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 
+LOCAL_TRANSPORT: Final = "local"
+"""In place of a transport's name: a mixed node has kept the request, and nothing was written."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _E = TypeVar("_E", bound=IntEnum)
 
@@ -25,6 +27,12 @@ class Role(IntEnum):
     ROUTER = 1
     PREFILL = 2
     DECODE = 3
+    MIXED = 4
+    """Both halves, over one region."""
+
+    def serves(self, role: Role) -> bool:
+        """Whether a node of this role does what `role` does."""
+        return self is role or (self is Role.MIXED and role in (Role.PREFILL, Role.DECODE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,8 @@ class BlockLoad:
     cached: int = 0
     free: int = 0
     promised: int = 0
+    pinned: int = 0
+    """Within cached: kept from eviction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +192,7 @@ def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
             cached=blocks.cached,
             free=blocks.free,
             promised=blocks.promised,
+            pinned=blocks.pinned,
         ),
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         parked_requests=load.parked_requests,
@@ -203,6 +214,7 @@ def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
             cached=blocks.cached,
             free=blocks.free,
             promised=blocks.promised,
+            pinned=blocks.pinned,
         ),
         prefill_tokens_per_s=message.prefill_tokens_per_s,
         parked_requests=message.parked_requests,

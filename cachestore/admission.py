@@ -21,8 +21,11 @@ class Claim:
     """Blocks that it has and that cannot be moved now; 0 once it runs."""
 
 
-def each_fits(claims: Iterable[Claim], *, others_immovable: int, num_blocks: int) -> bool:
-    """`others_immovable` blocks are in nobody's claim: those of revoked grants whose writer has not let go."""
+def each_fits(claims: Iterable[Claim], *, others_immovable: int, blocks_usable: int) -> bool:
+    """`others_immovable` blocks are in nobody's claim: those of revoked grants whose writer has not let go.
+
+    `blocks_usable` are those of the device, less what pins keep.
+    """
     known = list(claims)
     immovable = others_immovable + sum(claim.immovable for claim in known)
-    return all(immovable - claim.immovable + claim.footprint <= num_blocks for claim in known)
+    return all(immovable - claim.immovable + claim.footprint <= blocks_usable for claim in known)

@@ -17,6 +17,7 @@ from cachestore.spill import Spill
 from engine.block_manager import BlockManager
 from engine.build import BuiltEngine, EngineConfig, build_runner
 from engine.core import Engine
+from engine.pins import PinTable
 from engine.types import KvSpec, Runner
 from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.layout import Layout, kv_layout
@@ -35,6 +36,7 @@ class DevicePool:
     runner: Runner
     engine: Engine
     blocks: BlockManager
+    pins: PinTable
     ledger: Ledger
     region: Region
     layout: Layout
@@ -113,6 +115,9 @@ async def open_device_pool(
         runner=built.runner,
         engine=engine,
         blocks=blocks,
+        pins=PinTable(
+            blocks.prefix_cache, num_blocks=config.num_blocks, block_size=config.block_size, limits=config.pins
+        ),
         ledger=ledger,
         region=region,
         layout=layout,

@@ -297,8 +297,9 @@ class Spill:
 
     def _is_out(self, unit: _Unit) -> None:
         assert unit.device is not None and unit.host is not None
-        if not unit.holders or self._ledger.holders(unit.device) > len(unit.holders):
-            # All have ended; or somebody has found the block in the prefix cache meanwhile, and it stays.
+        wanted_here = self._ledger.holders(unit.device) > len(unit.holders) or self._ledger.is_pinned(unit.device)
+        if not unit.holders or wanted_here:
+            # All have ended; or somebody has found the block in the prefix cache meanwhile, or pinned it: it stays.
             self._free_host(unit)
             self._forget_if_unheld(unit)
             return
@@ -329,12 +330,19 @@ class Spill:
         return merged
 
     def _may_leave(self, unit: _Unit, others: int = 0) -> bool:
-        """Only parked sequences (and `others` more that are about to be) hold it, and none that is coming back."""
-        if unit.device is None or unit.copying:
+        """Only parked sequences (and `others` more that are about to be) hold it, none that is coming back, no pin.
+
+        A pinned block stays on the device whoever holds it: copying it out would free nothing.
+        """
+        if unit.device is None or unit.copying or self._ledger.is_pinned(unit.device):
             return False
         if self._ledger.holders(unit.device) != len(unit.holders) + others:
             return False
         return all(self._policy.state_of(each.seq.key) is not SpillState.RETURNING for each in unit.holders)
+
+    def _is_only_mine(self, block: BlockId) -> bool:
+        """The same for a block that no parked sequence holds."""
+        return self._ledger.holders(block) == 1 and not self._ledger.is_pinned(block)
 
     def _put_on_device(self, unit: _Unit, block: BlockId) -> None:
         assert block not in self._on_device, block
@@ -364,7 +372,7 @@ class Spill:
         if pressure:
             for block in seq.block_table:
                 unit = self._on_device.get(block)
-                spillable += self._ledger.holders(block) == 1 if unit is None else self._may_leave(unit, others=1)
+                spillable += self._is_only_mine(block) if unit is None else self._may_leave(unit, others=1)
         return Standing(key=seq.key, age=seq.age, promise_left=self._promise_left(seq), need=need, spillable=spillable)
 
     def _standing(self, parked: _Parked, pressure: bool) -> Standing:

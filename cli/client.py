@@ -1,40 +1,28 @@
-"""The client's side of Generate, for `baton generate` and the demo."""
+"""The client's side of Generate, for `baton generate`, `baton chat` and the demo."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Final
 
+import click
 from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
+from baton.errors import BatonError, Reason
 from baton.rpc_client import Channels, rpc_errors
+from cli.parameters import Seconds
+
+router_option: Final = click.option(
+    "--router", default="127.0.0.1:7000", show_default=True, metavar="HOST:PORT", help="Where the router is.",
+)  # fmt: skip
+timeout_option: Final = click.option(
+    "--timeout", "timeout_s", type=Seconds(), default=300.0, show_default=True, metavar="SECONDS",
+    help="How long a whole answer may take.",
+)  # fmt: skip
 
 Show = Callable[[inference_pb2.Tokens], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingChoice:
-    """Sampling as a client states it; what is None is left to the router's defaults."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def to_proto(self) -> inference_pb2.Sampling:
-        return inference_pb2.Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            max_tokens=self.max_tokens,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +34,49 @@ class Answer:
     text: str
     reason: common_pb2.FinishReason
     stats: inference_pb2.RequestStats
+    logprobs: tuple[common_pb2.TokenLogprobs, ...] = ()
+    """One for each id where they were asked for."""
+
+
+class AnswerBuilder:
+    """Puts an answer together from its events.
+
+    Asserts what every client is promised: each token index once and in order, one end.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        """What there is so far."""
+        self.request_id = ""
+        """Set as soon as the router has taken the request."""
+        self._ids: list[int] = []
+        self._logprobs: list[common_pb2.TokenLogprobs] = []
+        self._finished: inference_pb2.Finished | None = None
+
+    def push(self, event: inference_pb2.GenerateEvent) -> None:
+        assert self._finished is None, "an event after the end"
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self.request_id = event.started.request_id
+        elif kind == "tokens":
+            assert event.tokens.first_index == len(self._ids), (event.tokens.first_index, len(self._ids))
+            self._ids += event.tokens.ids
+            self._logprobs += event.tokens.logprobs
+            self.text += event.tokens.text
+        elif kind == "finished":
+            self._finished = event.finished
+
+    def answer(self) -> Answer:
+        """The whole answer, when its stream has ended."""
+        assert self._finished is not None, "the stream ended without an end of the answer"
+        return Answer(
+            request_id=self.request_id,
+            ids=tuple(self._ids),
+            text=self.text,
+            reason=self._finished.reason,
+            stats=self._finished.stats,
+            logprobs=tuple(self._logprobs),
+        )
 
 
 class InferenceClient:
@@ -71,33 +102,38 @@ class InferenceClient:
             call.cancel()
 
     async def generate(self, request: inference_pb2.GenerateRequest, show: Show | None = None) -> Answer:
-        """Run one request to its end over the stream; `show` is called with each batch of tokens. Raises BatonError.
-
-        Asserts what every client is promised: each token index once and in order, one end.
-        """
-        request_id, text, finished = "", "", None
-        ids: list[int] = []
+        """Run one request to its end over the stream; `show` is called with each batch of tokens. Raises BatonError."""
+        builder = AnswerBuilder()
         async with aclosing(self.events(request)) as events:
             async for event in events:
-                assert finished is None, "an event after the end"
-                kind = event.WhichOneof("event")
-                if kind == "started":
-                    request_id = event.started.request_id
-                elif kind == "tokens":
-                    assert event.tokens.first_index == len(ids), (event.tokens.first_index, len(ids))
-                    ids += event.tokens.ids
-                    text += event.tokens.text
-                    if show is not None:
-                        show(event.tokens)
-                elif kind == "finished":
-                    finished = event.finished
-        assert finished is not None, "the stream ended without an end of the answer"
-        return Answer(request_id=request_id, ids=tuple(ids), text=text, reason=finished.reason, stats=finished.stats)
+                builder.push(event)
+                if show is not None and event.HasField("tokens"):
+                    show(event.tokens)
+        return builder.answer()
 
     async def generate_unary(self, request: inference_pb2.GenerateRequest) -> Answer:
         """Run one request to its end with the unary call. Raises BatonError."""
         with rpc_errors(self._peer):
             reply: inference_pb2.GenerateResponse = await self._stub.GenerateUnary(request, timeout=self._timeout_s)
         return Answer(
-            request_id=reply.request_id, ids=tuple(reply.ids), text=reply.text, reason=reply.reason, stats=reply.stats
+            request_id=reply.request_id,
+            ids=tuple(reply.ids),
+            text=reply.text,
+            reason=reply.reason,
+            stats=reply.stats,
+            logprobs=tuple(reply.logprobs),
         )
+
+
+def no_router(error: BatonError, router: str) -> BatonError:
+    """What to say instead of `error` where no router answers at all; `error` itself where it is something else.
+
+    The same reason may come from the router itself, about another node; that text stands.
+    """
+    if error.reason is not Reason.PEER_UNREACHABLE or not error.message.startswith(f"router at {router}"):
+        return error
+    return BatonError(
+        error.reason,
+        f"No router answers at {router}. Is the cluster running (`baton up`)? Name another place with --router "
+        "HOST:PORT.",
+    )

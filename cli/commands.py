@@ -34,8 +34,12 @@ class _Entry:
 _COMMANDS: Final[Mapping[str, _Entry]] = {
     "up": _Entry(module="cli.up", attribute="up", summary="Start a whole cluster on this machine."),
     "generate": _Entry(module="cli.generate", attribute="generate", summary="Send a prompt and stream the answer."),
+    "chat": _Entry(module="cli.chat", attribute="chat", summary="Talk with the model, line by line."),
     "nodes": _Entry(module="cli.nodes", attribute="nodes", summary="Show who is in the cluster and what it holds."),
     "describe": _Entry(module="cli.describe", attribute="describe", summary="Show everything about one node."),
+    "pin": _Entry(module="cli.pins", attribute="pin", summary="Keep the KV of a prefix cached on all nodes."),
+    "unpin": _Entry(module="cli.pins", attribute="unpin", summary="Let a pinned prefix be evicted again."),
+    "pins": _Entry(module="cli.pins", attribute="pins", summary="Show the pinned prefixes."),
     "cordon": _Entry(module="cli.drain", attribute="cordon", summary="Keep new requests away from a node."),
     "uncordon": _Entry(module="cli.drain", attribute="uncordon", summary="Let a cordoned node take requests again."),
     "drain": _Entry(module="cli.drain", attribute="drain", summary="Empty a node until it is safe to delete."),
@@ -44,6 +48,7 @@ _COMMANDS: Final[Mapping[str, _Entry]] = {
     "router": _Entry(module="cli.service", attribute="router", summary="Run a router."),
     "prefill": _Entry(module="cli.service", attribute="prefill", summary="Run a prefill node."),
     "decode": _Entry(module="cli.service", attribute="decode", summary="Run a decode node."),
+    "mixed": _Entry(module="cli.service", attribute="mixed", summary="Run a node that does both halves."),
     "demo-model": _Entry(module="cli.demo_model", attribute="demo_model", summary="Write a small random model."),
     "demo": _Entry(module="cli.demo", attribute="demo", summary="Start a cluster, check its answers, stop it."),
     "completion": _Entry(

@@ -17,11 +17,11 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc_client import ChannelLimits, Channels
+from cli.answers import answer_data
 from cli.client import Answer, InferenceClient
 from cli.demo_check import IDLE_MS_MAX, Mismatch, find_mismatches, wait_idle
 from cli.demo_model import FAMILIES
 from cli.demo_prompts import FIRST_WAVE, SECOND_WAVE, DemoRequest
-from cli.generate import answer_data
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.output import Output, output_option, print_json
 from cli.services import Service

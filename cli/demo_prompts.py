@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from cli.client import SamplingChoice
+from cli.sampling import SamplingChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

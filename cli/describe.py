@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
 
 import click
+from batonpb import node_pb2
 
 from baton.rpc_client import Channels
 from baton.wire import Role
 from cli.cluster_view import NodeView, complete_node, directory_option, find_record, run_with_channels, view_node
 from cli.invocation import EXIT_ERROR
-from cli.node_data import left_behind, node_data, state_name
+from cli.node_data import hit_percent, left_behind, node_data, state_name
 from cli.output import Output, output_option, print_json
+from cli.parameters import Seconds
 from cli.table import format_table
 
-_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")
+_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "EPOCH", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")
+
+_PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 
 
 @click.command()
 @click.argument("node", shell_complete=complete_node)
 @directory_option
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True,
+    "--timeout", "timeout_s", type=Seconds(), default=2.0, show_default=True,
     metavar="SECONDS", help="How long the directory, and then the node, may take to answer.",
 )  # fmt: skip
 @output_option
@@ -34,7 +39,7 @@ def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
     Example:
       baton describe prefill-0 -o json
     """
-    call_ms_max = round(timeout_s * 1e3)
+    call_ms_max = ceil(timeout_s * 1e3)
 
     async def ask(channels: Channels) -> NodeView:
         record = await find_record(node, directory, channels=channels, call_ms_max=call_ms_max)
@@ -73,23 +78,38 @@ def _text(view: NodeView) -> str:
         ("transports", ", ".join(own.transports) or "none"),
         ("blocks", f"{blocks.free} free, {blocks.cached} cached, {blocks.held} held, {blocks.writer_owned} owned by a "
             f"writer, {blocks.quarantined} quarantined; {blocks.promised} promised"),
+        ("prefix hits", hits_text(status.prefixes, record.role)),
+        ("pinned", f"{status.prefixes.pinned_blocks} blocks of at most {status.prefixes.pinned_blocks_max}"),
         ("errors", f"{status.conservation_errors} of block conservation"),
         *((counter.name, f"{counter.value:g}") for counter in status.counters),
     ]  # fmt: skip
     text = _lines(rows)
+    if status.prefixes.pins:
+        text += "\n\n" + format_table(_PIN_HEADER, [
+            (pin.name, str(pin.blocks), str(pin.blocks_pinned), f"{pin.lease_left_ms / 1e3:.0f} s")
+            for pin in status.prefixes.pins
+        ], right={1, 2, 3})  # fmt: skip
     if status.pairs:
         text += "\n\n" + format_table(_PAIR_HEADER, [
             (
                 pair.peer,
                 f"{pair.peer_incarnation:016x}",
                 pair.transport or "none",
+                str(pair.epoch),
                 str(pair.bytes_moved),
                 str(pair.link_failures),
                 ", ".join(pair.transports_given_up) or "-",
             )
             for pair in status.pairs
-        ], right={3, 4})  # fmt: skip
+        ], right={3, 4, 5})  # fmt: skip
     return text
+
+
+def hits_text(prefixes: node_pb2.PrefixStatus, role: Role) -> str:
+    """How many prompt tokens did not have to be computed (prefill) or sent (decode)."""
+    percent, done = hit_percent(prefixes), "sent" if role is Role.DECODE else "computed"
+    share = f", {percent:.1f} %, were cached here and not {done} again" if percent is not None else ""
+    return f"{prefixes.hit_tokens} of {prefixes.prompt_tokens} prompt tokens{share}"
 
 
 def _lines(rows: list[tuple[str, str]]) -> str:

@@ -12,19 +12,24 @@ import click
 from batonpb import node_pb2, node_pb2_grpc
 
 from baton.errors import BatonError, Reason
+from baton.pod import COST_GIVEN_UP
 from baton.rpc_client import Channels, rpc_errors
 from baton.wire import NodeRecord
 from cli.cluster_view import NodeView, complete_node, directory_option, find_record, get_status, run_with_channels
 from cli.invocation import EXIT_ERROR
 from cli.node_data import left_behind, node_data, state_name
 from cli.output import Output, output_option, print_json
+from cli.parameters import Seconds
 
 CALL_MS_MAX: Final = 5_000
 """How long the directory, and then the node, may take to answer once."""
 POLL_MS: Final = 100
 """Between two looks at a node that is being drained."""
+_COST_GIVEN_UP: Final = (
+    "The deletion cost of {node}'s pod could not be set (its log says why): a smaller pool may remove another pod."
+)
 _timeout_option: Final = click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True,
+    "--timeout", "timeout_s", type=Seconds(), default=300.0, show_default=True,
     metavar="SECONDS", help="How long --wait may take.",
 )  # fmt: skip
 
@@ -104,6 +109,8 @@ def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: fl
         print_json(node_data(view))
     else:
         click.echo(_text(node, view.status))
+    if any(counter.name == COST_GIVEN_UP and counter.value for counter in view.status.counters):
+        click.echo(_COST_GIVEN_UP.format(node=node), err=True)
     if not done:
         click.echo(f"{node} is not empty after {wait_s_max:g} s; still there: {_left(view.status)}.", err=True)
     return 0 if done else EXIT_ERROR
@@ -143,5 +150,8 @@ def _left(status: node_pb2.NodeStatus) -> str:
 def _text(node: str, status: node_pb2.NodeStatus) -> str:
     state = state_name(status)
     if state == "drained":
-        return f"{node} is drained and holds {_left(status)}: {'' if status.safe_to_delete else 'not '}safe to delete."
+        verdict = "safe to delete" if status.safe_to_delete else "not safe to delete"
+        if not status.safe_to_delete and not left_behind(status):
+            verdict = "its pod is being marked as the first to go"
+        return f"{node} is drained and holds {_left(status)}: {verdict}."
     return f"{node} is {state}; it holds {_left(status)}."

@@ -30,6 +30,11 @@ def left_behind(status: node_pb2.NodeStatus) -> dict[str, int]:
     return {words: count for words, count in counts.items() if count}
 
 
+def hit_percent(prefixes: node_pb2.PrefixStatus) -> float | None:
+    """Prompt tokens that were cached, of all admitted since the node's start; None before the first."""
+    return 100 * prefixes.hit_tokens / prefixes.prompt_tokens if prefixes.prompt_tokens else None
+
+
 def node_data(view: NodeView) -> dict[str, Any]:
     """One node: its record, and its own answer (null, with `problem`, where there is none)."""
     record = view.record
@@ -63,10 +68,25 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
     }
     if role is Role.ROUTER:
         return data
-    names = ("free", "cached", "held", "writer_owned", "quarantined", "promised")
+    names = ("free", "cached", "held", "writer_owned", "quarantined", "promised", "pinned")
     return {
         **data,
         "blocks": {name: getattr(load.blocks, name) for name in names},
+        "prefixes": {
+            "prompt_tokens": status.prefixes.prompt_tokens,
+            "hit_tokens": status.prefixes.hit_tokens,
+            "pinned_blocks": status.prefixes.pinned_blocks,
+            "pinned_blocks_max": status.prefixes.pinned_blocks_max,
+            "pins": [
+                {
+                    "name": pin.name,
+                    "blocks": pin.blocks,
+                    "blocks_pinned": pin.blocks_pinned,
+                    "lease_left_ms": pin.lease_left_ms,
+                }
+                for pin in status.prefixes.pins
+            ],
+        },
         "model": {"name": record.model.name, "fingerprint": record.model.fingerprint},
         "transports": list(record.transports),
         "pairs": [
@@ -74,6 +94,7 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
                 "peer": pair.peer,
                 "peer_incarnation": f"{pair.peer_incarnation:016x}",
                 "transport": pair.transport or None,
+                "epoch": pair.epoch,
                 "bytes_moved": pair.bytes_moved,
                 "transports_given_up": list(pair.transports_given_up),
                 "link_failures": pair.link_failures,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Final
 
 import click
@@ -9,12 +10,13 @@ import click
 from baton.directory_setting import describe_directory
 from baton.wire import Role
 from cli.cluster_view import NodeView, directory_option, run_with_channels, view_nodes
-from cli.node_data import node_data, state_name
+from cli.node_data import hit_percent, node_data, state_name
 from cli.output import Output, output_option, print_json
+from cli.parameters import Seconds
 from cli.table import format_table
 
 _HEADER: Final = (
-    "NAME", "ROLE", "STATE", "ENDPOINT", "INCARNATION", "WAITING", "RUNNING",
+    "NAME", "ROLE", "STATE", "ENDPOINT", "INCARNATION", "WAITING", "RUNNING", "HITS",
     "FREE", "CACHED", "HELD", "WRITER", "QUARANTINED", "GRANTS", "ERRORS",
 )  # fmt: skip
 _RIGHT: Final = frozenset(range(5, len(_HEADER)))
@@ -23,22 +25,23 @@ _RIGHT: Final = frozenset(range(5, len(_HEADER)))
 @click.command()
 @directory_option
 @click.option(
-    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True,
+    "--timeout", "timeout_s", type=Seconds(), default=2.0, show_default=True,
     metavar="SECONDS", help="How long the directory, and then each node, may take to answer.",
 )  # fmt: skip
 @output_option
 def nodes(directory: str, timeout_s: float, output: str) -> None:
     """Show who is in the cluster and what each node holds.
 
-    One line a node: what waits and runs there, its KV blocks by owner (free, cached for prefixes, held by requests,
-    owned by a remote writer, quarantined), its open grants, and violations of block conservation, which must be 0.
+    One line a node: what waits and runs there, the share of prompt tokens that its prefix cache had, its KV blocks by
+    owner (free, cached for prefixes, held by requests, owned by a remote writer, quarantined), its open grants, and
+    violations of block conservation, which must be 0.
 
     \b
     Example:
       baton nodes --directory 127.0.0.1:7070
     """
     views = run_with_channels(
-        lambda channels: view_nodes(directory, channels=channels, call_ms_max=round(timeout_s * 1e3))
+        lambda channels: view_nodes(directory, channels=channels, call_ms_max=ceil(timeout_s * 1e3))
     )
     if Output(output) is Output.JSON:
         print_json([node_data(view) for view in views])
@@ -65,4 +68,6 @@ def _row(view: NodeView) -> list[str]:
     blocks = own.load.blocks
     counts = (blocks.free, blocks.cached, blocks.held, blocks.writer_owned, blocks.quarantined)
     grants = status.grants_received + status.grants_written
-    return [*row, *map(str, counts), str(grants), str(status.conservation_errors)]
+    percent = hit_percent(status.prefixes)
+    hits = "-" if percent is None else f"{percent:.0f}%"
+    return [*row, hits, *map(str, counts), str(grants), str(status.conservation_errors)]

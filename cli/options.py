@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,17 +25,27 @@ def config_options(cls: type[Any]) -> list[click.Parameter]:
             click.Option(
                 [flag_name(key.key), key.key.replace(".", _NESTING)],
                 metavar=key.type_text.upper() if key.type_text.isalpha() else key.type_text,
+                shell_complete=_values(key.type_text),
                 help=f"{key.help}  [{default}]".strip(),
             )
         )
     return options
 
 
+def _values(type_text: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """For the shell: the values of a key that has few ("model|mock"), as its type says."""
+    values = type_text.split(" or ")[0].split("|")
+    known = values if len(values) > 1 else []
+    return lambda _context, _parameter, incomplete: [value for value in known if value.startswith(incomplete)]
+
+
 def common_options() -> list[click.Parameter]:
     """`--config` and `--log-level`."""
     levels = click.Choice([level.value for level in LogLevel])
     return [
-        click.Option(["--config", CONFIG_FLAG], metavar="FILE.toml", help="Configuration file (TOML)."),
+        click.Option(
+            ["--config", CONFIG_FLAG], type=click.Path(), metavar="FILE.toml", help="Configuration file (TOML).",
+        ),
         click.Option(
             ["--log-level", LOG_LEVEL_FLAG], type=levels, default=LogLevel.INFO.value, show_default=True,
             help="How much goes to the log (stderr).",

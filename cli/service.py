@@ -1,4 +1,4 @@
-"""`baton directory`, `baton router`, `baton prefill`, `baton decode`: one process of a cluster in the foreground."""
+"""`baton directory`, `baton router`, `baton prefill`, `baton decode`, `baton mixed`: one process in the foreground."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _EXAMPLES: Final = {
     Service.ROUTER: "baton router --listen 127.0.0.1:7000 --directory 127.0.0.1:7070 --model /tmp/demo-model",
     Service.PREFILL: "baton prefill --name prefill-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
     Service.DECODE: "baton decode --name decode-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
+    Service.MIXED: "baton mixed --name mixed-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
 }
 _SIGNALS: Final = {
     Service.DIRECTORY: "SIGINT or SIGTERM stops it, a second one ends it at once.",

@@ -1,4 +1,4 @@
-"""The four services that a Baton process can be, and where each one's configuration comes from."""
+"""The five services that a Baton process can be, and where each one's configuration comes from."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ class Service(Enum):
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
 
     @property
     def env_prefix(self) -> str:
         return f"BATON_{self.name}_"
+
+    @property
+    def has_engine(self) -> bool:
+        return self in (Service.PREFILL, Service.DECODE, Service.MIXED)
 
 
 UP_SECTION: Final = "up"
@@ -35,12 +40,14 @@ _CONFIG_CLASSES: Final[Mapping[Service, tuple[str, str]]] = {
     Service.ROUTER: ("router.config", "RouterConfig"),
     Service.PREFILL: ("prefill_node.config", "PrefillConfig"),
     Service.DECODE: ("decode_node.config", "DecodeConfig"),
+    Service.MIXED: ("mixed_node.config", "MixedConfig"),
 }
 _SERVE_MODULES: Final[Mapping[Service, str]] = {
     Service.DIRECTORY: "cli.directory",
     Service.ROUTER: "router.main",
     Service.PREFILL: "prefill_node.main",
     Service.DECODE: "decode_node.main",
+    Service.MIXED: "mixed_node.main",
 }
 
 Progress = Callable[[str, int, int], None]

@@ -22,6 +22,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
+        self.received: signal.Signals | None = None
+        """The first one, once `stop` is set."""
         self.at_second: Callable[[], None] = lambda: None
         """Called in a signal handler, between any two bytecodes: must not wait."""
 
@@ -31,7 +33,7 @@ class StopSignals:
         # A terminal that is closed; ignored already where the user asked for that (nohup).
         self._hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         if self._hangup:
-            self._loop.add_signal_handler(signal.SIGHUP, self.stop.set)
+            self._loop.add_signal_handler(signal.SIGHUP, self._note, signal.SIGHUP)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,8 +41,12 @@ class StopSignals:
             self._loop.remove_signal_handler(signal.SIGHUP)
         self._restore()
 
-    def _first(self, _: signal.Signals) -> None:
+    def _note(self, signum: signal.Signals) -> None:
+        self.received = self.received or signum
         self.stop.set()
+
+    def _first(self, signum: signal.Signals) -> None:
+        self._note(signum)
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, self._second)
 

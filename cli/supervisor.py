@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
-from baton.config import ConfigError, ConfigProblem, flag_name
+from baton.config import ConfigError, ConfigProblem, env_name, flag_name
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
@@ -32,9 +32,18 @@ DIRECTORY_NAME: Final = "directory"
 ROUTER_NAME: Final = "router-0"
 _DIRECTORY_TO_COME: Final = "127.0.0.1:7070"
 """Stands for a directory that is not started yet."""
-_STOP_ORDER: Final = (Service.ROUTER, Service.PREFILL, Service.DECODE, Service.DIRECTORY)
+_STOP_ORDER: Final = (Service.ROUTER, Service.PREFILL, Service.MIXED, Service.DECODE, Service.DIRECTORY)
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+def check_node_counts(*, prefill: int, decode: int, mixed: int) -> None:
+    """Raises InvalidField unless both halves of a request have somewhere to run."""
+    if mixed < 0:
+        raise InvalidField("mixed", f"must not be negative, not {mixed}")
+    for name, count in (("prefill", prefill), ("decode", decode)):
+        if count < 0 or (count == 0 and mixed == 0):
+            raise InvalidField(name, f"must {'not be negative' if mixed else 'be positive'}, not {count}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,8 @@ class ClusterSpec:
 
     prefill: int = 1
     decode: int = 1
+    mixed: int = 0
+    """With some of these there may be none of the others."""
     model: str | None = None
     engine: EngineKind | None = None
     listen: str = "127.0.0.1:0"
@@ -71,12 +82,14 @@ class ClusterSpec:
     start_ms_max: int = 300_000
     """From the first process started to the last one ready."""
     stop_grace_ms: int = 8_000
-    """What each group of processes (routers, prefill nodes, decode nodes, directory) gets before it is killed."""
+    """What each group of processes (routers, prefill, mixed and decode nodes, directory) gets before it is killed."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "prefill", "decode", "start_ms_max", "stop_grace_ms")
-        if self.prefill + self.decode > NODES_MAX:
-            raise InvalidField("prefill", f"and decode are {self.prefill + self.decode} nodes; at most {NODES_MAX}")
+        check_positive(self, "start_ms_max", "stop_grace_ms")
+        check_node_counts(prefill=self.prefill, decode=self.decode, mixed=self.mixed)
+        if self.engines > NODES_MAX:
+            names = "and decode and mixed" if self.mixed else "and decode"
+            raise InvalidField("prefill", f"{names} are {self.engines} nodes; at most {NODES_MAX}")
         unknown = set(self.node_flags) - {name for name, _ in self.processes()}
         if unknown:
             raise InvalidField("node_flags", f"names no process of this cluster: {', '.join(sorted(unknown))}")
@@ -88,12 +101,17 @@ class ClusterSpec:
             (ROUTER_NAME, Service.ROUTER),
             *((f"prefill-{i}", Service.PREFILL) for i in range(self.prefill)),
             *((f"decode-{i}", Service.DECODE) for i in range(self.decode)),
+            *((f"mixed-{i}", Service.MIXED) for i in range(self.mixed)),
         ]
+
+    @property
+    def engines(self) -> int:
+        return self.prefill + self.decode + self.mixed
 
     def compute_threads(self) -> int:
         """Threads of each engine process: all engines together use no more than the cores that this process may."""
         cores = len(os.sched_getaffinity(0))
-        return self.threads or max(1, cores // (self.prefill + self.decode))
+        return self.threads or max(1, cores // self.engines)
 
     def flags_of(self, name: str, service: Service, directory: str) -> dict[str, object]:
         """The configuration keys that the process `name` is given; `directory` is where that one listens."""
@@ -107,7 +125,7 @@ class ClusterSpec:
             keys["http_listen"] = self.http
         if service is Service.ROUTER and self.engine is not EngineKind.MOCK:
             keys["model"] = self.model
-        if service in (Service.PREFILL, Service.DECODE):
+        if service.has_engine:
             keys["engine.kind"] = None if self.engine is None else self.engine.value
             keys["engine.model"] = self.model
             keys["engine.num_blocks"] = self.blocks
@@ -185,6 +203,8 @@ class Cluster:
         self._log_dir: Path | None = None
         self._keep_logs = False
         self._problems: list[str] = []
+        self._told: set[str] = set()
+        """Why processes could not start, in their own words."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -320,6 +340,8 @@ class Cluster:
             text = f"{child.name} did not stop within {self.spec.stop_grace_ms} ms (stop_grace_ms) and was killed."
         elif status == 0 or (status == -signal.SIGTERM and not child.ready.done()):
             return ""
+        elif not child.ready.done() and (words := child.own_words()):
+            return "" if words in self._told else self._could_not_start(child, words)
         else:
             text = f"{child.name} {describe_exit(status)} when it was stopped."
         self._keep_logs = True
@@ -340,13 +362,16 @@ class Cluster:
         if self.spec.config is not None:
             command += ["--config", str(self.spec.config)]
         for key, value in self.spec.flags_of(name, service, directory).items():
-            command += [flag_name(key), _text(value)]
+            if value != self.spec.directory:  # it may have a password: by the environment, which others cannot read
+                command += [flag_name(key), _text(value)]
         return command
 
     def _env(self, service: Service) -> dict[str, str]:
-        engine = service in (Service.PREFILL, Service.DECODE)
-        threads = str(self.spec.compute_threads() if engine else 1)
-        return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, threads), **self.spec.env}
+        threads = str(self.spec.compute_threads() if service.has_engine else 1)
+        own = dict.fromkeys(_THREAD_VARIABLES, threads)
+        if self.spec.directory is not None and service is not Service.DIRECTORY:
+            own[env_name(service.env_prefix, "directory")] = self.spec.directory
+        return {**os.environ, **own, **self.spec.env}
 
     def _make_log_dir(self) -> None:
         try:
@@ -364,14 +389,17 @@ class Cluster:
         self._log_dir = self._own_log_dir or self.spec.log_dir
 
     def _ended(self, child: Child, when: str) -> ClusterError:
-        said = child.own_words()
-        if said and not child.ready.done():
-            return ClusterError(f"{child.name} could not start: {said}", process=child.name)
+        if not child.ready.done() and (words := child.own_words()):
+            return ClusterError(self._could_not_start(child, words), process=child.name)
         self._keep_logs = True
         text = f"{child.name} {describe_exit(child.exited.result())} {when}."
         tail = child.log_tail()
         text += f" The end of its log ({child.log_path}):\n{tail}" if tail else f" Its log {child.log_path} is empty."
         return ClusterError(text, process=child.name)
+
+    def _could_not_start(self, child: Child, words: str) -> str:
+        self._told.add(words)
+        return f"{child.name} could not start: {words}"
 
     def _too_slow(self) -> ClusterError:
         waiting = [name for name in self.names if name not in self.endpoints]

@@ -14,6 +14,7 @@ from typing import Final, TextIO
 import click
 
 from baton.config import ConfigError, ConfigProblem, load
+from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
 from cli.child import ChildProgress
@@ -21,7 +22,7 @@ from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
-from cli.supervisor import Cluster, ClusterSpec
+from cli.supervisor import Cluster, ClusterSpec, check_node_counts
 from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
@@ -39,13 +40,20 @@ _UP_FLAG_OF: Final[Mapping[str, str]] = {
 class UpConfig:
     """Section `[up]`, environment `BATON_UP_*`. None leaves a setting to the sections of the services."""
 
-    prefill: int = field(default=1, metadata={"help": "prefill nodes"})
-    decode: int = field(default=1, metadata={"help": "decode nodes"})
+    prefill: int | None = field(default=None, metadata={"help": "prefill nodes; none: 1, or 0 where some are mixed"})
+    decode: int | None = field(default=None, metadata={"help": "decode nodes; none: 1, or 0 where some are mixed"})
+    mixed: int = field(default=0, metadata={"help": "nodes that do both halves"})
     model: str | None = field(default=None, metadata={"help": "model folder, or its name on the hub"})
     engine_kind: EngineKind | None = field(default=None, metadata={"help": "model, or mock (tests of the protocol)"})
     listen: str = field(default="127.0.0.1:7000", metadata={"help": "host:port of the router"})
     http: str | None = field(default=None, metadata={"help": "host:port of the OpenAI endpoints over HTTP; none: off"})
-    directory_listen: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of the directory"})
+    directory: str | None = field(
+        default=None,
+        metadata={"help": f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}"},
+    )
+    directory_listen: str = field(
+        default="127.0.0.1:7070", metadata={"help": "host:port of the directory that is started"}
+    )
     threads: int | None = field(
         default=None, metadata={"help": "compute threads of each node; none: the cores of this machine shared out"}
     )
@@ -57,20 +65,25 @@ class UpConfig:
     stop_grace_ms: int = field(default=8_000, metadata={"help": "how long a stop may take before nodes are killed"})
 
     def __post_init__(self) -> None:
-        check_positive(self, "prefill", "decode", "start_ms_max", "stop_grace_ms")
+        check_positive(self, "start_ms_max", "stop_grace_ms")
+        check_node_counts(prefill=self._count(self.prefill), decode=self._count(self.decode), mixed=self.mixed)
         for name in ("threads", "blocks"):
             if getattr(self, name) is not None:
                 check_positive(self, name)
+        if self.directory is not None:
+            check_directory_setting(self.directory)
 
     def spec(self, *, config: Path | None, log_level: LogLevel) -> ClusterSpec:
         """Raises InvalidField for values that do not fit each other."""
         return ClusterSpec(
-            prefill=self.prefill,
-            decode=self.decode,
+            prefill=self._count(self.prefill),
+            decode=self._count(self.decode),
+            mixed=self.mixed,
             model=self.model,
             engine=self.engine_kind,
             listen=self.listen,
             http=self.http,
+            directory=self.directory,
             directory_listen=self.directory_listen,
             threads=self.threads,
             blocks=self.blocks,
@@ -80,6 +93,11 @@ class UpConfig:
             start_ms_max=self.start_ms_max,
             stop_grace_ms=self.stop_grace_ms,
         )
+
+    def _count(self, nodes: int | None) -> int:
+        if nodes is not None:
+            return nodes
+        return 0 if self.mixed else 1
 
 
 class StartBoard:
@@ -123,16 +141,18 @@ class StartBoard:
 
 
 def _command(**parameters: object) -> int:
-    """Start a whole cluster on this machine: directory, router, prefill and decode nodes, each a process of its own.
+    """Start a whole cluster on this machine: directory, router, prefill and decode nodes (or mixed ones, which do
+    both halves), each a process of its own.
 
     Runs until Ctrl-C (a second one ends everything at once) or until a process ends by itself, which stops the others
-    and exits with status 1. Settings of the nodes come from the sections [directory], [router], [prefill] and [decode]
-    of the configuration file, those below from [up].
+    and exits with status 1. Settings of the nodes come from the sections [directory], [router], [prefill], [decode]
+    and [mixed] of the configuration file, those below from [up].
 
     \b
     Example:
       baton up --model /tmp/demo-model --prefill 2 --decode 2
       baton generate "the sea in the evening" --max-tokens 32 --stats
+      baton up --model /tmp/demo-model --directory redis://127.0.0.1:6379/0
     """
     path = config_path(parameters)
     config = load(
@@ -183,14 +203,20 @@ async def _up(spec: ClusterSpec) -> int:
 
 
 def _print_summary(cluster: Cluster) -> None:
+    directory = describe_directory(cluster.directory)
     click.echo(
-        f"The cluster is ready. Router {cluster.router}, directory {cluster.directory}, logs {cluster.log_dir}.\n"
+        f"The cluster is ready. Router {cluster.router}, directory {directory}, logs {cluster.log_dir}.\n"
         "Try, in another terminal:\n"
         f"  baton generate --router {cluster.router} {_example_prompt(cluster)} --max-tokens 32 --stats\n"
-        f"  baton nodes --directory {cluster.directory}\n"
+        f"{_chat_example(cluster)}"
+        f"  baton nodes --directory {directory}\n"
         f"{_http_example(cluster)}"
         "Ctrl-C stops it."
     )
+
+
+def _chat_example(cluster: Cluster) -> str:
+    return "" if cluster.spec.engine is EngineKind.MOCK else f"  baton chat --router {cluster.router}\n"
 
 
 def _http_example(cluster: Cluster) -> str:

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import InvalidField, check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
+from baton.pod import PodConfig
 from baton.rpc import RpcLimits
 from cachestore.host_tier import SpillConfig
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
+from kvtransfer.transports.shm import ShmReceiverConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig
 
 
@@ -34,9 +37,12 @@ class DecodeConfig:
     data_advertise_host: str | None = field(
         default=None, metadata={"help": "host that prefill nodes reach for data; default: the one in advertise"}
     )
+    shm: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
     tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
+    pod: PodConfig = field(default_factory=PodConfig)
     requests_max: int = field(default=64, metadata={"help": "requests granted and running at a time"})
     finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
     finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})

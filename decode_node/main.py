@@ -10,23 +10,17 @@ from random import Random
 from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 
 from baton.clock import SystemClock
-from baton.drain import Holdings
-from baton.endpoint import join_endpoint, split_endpoint
-from baton.errors import BatonError, Reason
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from cachestore.device_pool import DevicePool, open_device_pool
+from cachestore.prefix_service import serve_prefixes
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
+from decode_node.receiving import add_counters, make_receiver, open_ports
 from decode_node.service import DecodeService, ReceiverService
 from engine.loop import EngineLoop, done_or_broken
+from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.conservation import ConservationWatch
-from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants
-from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.transport import ReceiverPort, TransportName
-from kvtransfer.transports.shm import ShmReceiverPort
-from kvtransfer.transports.tcp import TcpReceiverPort
 
 
 async def serve(
@@ -61,22 +55,12 @@ async def serve(
             loop=loop,
             randomness=secrets.token_bytes,
         )
-        node.receiver = Receiver(
-            incarnation=runtime.incarnation,
-            grants=ReceiverGrants(pool.ledger),
-            layout=pool.layout,
-            host=node,
-            channels=runtime.channels,
-            loop=loop,
-            config=config.receiver,
-        )
-        node.receiver.ports = ReceiverPorts(node.receiver)
+        node.receiver = make_receiver(config, pool, host=node, own=runtime.incarnation, channels=runtime.channels)
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
         if spill is not None:
             spill.changed = node.engine_loop.wake
         try:
-            for transport in config.transports:
-                node.receiver.ports.add(_open_port(transport, config, pool, node.receiver.ports))
+            open_ports(config, pool, node.receiver.ports)
             await _run(runtime, node, pool, stop, drain, on_ready)
         finally:
             await node.receiver.ports.close()
@@ -95,6 +79,7 @@ async def _run(
     spill = None if pool.host is None else pool.host.spill
     watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
     receiver = node.receiver
+    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.settings.liveness)
 
     def upkeep() -> None:
         watch.check_sometimes()
@@ -103,34 +88,21 @@ async def _run(
     def status(message: node_pb2.NodeStatus) -> None:
         watch.check()
         message.conservation_errors = watch.errors
-        for what, count in sorted(receiver.refused.items()):
-            message.counters.add(name=f"refused: {what}", value=count)
+        add_counters(receiver, message)
         if spill is not None:
             for what, count in spill.report(pool.layout.num_layers * pool.layout.record_bytes).items():
                 message.counters.add(name=f"spill: {what}", value=count)
-        for name, port in receiver.ports.describe().items():
-            for what, figure in port.items():
-                if isinstance(figure, int):
-                    message.counters.add(name=f"{name.value}: {what}", value=figure)
-                elif isinstance(figure, dict):
-                    for kind, times in figure.items():
-                        message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
-
-    def holds() -> Holdings:
-        return Holdings(
-            requests=node.requests,
-            answers_unacknowledged=node.answers_unacknowledged,
-            grants_received=receiver.grants.unreleased,
-            grants_quarantined=receiver.grants.states()[GrantState.QUARANTINED],
-        )
 
     runtime.model, runtime.load = pool.model, node.load
     runtime.transports = tuple(t.value for t in receiver.ports.transports)
-    runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
+    runtime.status, runtime.upkeep, runtime.holds = status, upkeep, node.holds
+    serve_prefixes(runtime, pool)
     runtime.server.add(
         "baton.v1.Transfer",
         transfer_pb2_grpc.add_TransferServicer_to_server,
-        ReceiverService(node, receiver, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests),
+        ReceiverService(
+            node, receiver, attendance, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests
+        ),
     )
     runtime.server.add(
         "baton.v1.Decode",
@@ -145,38 +117,12 @@ async def _run(
         await runtime.leave()
         await node.close()
         node.streams.close_all()
+        attendance.close()
         await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await receiver.close()
         await receiver.ports.close()
         await runtime.close()
-
-
-def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:
-    """Listen for data connections. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""
-    loop, events = asyncio.get_running_loop(), ports.port_events(transport)
-    if transport is TransportName.SHM:
-        return ShmReceiverPort(region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes)
-    assert transport is TransportName.TCP, transport
-    host, _ = split_endpoint(config.listen)
-    listen = config.data_listen or join_endpoint(host, 0)
-    advertise_host = config.data_advertise_host
-    if advertise_host is None and config.advertise is not None:
-        advertise_host, _ = split_endpoint(config.advertise)
-    try:
-        return TcpReceiverPort(
-            region=pool.region,
-            events=events,
-            loop=loop,
-            randomness=secrets.token_bytes,
-            listen=listen,
-            advertise_host=advertise_host,
-            config=config.tcp,
-        )
-    except OSError as error:
-        raise BatonError(
-            Reason.PORT_IN_USE, f"Cannot listen for data connections on {listen}: {error}.", field="data_listen"
-        ) from error
 
 
 def _settings(config: DecodeConfig) -> NodeSettings:
@@ -188,6 +134,8 @@ def _settings(config: DecodeConfig) -> NodeSettings:
         directory=config.directory,
         membership=config.membership,
         rpc=config.rpc,
+        liveness=config.liveness,
         stop_grace_ms=config.stop_grace_ms,
         drain_ms_max=config.drain_ms_max,
+        pod=config.pod,
     )

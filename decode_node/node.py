@@ -7,54 +7,33 @@ it on; it always runs to its end, in which both references to its blocks are dro
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from batonpb import common_pb2, transfer_pb2
+from batonpb import transfer_pb2
 
-from baton.ids import BlockId, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.drain import Holdings
+from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from baton.log import get_log
+from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from cachestore.spill import Spill
 from decode_node.config import DecodeConfig
-from decode_node.overcommit import has_room
+from decode_node.job import Job, answer_growth, why_never
+from decode_node.overcommit import Admission
 from decode_node.streams import RequestOutput, TokenStreams
-from engine.block_manager import BlockManager, growth_blocks
+from engine.block_manager import BlockManager
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, NullSink, Runner, SamplingParams
+from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
 from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto, params_from_proto
 from kvtransfer.grant_messages import AnswerGranted, AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_grants import GrantState
 from kvtransfer.report import block_load
 
 log = get_log("decode")
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """One granted request."""
-
-    key: RequestKey
-    grant: GrantId
-    prompt: list[int]
-    params: SamplingParams
-    cache_salt: bytes
-    prefix: tuple[BlockId, ...]
-    blocks: tuple[BlockId, ...]
-    deadline_s: float
-    output: RequestOutput
-    committed: asyncio.Future[bool]
-    """True at the commit, False when the grant is over without one."""
-    footprint: int
-    """Blocks that prompt and answer may take in all."""
-    resumed: bool = False
-    """The engine has it: its blocks can be moved."""
-    first_token: int = -1
-    first_logprobs: common_pb2.TokenLogprobs | None = None
 
 
 class DecodeNode:
@@ -89,16 +68,24 @@ class DecodeNode:
         self._randomness = randomness
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
-        self._lives: set[asyncio.Task[None]] = set()
+        self._admission = Admission(spill, ledger, blocks, self._jobs.values())
+        self._lives = Tasks(loop, log, broken="a request's life broke off")
+        self._closing = False
+        self.room_changed: Callable[[], None] = lambda: None
+        """Called when a request or its blocks may have made room, outside of a step too."""
 
     async def live(self, job: Job) -> None:
-        """The whole life of one request in this node, from its grant to the router's acknowledgement."""
+        """The whole life of one request in this node, from its grant to the router's acknowledgement.
+
+        One that a mixed node keeps is in the engine and open to its router already (`keep`).
+        """
         output = job.output
         try:
             async with asyncio.timeout_at(job.deadline_s):
-                if not await asyncio.shield(job.committed) or not self._resume(job):
-                    return  # revoked or cancelled first: the receiver has dropped what it held
-                self.streams.open(output)
+                if not job.kept:
+                    if not await asyncio.shield(job.committed) or not self._resume(job):
+                        return  # revoked or cancelled first: the receiver has dropped what it held
+                    self.streams.open(output)
                 await output.ended.wait()
         except TimeoutError:
             output.end(error="the request's deadline passed")
@@ -111,13 +98,14 @@ class DecodeNode:
             if not output.opened:
                 self.streams.open(output)
         finally:
-            if job.committed.done() and job.committed.result():
+            if job.runs:
                 self._engine.abort(job.key)
                 self.engine_loop.wake()
-                self.receiver.ended(job.key)
+                self.receiver.ended(job.key)  # of a kept request it knows nothing
             del self._jobs[job.grant]
             if not output.opened:
                 self._forget(job)
+            self.room_changed()
         if not output.opened:
             return
         self.streams.notify(output.router)
@@ -135,22 +123,19 @@ class DecodeNode:
     def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
         """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once."""
         key = key_from_proto(request.key)
-        prompt = list(request.prompt)
-        reject = self._never(prompt, request.sampling)
+        tokens, prompt_len = [*request.prompt, *request.output], len(request.prompt)
+        reject = why_never(tokens, prompt_len, request.sampling, runner=self._runner, blocks=self._blocks)
         if reject is not None:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
-        if len(self._jobs) >= self.config.requests_max:
-            return self._busy("its request limit is reached")
-        prompt_blocks = self._blocks.blocks_for(len(prompt))
-        prefix = self._blocks.match(prompt, request.cache_salt, prompt_blocks)
-        promise = self._growth(prompt, request.sampling.max_tokens)
+        known_blocks = self._blocks.blocks_for(len(tokens))
+        prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
+        promise = answer_growth(self._runner, tokens, prompt_len, request.sampling.max_tokens)
         self._blocks.hold(prefix)  # so that making room does not evict what was just matched
         try:
-            new = prompt_blocks - len(prefix)
-            footprint = prompt_blocks + promise
-            room = has_room(
-                self._spill, self.ledger, self._jobs.values(), prefix=len(prefix), new=new, footprint=footprint
-            )
+            new = known_blocks - len(prefix)
+            footprint = known_blocks + promise
+            place = self.has_place  # without one the machine is asked all the same: it may have granted this already
+            room = place and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
             if room:
                 self._blocks.make_room(new)
             answer = self.receiver.reserve(
@@ -163,7 +148,7 @@ class DecodeNode:
                     blocks_new=new,
                     prefix=tuple(prefix),
                     promise=promise,
-                    host_backed=self._spill is not None,
+                    host_backed=self._admission.host_backed,
                     room=room,
                 )
             )
@@ -171,10 +156,11 @@ class DecodeNode:
             self._blocks.release(prefix)
         if isinstance(answer, AnswerRefused):
             if answer.refusal in (Refusal.BUSY, Refusal.FENCING, Refusal.SPAN):
-                return self._busy(answer.refusal.value)
+                return self._busy(answer.refusal.value if place else "its request limit is reached")
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         if answer.grant not in self._jobs:
-            self._begin(request, key, prompt, answer, footprint)
+            self._drop_kept(key.request, below=key.attempt)
+            self._begin(request, key, answer, footprint)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -197,22 +183,73 @@ class DecodeNode:
             CommitAsked(pair=pair, grant=grant, writes=request.writes, bytes_written=request.bytes_written)
         )
 
+    # What a mixed node asks, for requests that it keeps.
+
+    @property
+    def has_place(self) -> bool:
+        """Within the limit of requests, and not about to end."""
+        return len(self._jobs) < self.config.requests_max and not self._closing
+
+    def keep(self, seq: Sequence, *, router: Incarnation, deadline_s: float) -> None:
+        """Live with a sequence that the engine has from its prompt on: no grant and no copy. There is a place for it.
+
+        The engine holds its blocks, and its promise is named by a grant id that no writer knows.
+        """
+        assert self.has_place and isinstance(seq.promise_key, bytes), seq.key
+        self.receiver.supersede(seq.key)
+        self._drop_kept(seq.key.request, below=seq.key.attempt)
+        job = Job(
+            key=seq.key,
+            grant=GrantId(seq.promise_key),
+            tokens=list(seq.tokens),
+            prompt_len=seq.prompt_len,
+            params=seq.params,
+            cache_salt=seq.cache_salt,
+            prefix=(),
+            blocks=(),
+            deadline_s=deadline_s,
+            output=RequestOutput(key=seq.key, router=router, first_index=seq.output_count),
+            committed=self._loop.create_future(),
+            footprint=len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0),
+            resumed=True,
+            kept=True,
+        )
+        self._start(job)
+        self.streams.open(job.output)
+
+    def commit_kept(self, key: RequestKey) -> None:
+        """The prefill half has the first token: from here on only the router, or the deadline, ends the request."""
+        job = self._by_key.get(key)
+        if job is not None and job.kept and not job.committed.done():
+            job.committed.set_result(True)
+
     # What routers ask.
 
-    def cancel(self, key: RequestKey, reason: str) -> bool:
-        """The request lets go, wherever it is in its life. Idempotent; an unknown key leaves a tombstone."""
+    def cancel(self, key: RequestKey, reason: str, *, tell_router: bool = False) -> bool:
+        """The request lets go, wherever it is in its life. Idempotent; an unknown key leaves a tombstone.
+
+        `tell_router`: it is not the router that cancels, and it may be waiting for tokens.
+        """
         job = self._by_key.get(key)
         self.receiver.cancel(key)
         if job is not None:
             job.output.end(error=f"cancelled: {reason}")
-            job.output.forgotten.set()
+            if not tell_router:
+                job.output.forgotten.set()
         return job is not None
+
+    def is_router_of(self, key: RequestKey, sender: Incarnation) -> bool:
+        job = self._by_key.get(key)
+        return job is not None and job.output.router == sender
 
     def resolve(self, key: RequestKey) -> bool:
         """Did this attempt commit? If not it never will."""
-        output = self.streams.find(key)
-        if output is not None and output.error is None:
+        job, output = self._by_key.get(key), self.streams.find(key)
+        committed = job is None or (job.committed.done() and job.committed.result())
+        if output is not None and output.error is None and committed:
             return True
+        if job is not None and job.kept:
+            self.cancel(key, "it was not committed when its router asked")
         return self.receiver.resolve(key)
 
     def done(self, router: Incarnation, key: RequestKey) -> None:
@@ -220,6 +257,10 @@ class DecodeNode:
         output = self.streams.done(router, key)
         if output is not None and not output.ended.is_set():
             self.cancel(key, "no longer wanted")
+
+    def knows(self, key: RequestKey) -> bool:
+        """It was granted here, and is not over and forgotten."""
+        return key in self._by_key
 
     # What the receiver instructs (ReceiverHost).
 
@@ -242,6 +283,7 @@ class DecodeNode:
             job.committed.set_result(False)
             job.output.end(error="the handoff did not complete")
             job.output.forgotten.set()
+        self.room_changed()
 
     # What the engine loop tells (StepHost).
 
@@ -276,6 +318,14 @@ class DecodeNode:
         for output in self.streams.finished[: -self.config.finished_max]:
             output.forgotten.set()
 
+    def holds(self) -> Holdings:
+        return Holdings(
+            requests=self.requests,
+            answers_unacknowledged=self.answers_unacknowledged,
+            grants_received=self.receiver.grants.unreleased,
+            grants_quarantined=self.receiver.grants.states()[GrantState.QUARANTINED],
+        )
+
     @property
     def requests(self) -> int:
         return len(self._jobs)
@@ -297,11 +347,11 @@ class DecodeNode:
         )
 
     async def close(self) -> None:
-        """Give every request up and wait until all have let go."""
+        """Give every request up and wait until all have let go; none is taken any more."""
+        self._closing = True
         for job in list(self._by_key.values()):
             self.cancel(job.key, "this node is shutting down")
-        if self._lives:
-            await asyncio.wait(self._lives, timeout=self.config.stop_grace_ms / 1000)
+        await self._lives.drain(self.config.stop_grace_ms)
 
     # Small helpers.
 
@@ -313,7 +363,6 @@ class DecodeNode:
         self,
         request: transfer_pb2.ReserveRequest,
         key: RequestKey,
-        prompt: list[int],
         granted: AnswerGranted,
         footprint: int,
     ) -> None:
@@ -321,26 +370,29 @@ class DecodeNode:
         job = Job(
             key=key,
             grant=grant,
-            prompt=prompt,
+            tokens=[*request.prompt, *request.output],
+            prompt_len=len(request.prompt),
             params=params_from_proto(request.sampling),
             cache_salt=request.cache_salt,
             prefix=granted.prefix,
             blocks=granted.blocks,
             footprint=footprint,
             deadline_s=self._loop.time() + request.deadline_left_ms / 1000,
-            output=RequestOutput(key=key, router=Incarnation(request.router), tokens=[]),
+            output=RequestOutput(key=key, router=Incarnation(request.router), first_index=len(request.output)),
             committed=self._loop.create_future(),
         )
-        self._jobs[grant] = job
-        self._by_key[key] = job
-        task = self._loop.create_task(self.live(job))
-        self._lives.add(task)
-        task.add_done_callback(self._life_over)
+        self._start(job)
 
-    def _life_over(self, task: asyncio.Task[None]) -> None:
-        self._lives.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a request's life broke off", exc_info=task.exception())
+    def _start(self, job: Job) -> None:
+        self._jobs[job.grant] = job
+        self._by_key[job.key] = job
+        self._lives.spawn(self.live(job))
+
+    def _drop_kept(self, request: RequestId, *, below: int) -> None:
+        """A newer attempt is here: the older ones let go. Granted ones do so by the receiver's own rule."""
+        for job in list(self._jobs.values()):
+            if job.kept and job.key.request == request and job.key.attempt < below:
+                self.cancel(job.key, "a newer attempt has come")
 
     def _resume(self, job: Job) -> bool:
         """Give the committed sequence to the engine, with the grant's references to every block.
@@ -357,9 +409,9 @@ class DecodeNode:
             Sequence(
                 key=job.key,
                 params=job.params,
-                tokens=[*job.prompt, job.first_token],
-                prompt_len=len(job.prompt),
-                computed=len(job.prompt),
+                tokens=[*job.tokens, job.first_token],
+                prompt_len=job.prompt_len,
+                computed=len(job.tokens),
                 block_table=table,
                 promise_key=job.grant,
                 mode=SequenceMode.COMPLETE,
@@ -369,29 +421,6 @@ class DecodeNode:
         )
         self.engine_loop.wake()
         return True
-
-    def _never(self, prompt: list[int], sampling: common_pb2.SamplingSpec) -> str | None:
-        """Why this request can never run here, whatever is free. A bad one must not break the steps of the others."""
-        if max(prompt) >= self._runner.vocab_size:
-            return f"token id {max(prompt)} is outside the vocabulary of {self._runner.vocab_size}"
-        if sampling.max_tokens < 1 or not math.isfinite(sampling.temperature) or not 0 < sampling.top_p <= 1:
-            return "its sampling parameters are out of range"
-        if len(prompt) >= self._runner.context_len_max:
-            return f"the prompt's {len(prompt)} tokens leave no room in a context of {self._runner.context_len_max}"
-        need = self._blocks.blocks_for(len(prompt)) + self._growth(prompt, sampling.max_tokens)
-        if need > self.ledger.num_blocks:
-            return f"prompt and answer need {need} blocks, the region has {self.ledger.num_blocks}"
-        return None
-
-    def _growth(self, prompt: list[int], max_tokens: int) -> int:
-        return growth_blocks(
-            prompt_len=len(prompt),
-            known_len=len(prompt) + 1,
-            max_tokens=max_tokens,
-            context_len_max=self._runner.context_len_max,
-            block_size=self._blocks.block_size,
-            blocks_held=self._blocks.blocks_for(len(prompt)),
-        )
 
     def _busy(self, reason: str) -> transfer_pb2.ReserveReply:
         return transfer_pb2.ReserveReply(

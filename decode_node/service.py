@@ -10,10 +10,11 @@ from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, trans
 
 from baton.drain import node_draining
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import GrantId, Incarnation, Pair, ReserveNumber
+from baton.ids import GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.wire import ModelInfo, check_header, model_from_proto
 from decode_node.node import DecodeNode
 from engine.wire import key_from_proto
+from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.compatibility import check_compatible
 from kvtransfer.negotiation import choose, host_identity
 from kvtransfer.receiver import Receiver
@@ -26,6 +27,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         self,
         node: DecodeNode,
         receiver: Receiver,
+        attendance: ReceiverAttendance,
         own: Incarnation,
         model: ModelInfo,
         takes_requests: Callable[[], bool],
@@ -33,6 +35,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         self._takes_requests = takes_requests
         self._node = node
         self._receiver = receiver
+        self._attendance = attendance
         self._own = own
         self._model = model
         self._host = host_identity()
@@ -58,6 +61,13 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             epoch=endpoint.epoch,
             num_blocks=self._node.ledger.num_blocks,
         )
+
+    async def Attend(
+        self, request: transfer_pb2.AttendRequest, context: Any
+    ) -> AsyncIterator[transfer_pb2.AttendReply]:
+        async with aclosing(self._attendance.attend(self._pair(request.header))) as replies:
+            async for reply in replies:
+                yield reply
 
     async def Reserve(self, request: transfer_pb2.ReserveRequest, context: Any) -> transfer_pb2.ReserveReply:
         pair = self._pair(request.header)
@@ -104,6 +114,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         cursors = {key_from_proto(c.key): c.next_index for c in first.open.cursors}
         # So that the router knows that it is connected before there is a token.
         await context.send_initial_metadata(())
+        over = [key for key in cursors if not self._node.knows(key)]
+        if over:
+            yield _over(over)
         batches = self._node.streams.subscribe(router, cursors, self._dones(router, messages))
         async with aclosing(batches):
             async for batch in batches:
@@ -115,9 +128,19 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 self._node.done(router, key_from_proto(key))
 
     async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelReply:
-        check_header(request.header, own=self._own)
-        return decode_pb2.CancelReply(known=self._node.cancel(key_from_proto(request.key), request.reason))
+        sender, key = check_header(request.header, own=self._own), key_from_proto(request.key)
+        tell_router = not self._node.is_router_of(key, sender)
+        return decode_pb2.CancelReply(known=self._node.cancel(key, request.reason, tell_router=tell_router))
 
     async def Resolve(self, request: decode_pb2.ResolveRequest, context: Any) -> decode_pb2.ResolveReply:
         check_header(request.header, own=self._own)
         return decode_pb2.ResolveReply(committed=self._node.resolve(key_from_proto(request.key)))
+
+
+def _over(keys: list[RequestKey]) -> decode_pb2.TokenBatch:
+    """A router that was away asks for requests that were cancelled meanwhile: it would wait for them for ever."""
+    batch = decode_pb2.TokenBatch()
+    for key in keys:
+        message = batch.requests.add(error="it is not here any more")
+        message.key.request, message.key.attempt = key.request, key.attempt
+    return batch

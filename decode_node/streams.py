@@ -25,7 +25,9 @@ class RequestOutput:
 
     key: RequestKey
     router: Incarnation
-    tokens: list[int]
+    first_index: int = 0
+    """Index of `tokens[0]` in the answer: before it is what the client had from earlier attempts."""
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
     """One for each token where the request asks for them, else empty."""
     finish: common_pb2.FinishReason | None = None
@@ -159,12 +161,14 @@ class TokenStreams:
         """Everything behind the cursors, and move them."""
         batch = decode_pb2.TokenBatch()
         for key, output in self._outputs.get(router, {}).items():
-            cursor = subscription.cursors.get(key, 0)
-            new = output.tokens[cursor:]
+            cursor = max(output.first_index, subscription.cursors.get(key, 0))
+            new = output.tokens[cursor - output.first_index :]
             ended = output.ended.is_set() and key not in subscription.told_end
             if not new and not ended:
                 continue
-            message = batch.requests.add(first_index=cursor, ids=new, logprobs=output.logprobs[cursor:])
+            message = batch.requests.add(
+                first_index=cursor, ids=new, logprobs=output.logprobs[cursor - output.first_index :]
+            )
             message.key.request, message.key.attempt = key.request, key.attempt
             subscription.cursors[key] = cursor + len(new)
             if ended:

@@ -86,6 +86,17 @@ class BlockManager:
     def blocks_for(self, tokens_count: int) -> int:
         return -(-tokens_count // self.block_size)
 
+    @property
+    def blocks_usable(self) -> int:
+        """What one request may need at most: what pins keep, or will keep, is never its own."""
+        return self.ledger.num_blocks - self.prefix_cache.pinned_blocks_wanted
+
+    @property
+    def less_pins(self) -> str:
+        """For errors about `blocks_usable`, behind the size of the region."""
+        wanted = self.prefix_cache.pinned_blocks_wanted
+        return f", {wanted} of them for pinned prefixes" if wanted else ""
+
     def match(self, tokens: Sequence[int], salt: bytes, blocks_max: int) -> list[BlockId]:
         """The longest cached chain of full blocks. Not held: do so before anything else is allocated."""
         return self.prefix_cache.match(tokens, salt, blocks_max)

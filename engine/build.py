@@ -17,6 +17,7 @@ from engine.model_config import (
     QuantisedCheckpointError,
     UnsupportedModelError,
 )
+from engine.pins import PinLimits
 from engine.scheduler import SchedulerConfig
 from engine.types import Runner
 
@@ -38,6 +39,13 @@ class EngineConfig:
         default=ComputeDtype.AUTO,
         metadata={"help": "auto (bfloat16 if the weights are, else float32), float32, or bfloat16; KV cache too"},
     )
+    deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "same tokens whatever else is in the batch, and after a resumption: one token at a time, slow; "
+            "nodes need the same compute_threads"
+        },
+    )
     block_size: int = field(default=16, metadata={"help": "token positions in a block"})
     num_blocks: int = field(default=1024, metadata={"help": "blocks in the region"})
     compute_threads: int = field(default=1, metadata={"help": "threads of this process that compute"})
@@ -48,6 +56,7 @@ class EngineConfig:
         default=False, metadata={"help": "fill freed blocks with NaN bytes: shows use after free, costs time"}
     )
     mock_seed: int = field(default=0, metadata={"help": "mock engine: stands for the weights"})
+    pins: PinLimits = field(default_factory=PinLimits)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "compute_threads", "tokens_per_step_max", "sequences_max"):
@@ -66,7 +75,8 @@ class EngineConfig:
         return SchedulerConfig(
             tokens_per_step_max=self.tokens_per_step_max,
             sequences_max=self.sequences_max,
-            waiting_max=self.sequences_max,
+            # A node admits no more requests than places; a mixed one has as many of each half, at most.
+            waiting_max=2 * self.sequences_max,
         )
 
 
@@ -115,6 +125,12 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
 
     configure_threads(config.compute_threads)
     folder: Path = resolve_model(config.model)
-    runner = TorchRunner.load(folder, block_size=config.block_size, dtype=config.dtype, progress=progress)
+    runner = TorchRunner.load(
+        folder,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        deterministic=config.deterministic,
+        progress=progress,
+    )
     name = Path(config.model).name if Path(config.model).is_dir() else config.model
     return BuiltEngine(runner=runner, model_name=name, fingerprint=checkpoint_fingerprint(folder))

@@ -5,12 +5,16 @@ are compared too, so that a hash collision costs a miss and never a wrong answer
 
 Eviction order is least recently used, deepest first. A touch of a block touches all blocks before it in its chain, so
 a block is never younger than one behind it, and that order alone takes children before their parents.
+
+Pinned blocks are not evicted. A pin names a chain by its digests and may come before the blocks do; in the index the
+pinned blocks are always a chain's beginning, so that no block goes with one before it.
 """
 
 from __future__ import annotations
 
 import heapq
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -30,11 +34,18 @@ class CacheLedger(Protocol):
     @property
     def reclaimable(self) -> int: ...
 
+    @property
+    def available(self) -> int: ...
+
     def is_held(self, block: BlockId) -> bool: ...
 
     def mark_cached(self, block: BlockId) -> None: ...
 
     def evict(self, block: BlockId) -> None: ...
+
+    def pin(self, block: BlockId) -> None: ...
+
+    def unpin(self, block: BlockId) -> None: ...
 
 
 def _blake2b(data: bytes) -> bytes:
@@ -73,6 +84,7 @@ class Entry:
     children: dict[bytes, Entry] = field(default_factory=dict)
     in_heap: bool = False
     alive: bool = True
+    pinned: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,9 +125,12 @@ class PrefixCache:
         self._digest = digest
         self._entries: dict[bytes, Entry] = {}
         self._by_block: dict[BlockId, Entry] = {}
-        self._roots: dict[bytes, bytes] = {}
+        self._wanted: Counter[bytes] = Counter()
+        """How many pins name each digest."""
         # Candidates for eviction, each entry at most once. Stamps in here may be old: `_oldest_idle` corrects them.
         self._heap: list[tuple[int, int, int, Entry]] = []
+        self.may_pin: Callable[[], bool] = lambda: True
+        """Asked before each block that is pinned: whether whoever has been admitted can do without it."""
         self._now = 0
         self._serial = 0
         self._prompt_tokens = 0
@@ -175,6 +190,7 @@ class PrefixCache:
                 entry = self._insert(digest, block_table[index], packed, salt, cursor.entry)
             elif not _is_same(entry, cursor.entry, salt, packed):
                 return
+            self._pin_if_wanted(entry)
             cursor.blocks, cursor.entry = index + 1, entry
 
     def released(self, blocks: Iterable[BlockId]) -> None:
@@ -185,7 +201,7 @@ class PrefixCache:
             if entry is None:
                 continue
             self._touch(entry)
-            if not entry.in_heap and not self._ledger.is_held(block):
+            if not entry.in_heap and self._is_evictable(entry):
                 self._push(entry)
 
     def evict_until(self, free: int) -> bool:
@@ -205,8 +221,64 @@ class PrefixCache:
             self._remove(entry)
         return True
 
+    @property
+    def pinned_blocks_wanted(self) -> int:
+        """Blocks that pins keep, or will keep once they are here."""
+        return len(self._wanted)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that are here and pinned, held ones too."""
+        return self.pinned_of(tuple(self._wanted))
+
+    def pinned_blocks_with(self, chain: Sequence[bytes]) -> int:
+        """What `pinned_blocks_wanted` would be with this chain pinned too."""
+        return len(self._wanted) + sum(digest not in self._wanted for digest in chain)
+
+    def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
+        """The digests of the full blocks of `tokens`, indexed or not: what `pin` takes."""
+        digests: list[bytes] = []
+        parent = root_digest(self._fingerprint, salt)
+        for index in range(len(tokens) // self._block_size):
+            parent = self._digest(parent, self._pack(tokens, index))
+            digests.append(parent)
+        return tuple(digests)
+
+    def pin(self, chain: Sequence[bytes]) -> None:
+        """Keep these blocks from eviction, those that are here and those that will be, until `unpin` of the same chain.
+
+        A chain may be pinned several times. How much may be pinned is the caller's to limit.
+        """
+        self._wanted.update(chain)
+        self.settle(chain)
+
+    def settle(self, chain: Sequence[bytes]) -> None:
+        """Pin what of a pinned chain is here and could not be pinned before, as it was promised to somebody."""
+        for digest in chain:
+            entry = self._entries.get(digest)
+            if entry is None or not self._pin_if_wanted(entry):
+                break
+
+    def unpin(self, chain: Sequence[bytes]) -> None:
+        """Take one `pin` of this chain back."""
+        for digest in chain:
+            assert self._wanted[digest] > 0, "unpin of what is not pinned"
+            self._wanted[digest] -= 1
+            if self._wanted[digest] > 0:
+                continue
+            del self._wanted[digest]
+            entry = self._entries.get(digest)
+            if entry is not None and entry.pinned:
+                self._unpin(entry)
+
+    def pinned_of(self, chain: Sequence[bytes]) -> int:
+        """How many blocks of this chain are here and pinned."""
+        return sum(digest in self._entries and self._entries[digest].pinned for digest in chain)
+
     def clear(self) -> None:
-        """Forget every block; held ones stay with their holders."""
+        """Forget every block; held ones stay with their holders. Pins stay, for the blocks to come."""
+        for pinned in [e for e in self._entries.values() if e.pinned]:
+            self._unpin(pinned)
         for entry in [e for e in self._entries.values() if e.parent is None]:
             self._remove(entry)
         self._heap.clear()
@@ -255,8 +327,8 @@ class PrefixCache:
         while self._heap:
             stamp, _, _, entry = heapq.heappop(self._heap)
             entry.in_heap = False
-            if not entry.alive or self._ledger.is_held(entry.block):
-                continue  # a held one comes back through `released`
+            if not entry.alive or not self._is_evictable(entry):
+                continue  # a held one comes back through `released`, a pinned one through `unpin`
             if stamp == entry.stamp:
                 return entry
             self._push(entry)
@@ -264,8 +336,31 @@ class PrefixCache:
 
     def _find_idle(self) -> None:
         for entry in self._entries.values():
-            if not entry.in_heap and not self._ledger.is_held(entry.block):
+            if not entry.in_heap and self._is_evictable(entry):
                 self._push(entry)
+
+    def _is_evictable(self, entry: Entry) -> bool:
+        return not entry.pinned and not self._ledger.is_held(entry.block)
+
+    def _pin_if_wanted(self, entry: Entry) -> bool:
+        """Whether it is pinned now. A block that others were admitted on has to wait for its next use, or a renewal."""
+        if entry.pinned:
+            return True
+        if self._wanted[entry.digest] == 0 or (entry.parent is not None and not entry.parent.pinned):
+            return False
+        if self._ledger.available <= 0 and not self._ledger.is_held(entry.block):
+            return False
+        if not self.may_pin():
+            return False
+        self._ledger.pin(entry.block)
+        entry.pinned = True
+        return True
+
+    def _unpin(self, entry: Entry) -> None:
+        self._ledger.unpin(entry.block)
+        entry.pinned = False
+        if not entry.in_heap and self._is_evictable(entry):
+            self._push(entry)
 
     def _remove(self, entry: Entry) -> None:
         if entry.parent is not None:
@@ -274,6 +369,7 @@ class PrefixCache:
         for gone in chain:  # grows while it is walked: parents before children
             chain.extend(gone.children.values())
         for gone in reversed(chain):
+            assert not gone.pinned, (gone.block, "evicted, though it is pinned")
             gone.alive = False
             gone.children.clear()
             del self._entries[gone.digest], self._by_block[gone.block]

@@ -22,8 +22,11 @@ from baton.ids import BlockId, GrantId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """Blocks by class; the sum is the region. `promised` is no class: a count set aside within free + cached (and host
-    memory, where there is some)."""
+    """Blocks by class; the sum is the region.
+
+    Not classes: `promised` is a count set aside within free + cached (and host memory, where there is some), `pinned`
+    are those within cached that must stay.
+    """
 
     quarantined: int
     writer_owned: int
@@ -31,6 +34,7 @@ class BlockCounts:
     cached: int
     free: int
     promised: int
+    pinned: int = 0
 
     @property
     def total(self) -> int:
@@ -59,12 +63,14 @@ class Ledger:
         self._host_backed: set[Hashable] = set()
         self._promised_host_backed = 0
         self._cached_count = 0
+        self._pinned = [False] * num_blocks
+        self._pinned_idle = 0
         self.host_room = 0
         """Blocks that host memory could still take, set by its owner. Negative while it has lent its reserve."""
 
     @property
     def available(self) -> int:
-        """Blocks that could be given to a new owner now, cached ones counted (they must be evicted first)."""
+        """Blocks that could be given to a new owner now: free ones, and cached ones that may be evicted first."""
         return min(self.growable, self.available_with_host)
 
     @property
@@ -74,7 +80,7 @@ class Ledger:
 
     @property
     def growable(self) -> int:
-        """Blocks that host-backed promises could draw now: those nobody owns, less the device-backed promises."""
+        """Blocks that host-backed promises could draw now: the reclaimable ones, less the device-backed promises."""
         return self.reclaimable - (self._promised - self._promised_host_backed)
 
     @property
@@ -85,11 +91,14 @@ class Ledger:
     @property
     def reclaimable(self) -> int:
         """Blocks that nobody owns: free now, or free after an eviction. Promises are not subtracted."""
-        return len(self._free) + self._cached_count
+        return len(self._free) + self._cached_count - self._pinned_idle
 
     def idle_cached(self, blocks: Iterable[BlockId]) -> int:
-        """How many of these (distinct) blocks are cached only: holding them takes as many from `available`."""
-        return sum(map(self._is_plain_cached, blocks))
+        """How many of these (distinct) blocks are cached only: holding them takes as many from `available`.
+
+        Pinned ones are none of them: they are not in `available`.
+        """
+        return sum(self._is_plain_cached(block) and not self._pinned[block] for block in blocks)
 
     def promise_left(self, key: Hashable) -> int | None:
         """What can still be drawn from this promise; None when there is no such promise."""
@@ -132,6 +141,7 @@ class Ledger:
             assert self._holds[block] > 0 or self._cached[block], (block, "hold of a block that nobody keeps")
             if self._is_plain_cached(block):
                 self._cached_count -= 1
+                self._pinned_idle -= self._pinned[block]
             self._holds[block] += 1
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
@@ -178,13 +188,30 @@ class Ledger:
         self._cached[block] = True
 
     def evict(self, block: BlockId) -> None:
-        """The prefix index has forgotten this block. Free at once when nobody holds it."""
-        assert self._cached[block], block
+        """The prefix index has forgotten this block, which is not pinned. Free at once when nobody holds it."""
+        assert self._cached[block] and not self._pinned[block], block
         if self._is_plain_cached(block):
             self._cached_count -= 1
         self._cached[block] = False
         if self._holds[block] == 0:
             self._put_free(block)
+
+    def pin(self, block: BlockId) -> None:
+        """Keep this cached block from eviction. An idle one leaves `available`, which must have room for that."""
+        assert self._cached[block] and not self._pinned[block], block
+        if self._is_plain_cached(block):
+            assert self.available > 0, (block, "promised to somebody")
+            self._pinned_idle += 1
+        self._pinned[block] = True
+
+    def unpin(self, block: BlockId) -> None:
+        """It may be evicted again."""
+        assert self._pinned[block], block
+        self._pinned[block] = False
+        self._pinned_idle -= self._is_plain_cached(block)
+
+    def is_pinned(self, block: BlockId) -> bool:
+        return self._pinned[block]
 
     def promise(self, key: Hashable, count: int, *, host_backed: bool = False) -> None:
         """Set `count` blocks aside for the growth of `key`; drawn by `take(..., promise=key)`."""
@@ -225,6 +252,9 @@ class Ledger:
             cached=cached,
             free=free,
             promised=self._promised,
+            pinned=sum(
+                self._pinned[block] and self._is_plain_cached(BlockId(block)) for block in range(self.num_blocks)
+            ),
         )
 
     def books(self) -> BlockCounts:
@@ -239,6 +269,7 @@ class Ledger:
             cached=self._cached_count,
             free=free,
             promised=self._promised,
+            pinned=self._pinned_idle,
         )
 
     def check(self) -> BlockCounts:
@@ -254,7 +285,9 @@ class Ledger:
             raise ConservationError(f"{self._cached_count} cached blocks in the books, recount says {counts.cached}")
         if self._promised != sum(self._promises.values()) or self._promised < 0:
             raise ConservationError(f"promised {self._promised}, promises sum to {sum(self._promises.values())}")
-        self._check_promises(counts.free + counts.cached)
+        self._check_promises(counts.free + counts.cached - counts.pinned)
+        if any(pinned and not cached for pinned, cached in zip(self._pinned, self._cached, strict=True)):
+            raise ConservationError("a block is pinned that the prefix index does not know")
         if counts != self.books():
             raise ConservationError(f"the books say {self.books()}, the recount {counts}")
         return counts
@@ -279,6 +312,7 @@ class Ledger:
         assert not self._quarantined[block], block
         if self._cached[block]:
             self._cached_count += 1
+            self._pinned_idle += self._pinned[block]
         else:
             self._put_free(block)
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.errors import InvalidField
@@ -21,8 +21,11 @@ DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.TCP)
 class FallbackConfig:
     """When a writer stops offering a transport to one receiver process, for as long as that process lives."""
 
-    failures_max: int = 2
-    failure_window_ms: int = 60_000
+    failures_max: int = field(
+        default=2,
+        metadata={"help": "failed links of one transport to a receiver within the window before it is given up there"},
+    )
+    failure_window_ms: int = field(default=60_000, metadata={"help": "the window in which failed links are counted"})
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

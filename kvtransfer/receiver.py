@@ -7,17 +7,18 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.errors import BatonError, Reason
-from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
+from baton.tasks import Tasks
 from kvtransfer.grant_messages import (
     AnswerCommit,
     AnswerGranted,
@@ -61,11 +62,15 @@ log = get_log("receiver")
 class ReceiverConfig:
     """Times of the receiver's side of a handoff."""
 
-    lease_ms: int = 10_000
-    """A grant that is not renewed for this long is taken back (which ends with evidence, not with the time)."""
-    revoke_ms: int = 1_000
-    """How long one try to take a grant back may go unanswered before the next, stronger one."""
-    pairs_max: int = 1024
+    lease_ms: int = field(
+        default=10_000,
+        metadata={"help": "a grant not renewed for this long is taken back (which ends with evidence, not with time)"},
+    )
+    revoke_ms: int = field(
+        default=1_000,
+        metadata={"help": "how long one try to take a grant back may go unanswered before the next, stronger one"},
+    )
+    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -117,7 +122,7 @@ class Receiver:
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(loop, log)
         self._revoking: set[tuple[Pair, ReserveNumber]] = set()
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
@@ -187,6 +192,11 @@ class Receiver:
     def cancel(self, key: RequestKey) -> None:
         self._handle(RequestCancelled(key=key))
 
+    def supersede(self, key: RequestKey) -> None:
+        """This attempt runs here without a grant: those before it let go, and get no grant any more."""
+        if key.attempt > 0:
+            self.cancel(RequestKey(request=key.request, attempt=Attempt(key.attempt - 1)))
+
     def ended(self, key: RequestKey) -> None:
         grant = self.grants.grant_of(key)
         self._handle(RequestEnded(key=key))
@@ -212,6 +222,11 @@ class Receiver:
                 self._retiring.add(pair)
                 self._handle(WriterSuspected(pair=pair))
 
+    def writer_lost(self, pair: Pair) -> None:
+        """The writer is out of reach, and may come back: what it has open here is taken back, with a fence."""
+        if pair in self._writers and not self.grants.is_quiet(pair):
+            self._handle(WriterSuspected(pair=pair))
+
     async def close(self) -> None:
         """Stop timers and calls, answer waiting commits with an error. The machine is not used afterwards."""
         for timer in self._timers.values():
@@ -221,10 +236,7 @@ class Receiver:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
 
     # What the port tells (kvtransfer.transport.ReceiverEvents).
 
@@ -310,7 +322,7 @@ class Receiver:
         if which in self._revoking:
             return  # the one under way ends within revoke_ms, and the timer comes again
         self._revoking.add(which)
-        self._spawn(self._revoke(instruction.pair, instruction.number))
+        self._tasks.spawn(self._revoke(instruction.pair, instruction.number))
 
     async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
         """One call to the writer. Its answer is evidence; no answer is nothing, and the timer goes on."""
@@ -331,17 +343,7 @@ class Receiver:
 
     def _drop_channel(self, endpoint: str) -> None:
         if endpoint not in self._writers.values():
-            self._spawn(self._channels.drop(endpoint))
-
-    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(call)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_over)
-
-    def _task_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("task broke off", exc_info=task.exception())
+            self._tasks.spawn(self._channels.drop(endpoint))
 
     def _header(self, pair: Pair) -> common_pb2.Header:
         return common_pb2.Header(sender=pair.receiver, receiver=pair.writer)

@@ -4,10 +4,7 @@ A state machine without I/O: `handle(event) -> list[ReceiverInstruction]`. It mu
 one thread, knows no clock (timers are instructions and come back as events) and draws no random numbers (fresh grant
 ids come with the event).
 
-    RESERVED   granted, nothing heard from the writer yet          WRITING    renewed or sealed at least once
-    COMMITTED  sealed and committed: the writer's right is over    REVOKING   the request has let go, the writer has not
-    QUARANTINED the same, and no evidence came in time             FENCED     evidence came; kept to answer repeats
-    RELEASED   nobody owns anything; kept to answer repeats
+Its states and the table of their transitions are in `receiver_states`, its books in `grant_book`.
 
 Time may start a revocation; only evidence ends a writer's right (DESIGN I2): seals and commit, the writer's own word
 (`WriterLetGo`, or a rising `lowest_live`), or the transport's (`PairFenced`).
@@ -16,10 +13,9 @@ Time may start a revocation; only evidence ends a writer's right (DESIGN I2): se
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 
-from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
+from baton.ids import Attempt, Epoch, GrantId, Pair, RequestKey, ReserveNumber
+from kvtransfer.grant_book import GrantBook, GrantEntry, PairEntry, ReceiverLimits
 from kvtransfer.grant_messages import (
     AnswerCommit,
     AnswerGranted,
@@ -52,116 +48,19 @@ from kvtransfer.grant_messages import (
     WriterSuspected,
 )
 from kvtransfer.ledger import Ledger
-
-
-class GrantState(Enum):
-    RESERVED = "RESERVED"
-    WRITING = "WRITING"
-    COMMITTED = "COMMITTED"
-    REVOKING = "REVOKING"
-    QUARANTINED = "QUARANTINED"
-    FENCED = "FENCED"
-    RELEASED = "RELEASED"
-
-
-class Step(Enum):
-    """What can happen to one grant: the columns of the transition table."""
-
-    RENEW = "Renew"
-    SEAL = "Seal"
-    COMMIT = "Commit"
-    LET_GO = "writer lets go"
-    FENCE = "fence"
-    SUSPECT = "writer suspected"
-    CANCEL = "Cancel"
-    END = "request ends"
-    LEASE_TIMER = "lease timer"
-    REVOKE_TIMER = "revoke timer"
-
-
-_S = GrantState
-_UNCOMMITTED = frozenset({_S.RESERVED, _S.WRITING, _S.REVOKING, _S.QUARANTINED})
-_OPEN = frozenset({_S.RESERVED, _S.WRITING})
-
-TRANSITIONS: dict[tuple[GrantState, Step], tuple[GrantState, ...]] = {
-    **{(state, Step.RENEW): (_S.WRITING,) for state in _OPEN},
-    **{(state, Step.SEAL): (_S.WRITING, _S.COMMITTED) for state in _OPEN},
-    (_S.RESERVED, Step.COMMIT): (_S.RESERVED, _S.COMMITTED),
-    (_S.WRITING, Step.COMMIT): (_S.WRITING, _S.COMMITTED),
-    **{(state, Step.LET_GO): (_S.FENCED,) for state in _UNCOMMITTED},
-    **{(state, Step.FENCE): (_S.FENCED,) for state in _UNCOMMITTED},
-    **{(state, Step.SUSPECT): (_S.REVOKING,) for state in _OPEN},
-    **{(state, Step.CANCEL): (_S.REVOKING,) for state in _OPEN},
-    **{(state, Step.LEASE_TIMER): (_S.REVOKING,) for state in _OPEN},
-    (_S.COMMITTED, Step.CANCEL): (_S.RELEASED,),
-    (_S.COMMITTED, Step.END): (_S.RELEASED,),
-    (_S.REVOKING, Step.SEAL): (_S.REVOKING, _S.FENCED),
-    (_S.REVOKING, Step.COMMIT): (_S.REVOKING, _S.FENCED),
-    (_S.REVOKING, Step.REVOKE_TIMER): (_S.REVOKING, _S.QUARANTINED),
-    (_S.QUARANTINED, Step.SEAL): (_S.QUARANTINED, _S.FENCED),
-    (_S.QUARANTINED, Step.COMMIT): (_S.QUARANTINED, _S.FENCED),
-    (_S.QUARANTINED, Step.REVOKE_TIMER): (_S.QUARANTINED,),
-    (_S.FENCED, Step.LET_GO): (_S.RELEASED,),
-}
-"""Where each step may lead. A step that a state does not list changes nothing there; a question is still answered."""
+from kvtransfer.receiver_states import OPEN, TRANSITIONS, UNCOMMITTED, GrantState, Step
 
 
 class ReceiverProtocolError(AssertionError):
     """The machine broke its own table: a bug of ours. Carries the story of the grant."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverLimits:
-    live_span_max: int = 4096
-    """Reserve numbers a writer may have between its lowest live one and its newest."""
-    tombstones_max: int = 65_536
-    """Cancelled requests remembered so that a late Reserve or Commit of them is refused; the oldest goes first."""
-    revoke_rounds_before_fence: int = 1
-    revoke_rounds_before_quarantine: int = 3
-    story_steps_max: int = 24
-
-    def __post_init__(self) -> None:
-        assert 0 < self.revoke_rounds_before_fence < self.revoke_rounds_before_quarantine, self
-        assert self.live_span_max > 0 and self.tombstones_max > 0, self
-
-
-@dataclass(slots=True, kw_only=True)
-class _Grant:
-    id: GrantId
-    number: ReserveNumber
-    key: RequestKey
-    pair: Pair
-    epoch: Epoch
-    state: GrantState
-    blocks: tuple[BlockId, ...]
-    prefix: tuple[BlockId, ...]
-    seals: dict[int, tuple[int, int]] = field(default_factory=dict)
-    expected: tuple[int, int, int] | None = None
-    commit_waits: bool = False
-    was_committed: bool = False
-    revoke_rounds: int = 0
-    story: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, kw_only=True)
-class _PairState:
-    epoch: Epoch = Epoch(0)
-    lowest_live: ReserveNumber = ReserveNumber(0)
-    refused: dict[ReserveNumber, Refusal] = field(default_factory=dict)
-    by_number: dict[ReserveNumber, GrantId] = field(default_factory=dict)
-    fencing: bool = False
-
-
-class ReceiverGrants:
+class ReceiverGrants(GrantBook):
     """All grants that one receiver process has given. See the module's docstring for the contract."""
 
     def __init__(self, ledger: Ledger, limits: ReceiverLimits | None = None) -> None:
+        super().__init__(limits or ReceiverLimits())
         self.ledger = ledger
-        self.limits = limits or ReceiverLimits()
-        self._grants: dict[GrantId, _Grant] = {}
-        self._pairs: dict[Pair, _PairState] = {}
-        self._dead_attempts: dict[RequestId, Attempt] = {}
-        self._by_request: dict[RequestId, set[GrantId]] = {}
         self._out: list[ReceiverInstruction] = []
         self._handlers: dict[type, Callable[..., None]] = {
             ReserveAsked: self._reserve,
@@ -182,55 +81,13 @@ class ReceiverGrants:
         self._handlers[type(event)](event)
         return self._out
 
-    def epoch(self, pair: Pair) -> Epoch:
-        """The epoch that new connections of the pair carry."""
-        return self._pair(pair).epoch
-
-    def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
-        """May bytes of this grant, on a connection of this epoch, land? For transports whose receiver can still refuse.
-
-        The epoch alone does not do: after a connection broke, its writer lets go of what it had posted, while bytes
-        of it may still be on their way here, in an epoch that nobody had a reason to raise.
-        """
-        known = self._grant(grant, pair)
-        return known is not None and known.state in _UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
-
-    def state_of(self, grant: GrantId) -> GrantState | None:
-        known = self._grants.get(grant)
-        return known.state if known else None
-
-    def grant_of(self, key: RequestKey) -> GrantId | None:
-        """The grant of this attempt that is still known, the newest if there are several."""
-        ids = [g for g in self._by_request.get(key.request, ()) if self._grants[g].key == key]
-        return max(ids, key=lambda g: self._grants[g].number, default=None)
-
-    def is_quiet(self, pair: Pair) -> bool:
-        """No grant of this pair owns blocks."""
-        state = self._pairs.get(pair)
-        return state is None or all(g.state in (_S.FENCED, _S.RELEASED) for g in self._grants_of(state))
-
-    @property
-    def unreleased(self) -> int:
-        """Grants through which somebody owns blocks."""
-        return sum(g.state not in (_S.FENCED, _S.RELEASED) for g in self._grants.values())
-
-    @property
-    def known(self) -> int:
-        return len(self._grants)
-
-    def states(self) -> dict[GrantState, int]:
-        counts = dict.fromkeys(GrantState, 0)
-        for grant in self._grants.values():
-            counts[grant.state] += 1
-        return counts
-
     def take_over(self, grant_id: GrantId) -> bool:
         """Pass the references of a committed grant's blocks to the caller; the promise stays under the grant's id.
 
         The grant itself lives on until its request ends. False, with nothing done, when that has happened already.
         """
         grant = self._grants.get(grant_id)
-        if grant is None or grant.state is not _S.COMMITTED:
+        if grant is None or grant.state is not GrantState.COMMITTED:
             return False
         grant.blocks = grant.prefix = ()
         return True
@@ -247,7 +104,7 @@ class ReceiverGrants:
 
     # One step of one grant: the only place where a grant changes its state.
 
-    def _step(self, grant: _Grant, step: Step, to: GrantState) -> None:
+    def _step(self, grant: GrantEntry, step: Step, to: GrantState) -> None:
         allowed = TRANSITIONS.get((grant.state, step), ())
         line = f"{grant.state.value} --{step.value}--> {to.value}"
         if to not in allowed:
@@ -258,47 +115,51 @@ class ReceiverGrants:
         came_from, grant.state = grant.state, to
         if to is came_from:
             return
-        if to is _S.REVOKING:
+        if to is GrantState.REVOKING:
             self._enter_revoking(grant)
-        elif to is _S.COMMITTED:
+        elif to is GrantState.COMMITTED:
             self._enter_committed(grant)
-        elif to is _S.QUARANTINED:
+        elif to is GrantState.QUARANTINED:
             self.ledger.quarantine(grant.blocks, grant.id)
-        elif to is _S.FENCED:
+        elif to is GrantState.FENCED:
             self._enter_fenced(grant, came_from)
-        elif to is _S.RELEASED and came_from is _S.COMMITTED:
+        elif to is GrantState.RELEASED and came_from is GrantState.COMMITTED:
             self._drop_request(grant)
 
-    def _enter_revoking(self, grant: _Grant) -> None:
+    def _enter_revoking(self, grant: GrantEntry) -> None:
         self._drop_request(grant)
         self._answer_commit(grant, committed=False)
         self._out.append(StopGrantTimers(grant=grant.id))
         self._out.append(SendRevoke(pair=grant.pair, number=grant.number, grant=grant.id))
         self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.REVOKE))
 
-    def _enter_committed(self, grant: _Grant) -> None:
+    def _enter_committed(self, grant: GrantEntry) -> None:
         grant.was_committed = True
         self.ledger.writer_gone(grant.blocks, grant.id)
         self._out.append(StopGrantTimers(grant=grant.id))
         self._out.append(ScheduleRequest(key=grant.key, grant=grant.id))
         self._answer_commit(grant, committed=True)
 
-    def _enter_fenced(self, grant: _Grant, came_from: GrantState) -> None:
+    def _enter_fenced(self, grant: GrantEntry, came_from: GrantState) -> None:
         self.ledger.writer_gone(grant.blocks, grant.id)
-        if came_from in _OPEN:
+        if came_from in OPEN:
             self._drop_request(grant)
         self._answer_commit(grant, committed=False)
         self._out.append(StopGrantTimers(grant=grant.id))
 
-    def _drop_request(self, grant: _Grant) -> None:
+    def _drop_request(self, grant: GrantEntry) -> None:
         self.ledger.drop(grant.blocks)
         self.ledger.drop(grant.prefix)
         self.ledger.unpromise(grant.id)
 
-    def _answer_commit(self, grant: _Grant, *, committed: bool) -> None:
+    def _answer_commit(self, grant: GrantEntry, *, committed: bool) -> None:
         if grant.commit_waits:
             grant.commit_waits = False
             self._out.append(AnswerCommit(pair=grant.pair, grant=grant.id, committed=committed))
+
+    def is_over(self, key: RequestKey) -> bool:
+        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already."""
+        return self._attempt_is_over(key)
 
     # Events.
 
@@ -307,7 +168,7 @@ class ReceiverGrants:
         self._raise_lowest_live(event.pair, event.lowest_live)
         known = self._grants.get(pair.by_number.get(event.number, GrantId(b"")))
         if known is not None:
-            if known.state in _OPEN:
+            if known.state in OPEN:
                 self._answer_granted(known)
             else:
                 self._refuse(event, Refusal.STALE)
@@ -324,23 +185,21 @@ class ReceiverGrants:
         self.ledger.hold(event.prefix)
         self.ledger.promise(event.grant, event.promise, host_backed=event.host_backed)
         self.ledger.give_writer(blocks, event.grant)
-        grant = _Grant(
+        grant = GrantEntry(
             id=event.grant,
             number=event.number,
             key=event.key,
             pair=event.pair,
             epoch=pair.epoch,
-            state=_S.RESERVED,
+            state=GrantState.RESERVED,
             blocks=blocks,
             prefix=event.prefix,
         )
-        self._grants[grant.id] = grant
-        pair.by_number[grant.number] = grant.id
-        self._by_request.setdefault(grant.key.request, set()).add(grant.id)
+        self._enter(grant)
         self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.LEASE))
         self._answer_granted(grant)
 
-    def _why_not(self, event: ReserveAsked, pair: _PairState) -> Refusal | None:
+    def _why_not(self, event: ReserveAsked, pair: PairEntry) -> Refusal | None:
         if event.number < pair.lowest_live:
             return Refusal.STALE
         if event.number in pair.refused:
@@ -356,21 +215,11 @@ class ReceiverGrants:
             return Refusal.BUSY
         return None
 
-    def _attempt_is_over(self, key: RequestKey) -> bool:
-        """Cancelled, overtaken by a newer attempt, or granted already: the same attempt may come again under a new
-        number only once its earlier grant is doomed."""
-        if key.attempt <= self._dead_attempts.get(key.request, -1):
-            return True
-        grants = [self._grants[g] for g in self._by_request.get(key.request, ())]
-        if any(g.key.attempt > key.attempt for g in grants):
-            return True
-        return any(g.key == key and (g.was_committed or g.state in _OPEN) for g in grants)
-
     def _renew(self, event: RenewAsked) -> None:
         grant = self._grant(event.grant, event.pair)
-        renewed = grant is not None and grant.state in _OPEN
+        renewed = grant is not None and grant.state in OPEN
         if grant is not None and renewed:
-            self._step(grant, Step.RENEW, _S.WRITING)
+            self._step(grant, Step.RENEW, GrantState.WRITING)
             self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.LEASE))
         self._out.append(AnswerRenew(pair=event.pair, grant=event.grant, renewed=renewed))
 
@@ -379,25 +228,25 @@ class ReceiverGrants:
         if event.epoch != self._pair(event.pair).epoch or (grant is not None and grant.epoch != event.epoch):
             self._out.append(CountRefused(pair=event.pair, what="seal of another epoch"))
             return
-        if grant is None or grant.state not in _UNCOMMITTED:
+        if grant is None or grant.state not in UNCOMMITTED:
             return
         grant.seals[event.channel] = (event.writes, event.bytes_written)
-        stay = _S.WRITING if grant.state in _OPEN else grant.state
+        stay = GrantState.WRITING if grant.state in OPEN else grant.state
         self._step(grant, Step.SEAL, self._after_seal_or_commit(grant, stay))
 
     def _commit(self, event: CommitAsked) -> None:
         grant = self._grant(event.grant, event.pair)
-        if grant is None or grant.state not in _UNCOMMITTED:
+        if grant is None or grant.state not in UNCOMMITTED:
             committed = grant is not None and grant.was_committed
             self._out.append(AnswerCommit(pair=event.pair, grant=event.grant, committed=committed))
             return
         grant.expected = (event.channels, event.writes, event.bytes_written)
         grant.commit_waits = True
-        if grant.state not in _OPEN:
+        if grant.state not in OPEN:
             self._answer_commit(grant, committed=False)
         self._step(grant, Step.COMMIT, self._after_seal_or_commit(grant, grant.state))
 
-    def _after_seal_or_commit(self, grant: _Grant, stay: GrantState) -> GrantState:
+    def _after_seal_or_commit(self, grant: GrantEntry, stay: GrantState) -> GrantState:
         """COMMITTED (or FENCED, if revoked meanwhile) once all seals and the commit are here and agree."""
         if grant.expected is None or len(grant.seals) < grant.expected[0]:
             return stay
@@ -412,7 +261,7 @@ class ReceiverGrants:
                 )
             )
             return stay
-        return _S.COMMITTED if grant.state in _OPEN else _S.FENCED
+        return GrantState.COMMITTED if grant.state in OPEN else GrantState.FENCED
 
     def _let_go(self, event: WriterLetGo) -> None:
         pair = self._pair(event.pair)
@@ -427,10 +276,10 @@ class ReceiverGrants:
         grant = self._grants.get(self._pair(pair).by_number.get(number, GrantId(b"")))
         if grant is None:
             return
-        if grant.state in _UNCOMMITTED:
-            self._step(grant, Step.LET_GO, _S.FENCED)
-        if grant.state is _S.FENCED:
-            self._step(grant, Step.LET_GO, _S.RELEASED)
+        if grant.state in UNCOMMITTED:
+            self._step(grant, Step.LET_GO, GrantState.FENCED)
+        if grant.state is GrantState.FENCED:
+            self._step(grant, Step.LET_GO, GrantState.RELEASED)
 
     def _raise_lowest_live(self, pair_key: Pair, lowest_live: ReserveNumber) -> None:
         """Everything below is the writer's word too; what nobody owns any more is forgotten."""
@@ -441,7 +290,7 @@ class ReceiverGrants:
         for number in [n for n in pair.by_number if n < lowest_live]:
             self._writer_let_go(pair_key, number)
             grant = self._grants[pair.by_number[number]]
-            if grant.state is _S.RELEASED:
+            if grant.state is GrantState.RELEASED:
                 self._forget(grant)
         for number in [n for n in pair.refused if n < lowest_live]:
             del pair.refused[number]
@@ -451,8 +300,8 @@ class ReceiverGrants:
         pair.fencing = False
         pair.epoch = max(pair.epoch, Epoch(event.epoch + 1))
         for grant in self._grants_of(pair):
-            if grant.state in _UNCOMMITTED and grant.epoch <= event.epoch:
-                self._step(grant, Step.FENCE, _S.FENCED)
+            if grant.state in UNCOMMITTED and grant.epoch <= event.epoch:
+                self._step(grant, Step.FENCE, GrantState.FENCED)
 
     def _suspected(self, event: WriterSuspected) -> None:
         self._start_fence(event.pair)
@@ -461,8 +310,8 @@ class ReceiverGrants:
         """A fence takes the whole pair's right: its open grants are doomed, so their requests let go now."""
         pair = self._pair(pair_key)
         for grant in self._grants_of(pair):
-            if grant.state in _OPEN:
-                self._step(grant, Step.SUSPECT, _S.REVOKING)
+            if grant.state in OPEN:
+                self._step(grant, Step.SUSPECT, GrantState.REVOKING)
         if not pair.fencing:
             pair.fencing = True
             self._out.append(FencePair(pair=pair_key, epoch=pair.epoch))
@@ -476,18 +325,18 @@ class ReceiverGrants:
             grant = self._grants[grant_id]
             if grant.key.attempt > key.attempt:
                 continue
-            if grant.state in _OPEN:
-                self._step(grant, Step.CANCEL, _S.REVOKING)
-            elif grant.state is _S.COMMITTED:
+            if grant.state in OPEN:
+                self._step(grant, Step.CANCEL, GrantState.REVOKING)
+            elif grant.state is GrantState.COMMITTED:
                 self._out.append(StopRequest(key=grant.key, grant=grant.id))
-                self._step(grant, Step.CANCEL, _S.RELEASED)
+                self._step(grant, Step.CANCEL, GrantState.RELEASED)
                 self._forget_if_over(grant)
 
     def _ended(self, event: RequestEnded) -> None:
         for grant_id in sorted(self._by_request.get(event.key.request, ())):
             grant = self._grants[grant_id]
-            if grant.key == event.key and grant.state is _S.COMMITTED:
-                self._step(grant, Step.END, _S.RELEASED)
+            if grant.key == event.key and grant.state is GrantState.COMMITTED:
+                self._step(grant, Step.END, GrantState.RELEASED)
                 self._forget_if_over(grant)
 
     def _resolve(self, event: ResolveAsked) -> None:
@@ -498,46 +347,28 @@ class ReceiverGrants:
             self._cancel_attempts(event.key)
         self._out.append(AnswerResolve(key=event.key, committed=committed))
 
-    def _bury(self, key: RequestKey) -> None:
-        """Leave a tombstone: no Reserve or Commit of this attempt, or of one before it, is accepted from now on."""
-        dead = max(key.attempt, self._dead_attempts.pop(key.request, key.attempt))
-        self._dead_attempts[key.request] = dead
-        while len(self._dead_attempts) > self.limits.tombstones_max:
-            del self._dead_attempts[next(iter(self._dead_attempts))]
-
     def _timer(self, event: GrantTimerFired) -> None:
         grant = self._grants.get(event.grant)
         if grant is None:
             return
-        if event.kind is TimerKind.LEASE and grant.state in _OPEN:
-            self._step(grant, Step.LEASE_TIMER, _S.REVOKING)
-        elif event.kind is TimerKind.REVOKE and grant.state in (_S.REVOKING, _S.QUARANTINED):
+        if event.kind is TimerKind.LEASE and grant.state in OPEN:
+            self._step(grant, Step.LEASE_TIMER, GrantState.REVOKING)
+        elif event.kind is TimerKind.REVOKE and grant.state in (GrantState.REVOKING, GrantState.QUARANTINED):
             self._next_revoke_round(grant)
 
-    def _next_revoke_round(self, grant: _Grant) -> None:
+    def _next_revoke_round(self, grant: GrantEntry) -> None:
         limits = self.limits
         grant.revoke_rounds = min(grant.revoke_rounds + 1, limits.revoke_rounds_before_quarantine)
         self._out.append(SendRevoke(pair=grant.pair, number=grant.number, grant=grant.id))
         self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.REVOKE))
         late = grant.revoke_rounds >= limits.revoke_rounds_before_quarantine
-        self._step(grant, Step.REVOKE_TIMER, _S.QUARANTINED if late else grant.state)
+        self._step(grant, Step.REVOKE_TIMER, GrantState.QUARANTINED if late else grant.state)
         if grant.revoke_rounds >= limits.revoke_rounds_before_fence:
             self._start_fence(grant.pair)
 
     # Small helpers.
 
-    def _pair(self, pair: Pair) -> _PairState:
-        return self._pairs.setdefault(pair, _PairState())
-
-    def _grant(self, grant: GrantId, pair: Pair) -> _Grant | None:
-        """The grant, if it was given to this pair: another pair's word about it counts for nothing."""
-        known = self._grants.get(grant)
-        return known if known is not None and known.pair == pair else None
-
-    def _grants_of(self, pair: _PairState) -> list[_Grant]:
-        return [self._grants[g] for _, g in sorted(pair.by_number.items())]
-
-    def _answer_granted(self, grant: _Grant) -> None:
+    def _answer_granted(self, grant: GrantEntry) -> None:
         self._out.append(
             AnswerGranted(
                 pair=grant.pair,
@@ -552,15 +383,20 @@ class ReceiverGrants:
     def _refuse(self, event: ReserveAsked, refusal: Refusal) -> None:
         self._out.append(AnswerRefused(pair=event.pair, number=event.number, refusal=refusal))
 
-    def _forget_if_over(self, grant: _Grant) -> None:
-        if grant.state is _S.RELEASED and grant.number < self._pair(grant.pair).lowest_live:
+    def _forget_if_over(self, grant: GrantEntry) -> None:
+        if grant.state is GrantState.RELEASED and grant.number < self._pair(grant.pair).lowest_live:
             self._forget(grant)
 
-    def _forget(self, grant: _Grant) -> None:
-        del self._grants[grant.id]
-        del self._pairs[grant.pair].by_number[grant.number]
-        siblings = self._by_request[grant.key.request]
-        siblings.remove(grant.id)
-        if not siblings:
-            del self._by_request[grant.key.request]
+    def _forget(self, grant: GrantEntry) -> None:
+        self._strike_out(grant)
         self._out.append(ForgetGrant(grant=grant.id))
+
+
+__all__ = [
+    "TRANSITIONS",
+    "GrantState",
+    "ReceiverGrants",
+    "ReceiverLimits",
+    "ReceiverProtocolError",
+    "Step",
+]

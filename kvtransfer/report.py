@@ -16,4 +16,5 @@ def block_load(ledger: Ledger) -> BlockLoad:
         cached=counts.cached,
         free=counts.free,
         promised=counts.promised,
+        pinned=counts.pinned,
     )

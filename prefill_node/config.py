@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.errors import check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
+from baton.pod import PodConfig
 from baton.rpc import RpcLimits
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
 from kvtransfer.transport import TransportName
+from kvtransfer.transports.shm import ShmWriterConfig
 from kvtransfer.transports.tcp import TcpWriterConfig
 from kvtransfer.writer import WriterConfig
 
@@ -27,11 +30,20 @@ class PrefillConfig:
         default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to decode nodes, best first"}
     )
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
+    shm: ShmWriterConfig = field(default_factory=ShmWriterConfig)
     tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
+    pod: PodConfig = field(default_factory=PodConfig)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
+    resumed_queue_max: int = field(
+        default=256, metadata={"help": "requests in the middle of their answer that wait too, ahead of the others"}
+    )
     decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})
+    affinity_blocks_max: int = field(
+        default=65_536, metadata={"help": "prompt blocks remembered as sent to decode nodes, all of these together"}
+    )
     busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full queue"})
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
@@ -41,4 +53,13 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         check_transports(self.transports)
         check_directory_setting(self.directory)
-        check_positive(self, "queue_max", "decode_tries_max", "busy_retry_ms", "drain_ms_max", "stop_grace_ms")
+        check_positive(
+            self,
+            "queue_max",
+            "resumed_queue_max",
+            "decode_tries_max",
+            "affinity_blocks_max",
+            "busy_retry_ms",
+            "drain_ms_max",
+            "stop_grace_ms",
+        )

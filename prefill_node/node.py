@@ -7,77 +7,33 @@ are posted by the step's sink.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from batonpb import common_pb2, prefill_pb2, transfer_pb2
+from batonpb import prefill_pb2
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import BlockId, Incarnation, RequestKey
-from baton.log import get_log
-from baton.wire import ModelInfo, NodeLoad, NodeRecord
+from baton.ids import Incarnation, RequestKey
+from baton.wire import NodeLoad
 from engine.block_manager import BlockManager, prefix_blocks_max
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
-from engine.sequence import Sequence as EngineSequence
-from engine.sequence import SequenceMode
-from engine.types import Batch, KvSink, Runner, SamplingParams, SequenceSlice
-from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto, params_from_proto
+from engine.sequence import Sequence, SequenceMode
+from engine.types import Batch, KvSink, Runner, SequenceSlice
+from engine.wire import key_from_proto, params_from_proto
 from kvtransfer.grant_messages import HandoffEnd
 from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
-from kvtransfer.writer import Handoff, Metadata, StepWrites, WriterPeer
+from kvtransfer.writer import Handoff, Metadata, StepWrites
+from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
-from prefill_node.placement import order_decode_nodes
-
-log = get_log("prefill")
-
-ASK_ELSEWHERE = frozenset(
-    {
-        Reason.DECODE_FULL,
-        Reason.PEER_UNREACHABLE,
-        Reason.PAIR_FENCING,
-        Reason.DEADLINE,
-        Reason.INCARNATION_MISMATCH,
-        Reason.INCOMPATIBLE_NODE,
-        Reason.HANDOFF_FAILED,
-        Reason.PROMPT_TOO_LONG,
-        Reason.NODE_DRAINING,
-        Reason.TOO_MANY_PEERS,
-        Reason.TOO_MANY_CALLS,
-    }
-)
-"""What one decode node may answer without ending the request: the next one is asked."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """One request in this node."""
-
-    key: RequestKey
-    prompt: list[int]
-    params: SamplingParams
-    router: Incarnation
-    cache_salt: bytes
-    request: prefill_pb2.PrefillRequest
-    deadline_s: float
-    metadata: Metadata
-    turn: asyncio.Future[None]
-    drawn: asyncio.Future[TokenEvent]
-    """The first token, or the ABORTED event."""
-    handoff: Handoff | None = None
-    seq: EngineSequence | None = None
-    pinned: list[BlockId] = field(default_factory=list)
-    """Blocks that the writer holds on top of the engine, until the transport has let go of them."""
-    next_block: int = 0
-    """First block of the prompt that has not been posted (and that decode lacks)."""
-    computed_s: float = 0.0
-    over: bool = False
-    """Its life here went to the end. Otherwise the decode node must not run it."""
+from prefill_node.job import Job, first_logprobs, first_token_event, granted_event, handed_off_event
+from prefill_node.local import LocalRunner
+from prefill_node.local_policy import NOT_THERE, falls_back, is_kept
+from prefill_node.request import check_request, no_room
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -102,26 +58,23 @@ class PrefillNode:
         self,
         *,
         config: PrefillConfig,
-        model: ModelInfo,
         runner: Runner,
         engine: Engine,
         ledger: Ledger,
         blocks: BlockManager,
-        decode_nodes: Callable[[], Sequence[NodeRecord]],
-        peer_for: Callable[[NodeRecord], WriterPeer],
+        decode_nodes: DecodeNodes,
         loop: asyncio.AbstractEventLoop,
-        rng: random.Random,
+        local: LocalRunner | None = None,
     ) -> None:
+        """`local` is the other half of a mixed node."""
         self.config = config
         self.ledger = ledger
-        self._model = model
         self._runner = runner
         self._engine = engine
         self._blocks = blocks
         self._decode_nodes = decode_nodes
-        self._peer_for = peer_for
         self._loop = loop
-        self._rng = rng
+        self._local = local
         self._queue: deque[Job] = deque()
         self._admitted: dict[RequestKey, Job] = {}
         self._tokens_per_s = 0.0
@@ -131,6 +84,7 @@ class PrefillNode:
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """One request: queue, grant, compute while the layers are sent, first token, commit.
 
+        On a mixed node a request may be kept instead of granted: the other half then computes it from the start.
         Closing the iterator at any point gives the request up and frees everything.
 
         Raises BatonError: QUEUE_FULL, NO_DECODE_NODE, DECODE_FULL, INCOMPATIBLE_NODE, HANDOFF_FAILED, ...
@@ -138,21 +92,23 @@ class PrefillNode:
         job = self._enqueue(request, deadline_s, metadata)
         try:
             await job.turn  # in order of arrival, when engine and region have room for the whole prompt
-            if job.params.max_tokens > 1:
-                job.handoff = await self._reserve(job)
-                yield _granted(job.handoff)
-            self._start(job)
+            if job.needs_decode:
+                yield await self._place(job)
+            if job.local is None:
+                self._start(job)
             first = await self._first_token(job)
-            yield _first_token(job, first)
-            if first.finish is not None or job.handoff is None:
+            if job.local is not None:
+                self._commit_here(job)
+            yield first_token_event(job, first)
+            if first.finish is None and job.needs_decode:
+                if job.handoff is not None:
+                    await self._commit(job.handoff)
                 job.over = True
-                return
-            # Shielded: a cancel of this request must not cancel the future that the writer reports to.
-            end = await asyncio.shield(job.handoff.ended)
-            if end is not HandoffEnd.COMMITTED:
-                raise _handoff_failed(job.handoff, end)
+                yield handed_off_event(job, num_layers=self._runner.kv_spec.num_layers, now_s=self._loop.time())
             job.over = True
-            yield self._handed_off(job, job.handoff)
+        except BatonError:
+            job.told = True
+            raise
         finally:
             self._give_back(job)
 
@@ -163,7 +119,8 @@ class PrefillNode:
         self._check(request, key)
         job = Job(
             key=key,
-            prompt=list(request.prompt),
+            tokens=[*request.prompt, *request.output],
+            prompt_len=len(request.prompt),
             params=params_from_proto(request.sampling),
             router=Incarnation(request.router),
             cache_salt=request.cache_salt,
@@ -173,72 +130,115 @@ class PrefillNode:
             turn=self._loop.create_future(),
             drawn=self._loop.create_future(),
         )
-        self._queue.append(job)
+        ahead = sum(other.resumed for other in self._queue) if job.resumed else len(self._queue)
+        self._queue.insert(ahead, job)
         self._admit()
         return job
 
+    def look_again(self) -> None:
+        """Something that the head of the queue may wait for has changed outside this half."""
+        self._admit()
+
     def _admit(self) -> None:
-        """Let the head of the queue go ahead while its prompt's blocks can be set aside (a count: nobody holds any)."""
+        """Let the head of the queue go ahead while its blocks can be set aside (a count: nobody holds any)."""
         while self._queue:
             job = self._queue[0]
-            need = self._blocks.blocks_for(len(job.prompt))
-            if len(self._admitted) >= self.config.engine.sequences_max or need > self.ledger.available:
+            need = self._blocks.blocks_for(len(job.tokens))
+            too_long = need > self._blocks.blocks_usable  # a pin may have come after the request
+            full = self._places_taken() >= self.config.engine.sequences_max or need > self.ledger.available
+            if full and not too_long:
                 return
+            if not too_long and self._local is not None and self._is_kept(job, self._local):
+                growth = self._local.growth(job)
+                job.kept = self._local.has_place and need + growth <= self.ledger.available
+                if job.kept:
+                    need += growth
+                elif not self._decode_nodes.ready:
+                    return  # there is nobody to hand it to: it waits for room here
             self._queue.popleft()
             if job.turn.done():
                 continue  # being cancelled: its own task gives it back
+            if too_long:
+                job.turn.set_exception(no_room(job.tokens, self._blocks))
+                continue
             self.ledger.promise(job.key, need)
             self._admitted[job.key] = job
             job.turn.set_result(None)
 
-    async def _reserve(self, job: Job) -> Handoff:
-        """Ask decode nodes one after the other. Raises the last one's refusal when none grants."""
-        candidates = order_decode_nodes(
-            self._decode_nodes(),
-            own=self._model,
-            may_place=self._may_place,
-            rng=self._rng,
-            tries_max=self.config.decode_tries_max,
-        )
-        refusals: list[BatonError] = []
-        for record in candidates:
-            request = transfer_pb2.ReserveRequest(
-                key=job.request.key,
-                prompt=job.prompt,
-                sampling=job.request.sampling,
-                router=job.router,
-                cache_salt=job.cache_salt,
-                deadline_left_ms=max(0, int((job.deadline_s - self._loop.time()) * 1000)),
-            )
-            try:
-                return await self._peer_for(record).reserve(
-                    job.key, request, metadata=job.metadata, sources_released=lambda: self._sources_released(job)
-                )
-            except BatonError as error:
-                if error.reason not in ASK_ELSEWHERE:
-                    raise
-                log.info("not granted", request=job.key.request, node=record.name, reason=error.message)
-                refusals.append(error)
-        # A full node is worth another try later, so that answer is preferred over "unreachable" and the like.
-        raise next((e for e in refusals if e.reason is Reason.DECODE_FULL), refusals[-1])
+    def _places_taken(self) -> int:
+        """Places in the engine that are spoken for; a kept request counts as the other half's."""
+        if self._local is None:
+            return len(self._admitted)
+        return sum(job.local is None for job in self._admitted.values()) + self._local.requests
 
-    def _may_place(self, record: NodeRecord) -> bool:
-        try:
-            return self._peer_for(record).has_room()
-        except BatonError:
+    def _is_kept(self, job: Job, local: LocalRunner) -> bool:
+        """Whether it is to run here, as far as it ever can."""
+        if not job.needs_decode or local.never(job) is not None:
             return False
+        size = self._blocks.block_size
+        cached = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
+        return is_kept(
+            local.policy,
+            prompt_tokens=len(job.tokens),
+            cached_tokens=len(cached) * size,
+            decode_nodes=self._decode_nodes.ready,
+        )
+
+    async def _place(self, job: Job) -> prefill_pb2.PrefillEvent:
+        """Find who writes the answer: this node where it keeps the request, else a decode node that grants.
+
+        Raises the refusal to tell when nobody does.
+        """
+        local = self._local
+        if local is not None and job.kept and self._keep(job, local):
+            return prefill_pb2.PrefillEvent(granted=local.granted())
+        asked = await self._decode_nodes.reserve(job, sources_released=lambda: self._sources_released(job))
+        if isinstance(asked, Handoff):
+            job.handoff = asked
+            return granted_event(asked)
+        if local is not None and falls_back(local.policy, asked.reasons):
+            if self._keep(job, local):
+                return prefill_pb2.PrefillEvent(granted=local.granted())
+            never = local.never(job)
+            if never is not None and asked.reasons <= NOT_THERE:
+                raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
+        raise asked.error
+
+    def _keep(self, job: Job, local: LocalRunner) -> bool:
+        """Start it in the other half, with blocks and a promise of its own. False, with nothing changed: no room."""
+        promised = self.ledger.promise_left(job.key)
+        assert promised is not None, job.key
+        self.ledger.unpromise(job.key)
+        job.local = local.start(job)
+        if job.local is None:
+            self.ledger.promise(job.key, promised)
+            return False
+        job.seq, job.drawn = job.local.seq, job.local.first
+        return True
+
+    def _commit_here(self, job: Job) -> None:
+        assert self._local is not None
+        self._local.commit(job.key)
+        job.over = True
+
+    async def _commit(self, handoff: Handoff) -> None:
+        """Wait for the handoff's end. Raises BatonError HANDOFF_FAILED or PEER_UNREACHABLE."""
+        # Shielded: a cancel of this request must not cancel the future that the writer reports to.
+        end = await asyncio.shield(handoff.ended)
+        if end is not HandoffEnd.COMMITTED:
+            raise _handoff_failed(handoff, end)
 
     def _start(self, job: Job) -> None:
         """Hold the prompt's blocks, send what was cached here and decode lacks, and hand over to the engine."""
         self.ledger.unpromise(job.key)
         size = self._blocks.block_size
-        prefix = self._blocks.match(job.prompt, job.cache_salt, prefix_blocks_max(len(job.prompt), size))
-        table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.prompt)) - len(prefix))
-        job.seq = EngineSequence(
+        prefix = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
+        table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.tokens)) - len(prefix))
+        job.seq = Sequence(
             key=job.key,
             params=job.params,
-            tokens=list(job.prompt),
-            prompt_len=len(job.prompt),
+            tokens=list(job.tokens),
+            prompt_len=job.prompt_len,
             computed=len(prefix) * size,
             block_table=table,
             promise_key=job.key,
@@ -272,6 +272,10 @@ class PrefillNode:
             assert job.handoff is not None
             raise _handoff_failed(job.handoff, job.handoff.ended.result())
         event = job.drawn.result()
+        if event.token is None and job.local is not None:
+            raise BatonError(
+                Reason.HANDOFF_FAILED, "This node has given the request up; its log says why. Send the request again."
+            )
         if event.token is None:
             raise BatonError(Reason.INTERNAL, "The engine gave this request up; the node's log says why.")
         return event
@@ -290,7 +294,8 @@ class PrefillNode:
 
     def step_begins(self, batch: Batch) -> KvSink:
         """Plan what this step finishes of each handed-over request (StepHost)."""
-        sink = StepSink(tokens=batch.num_tokens, began_s=self._loop.time())
+        tokens = sum(piece.stop - piece.start for piece in batch.slices if piece.output_index == 0)
+        sink = StepSink(tokens=tokens, began_s=self._loop.time())
         for piece in batch.slices:
             job = self._admitted.get(piece.key)
             if job is not None and job.handoff is not None and job.handoff.may_post():
@@ -316,7 +321,7 @@ class PrefillNode:
             return
         job.computed_s = self._loop.time()
         if event.token is not None and job.handoff is not None and event.finish is None:
-            job.handoff.all_posted(event.token, _logprobs(event))
+            job.handoff.all_posted(event.token, first_logprobs(event))
         if not job.drawn.done():
             job.drawn.set_result(event)
 
@@ -331,18 +336,6 @@ class PrefillNode:
         self._blocks.release(pinned)
         self._admit()
 
-    def _handed_off(self, job: Job, handoff: Handoff) -> prefill_pb2.PrefillEvent:
-        transport = handoff.peer.transport
-        return prefill_pb2.PrefillEvent(
-            handed_off=prefill_pb2.HandedOff(
-                transport=transport.value if transport is not None else "",
-                blocks_written=handoff.writes // self._runner.kv_spec.num_layers,
-                blocks_skipped=handoff.prefix_skip,
-                bytes_written=handoff.bytes_written,
-                handoff_exposed_ms=(self._loop.time() - job.computed_s) * 1000,
-            )
-        )
-
     def _give_back(self, job: Job) -> None:
         """The end of every request, whatever happened: nothing stays queued, promised, computed or granted for it."""
         if job in self._queue:
@@ -350,13 +343,17 @@ class PrefillNode:
         self.ledger.unpromise(job.key)
         if job.handoff is not None:
             job.handoff.cancel()
-            if not job.over:
-                # Its Commit may have won, and the router may not know yet who granted.
+            if not job.over and not job.told:
+                # Its Commit may have won, and the router, which is leaving, may not know yet who granted.
                 job.handoff.peer.cancel_request(job.key)
+        if job.local is not None and not job.over:
+            assert self._local is not None
+            self._local.cancel(job.key)
         if self._admitted.get(job.key) is job:
             del self._admitted[job.key]
-            self._engine.abort(job.key)
-            self.engine_loop.wake()
+            if job.local is None:
+                self._engine.abort(job.key)
+                self.engine_loop.wake()
         self._admit()
 
     # Upkeep.
@@ -368,8 +365,8 @@ class PrefillNode:
     def load(self) -> NodeLoad:
         return NodeLoad(
             waiting_requests=len(self._queue),
-            running_requests=len(self._admitted),
-            waiting_tokens=sum(len(job.prompt) for job in (*self._queue, *self._admitted.values())),
+            running_requests=sum(job.local is None for job in self._admitted.values()),
+            waiting_tokens=sum(len(job.tokens) for job in (*self._queue, *self._admitted.values())),
             blocks=block_load(self.ledger),
             prefill_tokens_per_s=self._tokens_per_s,
         )
@@ -387,68 +384,20 @@ class PrefillNode:
         self._tokens_per_s = rate if self._tokens_per_s == 0 else 0.9 * self._tokens_per_s + 0.1 * rate
 
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
-        """Refuse at the door what cannot be served: the router has checked the client's input, this is our own."""
-        count = len(request.prompt)
-        if count == 0:
-            raise bad_field("prompt", "The prompt is empty.", reason=Reason.EMPTY_PROMPT)
-        if count >= self._runner.context_len_max:
-            raise bad_field(
-                "prompt",
-                f"The prompt has {count} tokens; the model's context of {self._runner.context_len_max} must hold an "
-                "output token too.",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
-        if max(request.prompt) >= self._runner.vocab_size:
-            raise bad_field(
-                "prompt",
-                f"Token id {max(request.prompt)} is outside the vocabulary of {self._runner.vocab_size}.",
-                reason=Reason.TOKEN_OUT_OF_RANGE,
-            )
-        if self._blocks.blocks_for(count) > self.ledger.num_blocks:
-            raise bad_field(
-                "prompt",
-                f"The prompt's {count} tokens need {self._blocks.blocks_for(count)} blocks; this node's region has "
-                f"{self.ledger.num_blocks}.",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
-        if len(self._queue) >= self.config.queue_max:
+        check_request(request, runner=self._runner, blocks=self._blocks)
+        alike = sum(job.resumed == bool(request.output) for job in self._queue)
+        if alike >= (self.config.resumed_queue_max if request.output else self.config.queue_max):
             raise BatonError(
                 Reason.QUEUE_FULL,
-                f"{len(self._queue)} requests are waiting here already, the limit.",
+                f"{alike} requests are waiting here already, the limit.",
                 retry_after_ms=self.config.busy_retry_ms,
             )
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
 
 
-def _granted(handoff: Handoff) -> prefill_pb2.PrefillEvent:
-    address = handoff.peer.address
-    return prefill_pb2.PrefillEvent(
-        granted=prefill_pb2.Granted(
-            decode_node=address.name,
-            decode_incarnation=address.pair.receiver,
-            decode_endpoint=address.endpoint,
-        )
-    )
-
-
-def _first_token(job: Job, first: TokenEvent) -> prefill_pb2.PrefillEvent:
-    assert job.seq is not None and first.token is not None
-    event = prefill_pb2.FirstToken(
-        token=first.token, prompt_tokens_cached=job.seq.cached_tokens, logprobs=_logprobs(first)
-    )
-    if first.finish is not None:
-        event.finish = FINISH_TO_PROTO[first.finish]
-    return prefill_pb2.PrefillEvent(first_token=event)
-
-
-def _logprobs(event: TokenEvent) -> common_pb2.TokenLogprobs | None:
-    return None if event.logprobs is None else logprobs_to_proto(event.logprobs)
-
-
 def _handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
-    lost = end in (HandoffEnd.LINK_LOST, HandoffEnd.PEER_GONE)
     return BatonError(
-        Reason.PEER_UNREACHABLE if lost else Reason.HANDOFF_FAILED,
+        Reason.PEER_UNREACHABLE if end is HandoffEnd.PEER_GONE else Reason.HANDOFF_FAILED,
         f"The handoff to {handoff.peer.address.name} ended: {end.value}. Send the request again.",
     )

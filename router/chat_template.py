@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import BatonError, Reason, bad_field
@@ -51,17 +53,29 @@ class ChatTemplate:
             text = f"The chat template of {folder} cannot be read: {error}."
             raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> str:
-        """The text, special tokens spelt out. `told` are further variables. Raises BatonError of the field messages."""
+    def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any], *, field: str = "messages") -> str:
+        """The text, special tokens spelt out. `told` are further variables. Raises BatonError of `field`."""
         variables = {"tools": None, "documents": None, **self._tokens, **told, "messages": messages}
         try:
             return self._template.render(variables)
         except _TEMPLATE_FAULTS as error:
-            raise bad_field("messages", f"The model's chat template refuses these messages: {error}.") from error
+            raise bad_field(field, f"The model's chat template refuses these messages: {error}.") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant wrote, for those who train; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: time.strftime(form)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
-from baton.errors import check_positive
+from baton.errors import InvalidField, check_positive
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
+from router.pin_config import PinKeeperConfig, PinnedPrefix
+from router.retries import RetryConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +24,12 @@ class RouterConfig:
         default=None, metadata={"help": "host:port of the OpenAI endpoints and /metrics over HTTP; none: off"}
     )
     http_connections_max: int = field(default=2_048, metadata={"help": "HTTP connections at a time"})
+    http_send_buffer_bytes: int = field(
+        default=131_072, metadata={"help": "bytes that the kernel may keep of what an HTTP client has not read"}
+    )
     http_body_ms_max: int = field(default=60_000, metadata={"help": "how long the body of an HTTP call may take"})
     membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     max_tokens_default: int = field(default=256, metadata={"help": "output tokens of a request that names no limit"})
     prompt_chars_max: int = field(default=2_000_000, metadata={"help": "characters of a prompt that is sent as text"})
@@ -31,12 +38,23 @@ class RouterConfig:
         default=5_000, metadata={"help": "how long a request may look for a node with room before it is refused"}
     )
     placement_retry_ms: int = field(default=50, metadata={"help": "pause between two looks"})
-    decode_lost_ms: int = field(
-        default=3_000, metadata={"help": "a decode node out of reach this long fails its requests"}
+    client_tokens_unread_max: int = field(
+        default=2_048, metadata={"help": "tokens kept for a client that does not read; with more it is cut off"}
     )
+    client_stall_ms: int = field(
+        default=1_000, metadata={"help": "how long such a client has taken nothing, so that a burst cuts nobody off"}
+    )
+    handed_off_ms_max: int = field(
+        default=200, metadata={"help": "how long a finished answer waits for the prefill node's word on its handoff"}
+    )
+    retries: RetryConfig = field(default_factory=RetryConfig)
     cancel_ms_max: int = field(default=1_000, metadata={"help": "how long one cancel call to a node may take"})
     cancel_tries_max: int = field(default=3, metadata={"help": "cancel calls before the node is left to its timers"})
     prefix_blocks_max: int = field(default=65_536, metadata={"help": "prompt blocks remembered for each prefill node"})
+    pinned_prefixes: tuple[PinnedPrefix, ...] = field(
+        default=(), metadata={"help": "prefixes that nodes keep cached: JSON; in the file [[router.pinned_prefixes]]"}
+    )
+    pins: PinKeeperConfig = field(default_factory=PinKeeperConfig)
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
     )
@@ -44,6 +62,11 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_directory_setting(self.directory)
+        names = [prefix.name for prefix in self.pinned_prefixes]
+        if len(set(names)) < len(names) or len(names) > self.pins.count_max:
+            raise InvalidField(
+                "pinned_prefixes", f"must have names of their own, at most {self.pins.count_max} of them"
+            )
         check_positive(
             self,
             "max_tokens_default",
@@ -51,12 +74,15 @@ class RouterConfig:
             "requests_max",
             "placement_wait_ms_max",
             "placement_retry_ms",
-            "decode_lost_ms",
+            "handed_off_ms_max",
+            "client_tokens_unread_max",
+            "client_stall_ms",
             "cancel_ms_max",
             "cancel_tries_max",
             "prefix_blocks_max",
             "drain_ms_max",
             "stop_grace_ms",
             "http_connections_max",
+            "http_send_buffer_bytes",
             "http_body_ms_max",
         )

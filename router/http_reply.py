@@ -16,12 +16,14 @@ from baton.errors import BatonError, Reason
 from baton.log import get_log
 from router.openai_replies import Replies, Usage, error_headers, error_json, error_status
 from router.openai_requests import OpenAiCall
+from router.slow_client import ClientGuard
 
 log = get_log("http")
 
 ERROR_SEND_MS_MAX = 5_000
 
 Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
+CutOff = Callable[[BatonError], None]
 
 
 def error_response(error: BatonError, *, chat: bool = False) -> JSONResponse:
@@ -34,7 +36,7 @@ class CallReply(Response):
     def __init__(
         self,
         call: OpenAiCall,
-        events: Callable[[], Events],
+        events: Callable[[CutOff], Events],
         replies: Replies,
         *,
         headers: dict[str, str],
@@ -63,7 +65,11 @@ class CallReply(Response):
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await (self._stream(send) if self._call.stream else self._whole(scope, receive, send))
+                async with ClientGuard() as guard:
+                    events = self._events(guard.cut_off)
+                    await (
+                        self._stream(events, send) if self._call.stream else self._whole(events, scope, receive, send)
+                    )
             return
         except TimeoutError:
             error = BatonError(Reason.DEADLINE, f"The answer took longer than {self._timeout_s:g} s, the limit.")
@@ -82,12 +88,12 @@ class CallReply(Response):
             response.headers.update(self._extra)
             await response(scope, receive, send)
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _whole(self, source: Events, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
         usage = Usage(n=call.n)
         tokens: list[list[inference_pb2.Tokens]] = [[] for _ in range(len(call.requests) * call.n)]
         reasons = [common_pb2.FINISH_REASON_UNSPECIFIED] * len(tokens)
-        async with aclosing(self._events()) as events:
+        async with aclosing(source) as events:
             async for index, event in events:
                 usage.take(index, event)
                 if event.HasField("tokens"):
@@ -98,10 +104,10 @@ class CallReply(Response):
         self._begun = True
         await JSONResponse(answer, headers=self._extra)(scope, receive, send)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, source: Events, send: Send) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
         usage = Usage(n=self._call.n)
-        async with aclosing(self._events()) as events:
+        async with aclosing(source) as events:
             async for index, event in events:
                 usage.take(index, event)
                 chunk = self._replies.chunk(index, event)

@@ -6,9 +6,8 @@ import asyncio
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
 from batonpb import inference_pb2
@@ -23,10 +22,10 @@ from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
 from baton.tracing import Traceparent, new_request_id, read_metadata
-from router.chat_template import ChatTemplate
+from router.chat import ChatEncoder
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
-from router.http_reply import CallReply, error_response
+from router.http_reply import CallReply, CutOff, Events, error_response
 from router.metrics import RouterMetrics
 from router.node import RouterNode
 from router.openai_replies import Replies, model_json
@@ -45,7 +44,7 @@ class OpenAiApp:
         *,
         config: RouterConfig,
         codec: TextCodec | None,
-        template: ChatTemplate | None,
+        chats: ChatEncoder,
         metrics: RouterMetrics,
         rng: random.Random,
         takes_requests: Callable[[], bool],
@@ -53,7 +52,7 @@ class OpenAiApp:
         self._node = node
         self._config = config
         self._codec = codec
-        self._template = template
+        self._chats = chats
         self._metrics = metrics
         self._rng = rng
         self._takes_requests = takes_requests
@@ -79,7 +78,7 @@ class OpenAiApp:
     async def _chat(self, request: Request) -> Response:
         raw = await self._body(request)
         # Off the loop: long chats take long to render and encode, and others' tokens must flow.
-        return self._reply(request, await asyncio.to_thread(lambda: parse_chat(parse_body(raw), self._encode_chat)))
+        return self._reply(request, await asyncio.to_thread(lambda: parse_chat(parse_body(raw), self._chats.encode)))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_json(self._node.model(), self._began)]})
@@ -112,11 +111,18 @@ class OpenAiApp:
             for each in call.requests:
                 each.sampling.seed = seed
 
-        def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
-            child = trace.child(self._rng)
-            return self._node.generate(
-                message, request_id=request_id, trace=child, deadline_s=deadline_s, choice=choice
-            )
+        def events(cut_off: CutOff) -> Events:
+            def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
+                return self._node.generate(
+                    message,
+                    request_id=request_id,
+                    trace=trace.child(self._rng),
+                    deadline_s=deadline_s,
+                    choice=choice,
+                    cut_off=cut_off,
+                )
+
+            return run_choices(ask, call.requests, call.n)
 
         replies = Replies(
             id=f"{'chatcmpl' if call.chat else 'cmpl'}-{request_id}",
@@ -129,7 +135,7 @@ class OpenAiApp:
         )
         return CallReply(
             call,
-            lambda: run_choices(ask, call.requests, call.n),
+            events,
             replies,
             headers={"x-request-id": request_id},
             timeout_s=timeout_s,
@@ -138,20 +144,6 @@ class OpenAiApp:
     def _check_open(self) -> None:
         if not self._takes_requests():
             raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
-
-    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Sequence[int]:
-        if self._codec is None or self._template is None:
-            raise BatonError(
-                Reason.NO_CHAT_TEMPLATE,
-                "The router has no chat template: use /v1/completions, or start it with --model and a model folder "
-                "that has a chat_template.jinja.",
-                field="messages",
-            )
-        text, chars_max = self._template.render(messages, told), self._config.prompt_chars_max
-        if len(text) > chars_max:
-            problem = f"The messages make a prompt of {len(text)} characters; at most {chars_max} are taken."
-            raise bad_field("messages", problem, reason=Reason.PROMPT_TOO_LONG)
-        return self._codec.encode_rendered(text)
 
     async def _body(self, request: Request) -> bytes:
         """The whole body. Raises BatonError where it is too long, or does not come."""
@@ -188,6 +180,7 @@ class HttpServer:
                 timeout_graceful_shutdown=max(1, config.stop_grace_ms // 1000),
             )
         )
+        self._send_buffer_bytes = config.http_send_buffer_bytes
         self._task: asyncio.Task[None] | None = None
 
     def start(self, listen: str) -> str:
@@ -199,6 +192,8 @@ class HttpServer:
         except OSError as error:
             text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with --http-listen."
             raise BatonError(Reason.PORT_IN_USE, text, field="http_listen") from error
+        # Connections take it over. Left to itself the kernel keeps megabytes of an answer that nobody reads.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
         listener.setblocking(False)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]), name="http")
         return join_endpoint(host, listener.getsockname()[1])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from batonpb import inference_pb2_grpc
+from batonpb import inference_pb2, inference_pb2_grpc, pins_pb2_grpc
 
 from baton.clock import SystemClock
 from baton.drain import Holdings
@@ -17,15 +18,21 @@ from baton.errors import BatonError, Reason
 from baton.log import get_log
 from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.tracing import Traceparent, new_request_id
 from baton.wire import NodeLoad, Role
 from engine.hub import resolve_model
 from engine.model_config import ModelError
+from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.node import RouterNode
+from router.pin_service import PinsService
+from router.pins import PinKeeper
+from router.prefix_text import PrefixEncoder
 from router.service import InferenceService
 from router.text import TextCodec
 
 if TYPE_CHECKING:
+    from router.chat_template import ChatTemplate
     from router.http_server import HttpServer
     from router.metrics import RouterMetrics
 
@@ -43,17 +50,24 @@ async def serve(
     """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the router cannot start."""
     del progress
     rng = Random(secrets.randbits(64))
+
+    def follow_directory() -> None:
+        node.follow_directory(runtime.membership.nodes())
+        pins.follow_directory()
+
     runtime = NodeRuntime(
         _settings(config),
         clock=SystemClock(),
         rng=rng,
-        on_change=lambda: node.follow_directory(runtime.membership.nodes(Role.DECODE)),
+        on_change=follow_directory,
     )
     await runtime.check_listen()
     if config.http_listen is not None:
         await check_can_bind(config.http_listen)
     folder = await asyncio.to_thread(_folder, config.model)
     codec = TextCodec.load(folder) if folder is not None else None
+    template = _template(folder)
+    chats = ChatEncoder(codec=codec, template=template, chars_max=config.prompt_chars_max)
     metrics = _metrics(runtime) if config.http_listen is not None else None
     node = RouterNode(
         config=config,
@@ -61,9 +75,11 @@ async def serve(
         prefill_nodes=lambda: runtime.membership.nodes(Role.PREFILL),
         channels=runtime.channels,
         codec=codec,
+        chats=chats,
         loop=asyncio.get_running_loop(),
         rng=rng,
         observer=metrics,
+        check_known=runtime.membership.check_known,
     )
 
     runtime.holds = lambda: Holdings(requests=node.requests)
@@ -72,15 +88,20 @@ async def serve(
         node, limits=config.rpc, rng=rng, takes_requests=lambda: runtime.lifecycle.takes_requests
     )
     runtime.server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, service)
+    pins = await _open_pins(config, node, PrefixEncoder(codec, template, chars_max=config.prompt_chars_max), runtime)
+    renewing = asyncio.create_task(pins.run(), name="pins")
+    renewing.add_done_callback(_log_failure)
     http: HttpServer | None = None
     try:
         endpoint = await runtime.open()
         if metrics is not None:
-            http = _open_http(config, node, codec, folder, metrics, runtime)
+            http = _open_http(config, node, codec, chats, metrics, runtime)
         on_ready(endpoint)
         await runtime.serve_until(stop, drain)
     finally:
         await runtime.leave()
+        renewing.cancel()
+        await asyncio.wait([renewing])
         await asyncio.gather(
             runtime.server.stop(config.stop_grace_ms / 1000), *([http.stop()] if http is not None else [])
         )
@@ -88,23 +109,59 @@ async def serve(
         await runtime.close()
 
 
+async def _open_pins(config: RouterConfig, node: RouterNode, encoder: PrefixEncoder, runtime: NodeRuntime) -> PinKeeper:
+    """Serve baton.v1.Pins and take the configured pins in. Raises BatonError where one of these cannot be encoded."""
+    nodes, rng = runtime.membership.nodes, runtime.rng
+
+    async def warm(tokens: Sequence[int], salt: str | None) -> None:
+        # Two tokens: with one, no decode node would be asked.
+        sampling = inference_pb2.Sampling(temperature=0, max_tokens=2, ignore_eos=True)
+        prompt = inference_pb2.TokenIds(ids=tokens)
+        request = inference_pb2.GenerateRequest(token_ids=prompt, sampling=sampling, cache_salt=salt)
+        deadline_s = asyncio.get_running_loop().time() + config.rpc.public_deadline_ms_default / 1e3
+        trace = Traceparent.new(rng, sampled=False)
+        answer = node.generate(request, request_id=new_request_id(rng), trace=trace, deadline_s=deadline_s)
+        async with aclosing(answer) as events:
+            async for _ in events:
+                pass
+
+    keeper = PinKeeper(
+        config=config.pins,
+        incarnation=runtime.incarnation,
+        nodes=lambda: list({r.incarnation: r for r in (*nodes(Role.PREFILL), *nodes(Role.DECODE))}.values()),
+        channels=runtime.channels,
+        clock=runtime.clock,
+        warm=warm,
+    )
+    for prefix in config.pinned_prefixes:
+        tokens = await asyncio.to_thread(encoder.encode, prefix)
+        keeper.add(prefix, tokens, from_config=True, warm=config.pins.warm_configured)
+    service = PinsService(keeper, encoder, model=node.model, clock=runtime.clock)
+    runtime.server.add("baton.v1.Pins", pins_pb2_grpc.add_PinsServicer_to_server, service)
+    return keeper
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("pins are no longer renewed", exc_info=task.exception())
+
+
 def _metrics(runtime: NodeRuntime) -> RouterMetrics:
     from router.metrics import RouterMetrics
 
     nodes = runtime.membership.nodes
-    return RouterMetrics(lambda: [*nodes(Role.PREFILL), *nodes(Role.DECODE)])
+    return RouterMetrics(lambda: [record for record in nodes() if record.role is not Role.ROUTER])
 
 
 def _open_http(
     config: RouterConfig,
     node: RouterNode,
     codec: TextCodec | None,
-    folder: Path | None,
+    chats: ChatEncoder,
     metrics: RouterMetrics,
     runtime: NodeRuntime,
 ) -> HttpServer:
     """Imports the HTTP libraries only here: a router without HTTP does not load them."""
-    from router.chat_template import ChatTemplate
     from router.http_server import HttpServer, OpenAiApp
 
     assert config.http_listen is not None
@@ -112,7 +169,7 @@ def _open_http(
         node,
         config=config,
         codec=codec,
-        template=ChatTemplate.load(folder) if folder is not None else None,
+        chats=chats,
         metrics=metrics,
         rng=runtime.rng,
         takes_requests=lambda: runtime.lifecycle.takes_requests,
@@ -120,6 +177,20 @@ def _open_http(
     server = HttpServer(app.asgi(), config)
     log.info("HTTP is served", endpoint=server.start(config.http_listen))
     return server
+
+
+def _template(folder: Path | None) -> ChatTemplate | None:
+    """Imports the template language only here: a router without a model does not load it."""
+    if folder is None:
+        return None
+    from router.chat_template import ChatTemplate
+
+    try:
+        return ChatTemplate.load(folder)
+    except BatonError as error:
+        # Whoever sends plain prompts needs none.
+        log.warning("chats are refused: the model's template is of no use", why=error.message)
+        return None
 
 
 def _folder(model: str | None) -> Path | None:
@@ -140,6 +211,7 @@ def _settings(config: RouterConfig) -> NodeSettings:
         directory=config.directory,
         membership=config.membership,
         rpc=config.rpc,
+        liveness=config.liveness,
         stop_grace_ms=config.stop_grace_ms,
         drain_ms_max=config.drain_ms_max,
     )

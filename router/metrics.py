@@ -12,13 +12,13 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.errors import Reason
-from baton.wire import BlockLoad, NodeRecord
+from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord
 from router.observer import ObservedRequest, RequestObserver
 
 TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ITL_BUCKETS_S: Final = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
 HANDOFF_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
-BLOCK_CLASSES: Final = tuple(each.name for each in fields(BlockLoad) if each.name != "promised")
+BLOCK_CLASSES: Final = tuple(each.name for each in fields(BlockLoad) if each.name not in ("promised", "pinned"))
 _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -45,10 +45,21 @@ class RouterMetrics(RequestObserver):
         self.cached_tokens = Counter(
             "baton_prefix_hit_tokens", "Of these, tokens that the prefill node had cached.", registry=registry
         )
+        self.skipped_tokens = Counter(
+            "baton_prefix_skipped_tokens", "Of these, tokens never sent: the decode node had them cached.",
+            registry=registry,
+        )  # fmt: skip
         self.output_tokens = Counter("baton_output_tokens", "Tokens of answers.", registry=registry)
+        self.kept = Counter(
+            "baton_requests_local", "Requests that a mixed node ran without a handoff.", registry=registry
+        )
         self.transfer_bytes = Counter(
             "baton_transfer_bytes", "KV bytes written from prefill to decode nodes.", ["transport"], registry=registry
         )
+        self.blocks_written = Counter(
+            "baton_transfer_blocks", "Prompt blocks written from prefill to decode nodes.",
+            ["transport"], registry=registry,
+        )  # fmt: skip
         self.blocks_skipped = Counter(
             "baton_transfer_blocks_skipped", "Prompt blocks never sent: the decode node had them cached.",
             ["transport"], registry=registry,
@@ -91,9 +102,13 @@ class _Observed(ObservedRequest):
         self._outcome = _OUTCOMES[reason]
         metrics.prompt_tokens.inc(stats.prompt_tokens)
         metrics.cached_tokens.inc(stats.prompt_tokens_cached)
+        metrics.skipped_tokens.inc(stats.prompt_tokens_skipped)
         metrics.output_tokens.inc(stats.output_tokens)
-        if stats.transport:
+        if stats.transport == LOCAL_TRANSPORT:
+            metrics.kept.inc()
+        elif stats.transport:
             metrics.transfer_bytes.labels(stats.transport).inc(stats.bytes_written)
+            metrics.blocks_written.labels(stats.transport).inc(stats.blocks_written)
             metrics.blocks_skipped.labels(stats.transport).inc(stats.blocks_skipped)
             metrics.transfer_s.labels(stats.transport).observe(stats.handoff_exposed_ms / 1000)
 
@@ -120,6 +135,12 @@ class _BlockCollector(Collector):
                 labels = [record.name, record.role.name.lower(), name]
                 family.add_metric(labels, getattr(record.load.blocks, name))
         yield family
+        pinned = GaugeMetricFamily(
+            "baton_node_blocks_pinned", "Of the cached blocks, those that pins keep.", labels=["node", "role"]
+        )
+        for record in self._nodes():
+            pinned.add_metric([record.name, record.role.name.lower()], record.load.blocks.pinned)
+        yield pinned
         host = GaugeMetricFamily(
             "baton_node_host_blocks", "Blocks of host memory below the KV blocks.", labels=["node", "role", "class"]
         )

@@ -9,54 +9,35 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
+from baton.clock import SystemClock
 from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
+from baton.tasks import Tasks
 from baton.tracing import Traceparent, call_metadata, new_request_id
-from baton.wire import ModelInfo, NodeRecord
+from baton.wire import ModelInfo, NodeRecord, Role
+from router.chat import ChatEncoder
 from router.config import RouterConfig
-from router.observer import RequestObserver
+from router.observer import ObservedRequest, RequestObserver
 from router.placement import Placement, chain_hashes
 from router.request import CheckedRequest, check_request
+from router.retries import ASK_ANOTHER, RESUMABLE, ResumptionPace, Retries, Verdict
+from router.slow_client import slow_client
 from router.stop_strings import StopStrings
 from router.subscriptions import DecodeSubscription, Inbox
 from router.text import AnswerText, TextCodec
 
 log = get_log("router")
 
-PLACE_AGAIN = frozenset(
-    {
-        Reason.DECODE_FULL,
-        Reason.QUEUE_FULL,
-        Reason.TOO_MANY_CALLS,
-        Reason.NODE_DRAINING,
-        Reason.NO_PREFILL_NODE,
-        Reason.NO_DECODE_NODE,
-        Reason.PEER_UNREACHABLE,
-        Reason.INCARNATION_MISMATCH,
-    }
-)
-"""Nobody has taken the request yet and somebody may soon: looked for again until `placement_wait_ms_max` is over."""
-ASK_ANOTHER = frozenset(
-    {
-        Reason.QUEUE_FULL,
-        Reason.TOO_MANY_CALLS,
-        Reason.NODE_DRAINING,
-        Reason.PEER_UNREACHABLE,
-        Reason.INCARNATION_MISMATCH,
-    }
-)
-"""The prefill node's own trouble: the next try goes to another one where there is one."""
 PLACEMENT_DOUBLINGS_MAX = 4
 """The pause between two looks doubles this often."""
 
@@ -76,15 +57,16 @@ class Job:
     checked: CheckedRequest
     began_s: float
     deadline_s: float
-    give_up_s: float
-    """Until then it may look for a node that takes it."""
+    retries: Retries
     stats: inference_pb2.RequestStats
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
-    granted: bool = False
-    """A decode node has taken it: from here on it is not placed again."""
+    output: list[int] = field(default_factory=list)
+    """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
     avoid: set[Incarnation] = field(default_factory=set)
     """Prefill processes that did not answer this request."""
     token_times_s: list[float] = field(default_factory=list)
+    block_size: int = 0
+    on_put: Callable[[Inbox], None] | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -92,7 +74,11 @@ class Try:
     """One try: its inbox, and where its tokens come from once a decode node has granted."""
 
     inbox: Inbox
+    granted: bool = False
+    """A decode node has taken it, or it needs none."""
     subscription: DecodeSubscription | None = None
+    resolved: int = 0
+    """How often the decode node was asked whether it goes on."""
 
 
 class RouterNode:
@@ -106,10 +92,13 @@ class RouterNode:
         prefill_nodes: Callable[[], Sequence[NodeRecord]],
         channels: Channels,
         codec: TextCodec | None,
+        chats: ChatEncoder | None = None,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
         observer: RequestObserver | None = None,
+        check_known: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_known` raises BatonError while the nodes are not known well enough to place a new request."""
         self.config = config
         self.placement = Placement(blocks_max=config.prefix_blocks_max)
         self.requests = 0
@@ -117,14 +106,18 @@ class RouterNode:
         self._prefill_nodes = prefill_nodes
         self._channels = channels
         self._codec = codec
+        self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
         self._loop = loop
         self._rng = rng
+        self._check_known = check_known
+        self._clock = SystemClock()
         self._observer = observer or RequestObserver()
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
+        self._pace = ResumptionPace(config.retries, now_s=loop.time())
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(loop, log)
         self._drained: dict[Incarnation, int] = {}
         """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
 
@@ -136,10 +129,12 @@ class RouterNode:
         trace: Traceparent,
         deadline_s: float,
         choice: int = 0,
+        cut_off: Callable[[BatonError], None] | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request, from the client's call to its last token. Closing the iterator frees it on every node.
 
-        `choice` is the number of this answer among those to one question: other noise from the same seed.
+        `choice` is the number of this answer among those to one question: other noise from the same seed. `cut_off` is
+        called once the client has left too much unread; it is to close the iterator.
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
         if self.requests >= self.config.requests_max:
@@ -152,6 +147,8 @@ class RouterNode:
         observed = self._observer.received(self._loop.time())
         try:
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
+            if cut_off is not None:
+                job.on_put = self._unread_limit(observed, cut_off)
             yield _started(job)
             text = self._answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
@@ -177,6 +174,22 @@ class RouterNode:
             observed.ended()
             self.requests -= 1
 
+    def _unread_limit(
+        self, observed: ObservedRequest, cut_off: Callable[[BatonError], None]
+    ) -> Callable[[Inbox], None]:
+        """Many tokens may come at once for a client that reads, so that it must have left some for a while, too."""
+
+        def look(inbox: Inbox) -> None:
+            if inbox.unread <= self.config.client_tokens_unread_max or inbox.writing_s is None:
+                return
+            if (self._loop.time() - inbox.writing_s) * 1000 > self.config.client_stall_ms:
+                error = slow_client(inbox.unread)
+                observed.failed(error.reason)
+                log.warning("client cut off", request=inbox.key.request, unread=inbox.unread)
+                cut_off(error)
+
+        return look
+
     def _answer_text(self, checked: CheckedRequest) -> AnswerText:
         return AnswerText(
             self._codec.stream() if self._codec is not None else None,
@@ -185,57 +198,96 @@ class RouterNode:
         )
 
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
-        """Try until an attempt is taken; then its tokens in order. Nothing is tried again once a token is out."""
-        for attempt in range(1 << 30):
-            key = RequestKey(request=job.id, attempt=Attempt(attempt))
+        """The answer's tokens in order, each index once, from as many attempts as it takes, one at a time."""
+        looks = 0
+        for number in range(1 << 30):
+            key = RequestKey(request=job.id, attempt=Attempt(number))
+            attempt = Try(inbox=Inbox(key=key, first_index=len(job.output)))
             try:
-                async with aclosing(self._attempt(job, key)) as batches:
+                async with aclosing(self._attempt(job, attempt)) as batches:
                     async for batch in batches:
                         yield batch
                 return
             except BatonError as error:
-                if error.reason not in PLACE_AGAIN or job.granted or self._loop.time() >= job.give_up_s:
-                    raise
-                log.info("placed again", request=job.id, attempt=attempt, reason=error.message)
-            await self._pause(attempt)
+                verdict = job.retries.judge(error, granted=attempt.granted, now_s=self._loop.time())
+                log.info(
+                    verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message
+                )
+            if verdict is Verdict.RESUME:
+                looks = 0
+                job.stats.resumptions += 1
+                await asyncio.sleep(self._pace.take_turn(self._loop.time()))
+            else:
+                await self._pause(looks)
+                looks += 1
 
-    async def _pause(self, attempt: int) -> None:
-        pause_ms = self.config.placement_retry_ms << min(attempt, PLACEMENT_DOUBLINGS_MAX)
+    async def _pause(self, looks: int) -> None:
+        pause_ms = self.config.placement_retry_ms << min(looks, PLACEMENT_DOUBLINGS_MAX)
         await asyncio.sleep(pause_ms / 1000 * self._rng.uniform(0.5, 1.5))
 
-    async def _attempt(self, job: Job, key: RequestKey) -> AsyncGenerator[TokenPart, None]:
+    async def _attempt(self, job: Job, attempt: Try) -> AsyncGenerator[TokenPart, None]:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
-        attempt = Try(inbox=Inbox(key=key))
         inbox = attempt.inbox
-        self._inboxes[key] = inbox
+        inbox.on_put = job.on_put
+        self._inboxes[inbox.key] = inbox
         prefilling = self._loop.create_task(self._prefill(job, attempt), name=f"prefill-{job.id}")
         given = 0
         try:
-            while not (inbox.ended and given == len(inbox.tokens)):
-                if given == len(inbox.tokens):
-                    await inbox.news.wait()
-                    inbox.news.clear()
+            while inbox.finish is None or given < len(inbox.tokens):
                 new = inbox.tokens[given:]
                 if new:
                     job.token_times_s += [self._loop.time()] * len(new)
-                    yield given, new, inbox.logprobs[given : given + len(new)]
+                    job.output += new
+                    inbox.writing_s = self._loop.time()
+                    yield inbox.first_index + given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
-            if inbox.error is not None:
-                raise inbox.error
-            assert inbox.finish is not None
+                    inbox.taken, inbox.writing_s = given, None
+                elif inbox.error is not None:
+                    await self._resolve(attempt, inbox.error)
+                else:
+                    await inbox.news.wait()
+                    inbox.news.clear()
             job.finish = inbox.finish
-            await prefilling
+            await asyncio.wait([prefilling], timeout=self.config.handed_off_ms_max / 1000)
         finally:
             prefilling.cancel()
-            del self._inboxes[key]
+            del self._inboxes[inbox.key]
             self._let_go(attempt)
+
+    async def _resolve(self, attempt: Try, error: BatonError) -> None:
+        """Something of the attempt has failed. Where the decode node has committed it all the same, it goes on there.
+
+        Raises `error` otherwise: the decode node never runs the attempt then, or its tokens are not taken.
+        """
+        inbox, subscription = attempt.inbox, attempt.subscription
+        if subscription is None or subscription.lost or inbox.given_up or error.reason not in RESUMABLE:
+            raise error
+        if attempt.resolved == self.config.retries.resolves_max:
+            raise error
+        attempt.resolved += 1
+        if not await self._has_committed(subscription, inbox.key) or inbox.given_up:
+            raise error
+        log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
+        inbox.go_on()
+        subscription.add(inbox)
+
+    async def _has_committed(self, subscription: DecodeSubscription, key: RequestKey) -> bool:
+        limits = self.config.retries
+        for _ in range(limits.resolve_tries_max):
+            try:
+                return await subscription.resolve(key, timeout_s=limits.resolve_ms_max / 1000)
+            except BatonError as error:
+                log.info("resolve unanswered", request=key.request, node=subscription.name, why=error.message)
+                if error.reason is Reason.INCARNATION_MISMATCH:
+                    break
+        return False
 
     async def _prefill(self, job: Job, attempt: Try) -> None:
         """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
         inbox = attempt.inbox
         try:
             record, hashes = self._place(job)
-            placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt))
+            placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt) + len(job.output))
             job.stats.prefill_node = record.name
             self._calls[record.endpoint] += 1
             try:
@@ -268,15 +320,20 @@ class RouterNode:
         stats, inbox = job.stats, attempt.inbox
         kind = event.WhichOneof("event")
         if kind == "granted":
-            job.granted = True
-            attempt.subscription = self._subscription(event.granted)
+            attempt.granted = True
+            granted = event.granted
+            attempt.subscription = self._subscription(
+                granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
+            )
             attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
-            job.granted = True
+            attempt.granted = True
             stats.prompt_tokens_cached = event.first_token.prompt_tokens_cached
             has_logprobs = event.first_token.HasField("logprobs")
-            inbox.put(0, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else [])
+            inbox.put(
+                inbox.first_index, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else []
+            )
             if event.first_token.HasField("finish"):
                 stats.decode_node = ""
                 inbox.end(event.first_token.finish)
@@ -285,6 +342,7 @@ class RouterNode:
             stats.transport = done.transport
             stats.blocks_written, stats.blocks_skipped = done.blocks_written, done.blocks_skipped
             stats.bytes_written = done.bytes_written
+            stats.prompt_tokens_skipped = min(done.blocks_skipped * job.block_size, stats.prompt_tokens)
             stats.handoff_exposed_ms = done.handoff_exposed_ms
 
     def _let_go(self, attempt: Try) -> None:
@@ -294,7 +352,7 @@ class RouterNode:
             return
         subscription.remove(inbox)
         if inbox.finish is None:
-            self._spawn(self._cancel(subscription, inbox.key))
+            self._tasks.spawn(self._cancel(subscription, inbox.key))
 
     async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
         """Bounded tries; a node that answers none of them is left to its own timers."""
@@ -312,39 +370,42 @@ class RouterNode:
     async def close(self) -> None:
         for subscription in self._subscriptions.values():
             await subscription.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.drain(self.config.stop_grace_ms)
+        await self._tasks.cancel()
 
     def follow_directory(self, records: Sequence[NodeRecord]) -> None:
         """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
         prefill_nodes = self._prefill_nodes()
         self.placement.update(prefill_nodes)
+        self._pace.routers = max(1, sum(record.role is Role.ROUTER for record in records))
         # The node's own answer counts until a later record says otherwise.
         sequences = {record.incarnation: record.sequence for record in prefill_nodes}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
         for endpoint in self._calls.keys() - {record.endpoint for record in prefill_nodes}:
             if self._calls[endpoint] == 0:
                 del self._calls[endpoint]
-                self._spawn(self._channels.drop(endpoint))
+                self._tasks.spawn(self._drop_channel(endpoint))
         alive = {record.incarnation for record in records}
+        decode_nodes = [record for record in records if record.role.serves(Role.DECODE)]
+        owners = {record.endpoint: record.incarnation for record in decode_nodes}
+        for record in decode_nodes:
+            self._subscription(record.name, record.endpoint, record.incarnation).open()
         for incarnation, subscription in list(self._subscriptions.items()):
+            if owners.get(subscription.endpoint, incarnation) != incarnation:
+                subscription.restarted()
             if incarnation not in alive and subscription.idle:
                 del self._subscriptions[incarnation]
-                self._spawn(self._drop(subscription))
+                self._tasks.spawn(self._drop(subscription))
 
     async def _drop(self, subscription: DecodeSubscription) -> None:
         await subscription.close()
-        if all(other.endpoint != subscription.endpoint for other in self._subscriptions.values()):
-            await self._channels.drop(subscription.endpoint)
+        await self._drop_channel(subscription.endpoint)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_over)
-
-    def _task_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("task broke off", exc_info=task.exception())
+    async def _drop_channel(self, endpoint: str) -> None:
+        """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
+        streams = any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
+        if not streams and self._calls[endpoint] == 0:
+            await self._channels.drop(endpoint)
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
@@ -361,7 +422,9 @@ class RouterNode:
         return [r for r in self._prefill_nodes() if r.lifecycle is Lifecycle.READY and r.model is not None]
 
     async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
-        """Token ids of a text prompt, off the loop: a long text takes seconds, and others' tokens must flow."""
+        """Token ids of a text or a chat, off the loop: a long one takes seconds, and others' tokens must flow."""
+        if request.WhichOneof("prompt") == "chat":
+            return await asyncio.to_thread(self._chats.encode_proto, request.chat)
         if self._codec is None or request.WhichOneof("prompt") != "text":
             return ()
         if len(request.text) > self.config.prompt_chars_max:
@@ -381,6 +444,7 @@ class RouterNode:
         choice: int,
     ) -> Job:
         """Check the request, against the model of a cluster that may still be coming up."""
+        self._check_known()
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for attempt in range(1 << 30):
             if self._ready() or self._loop.time() >= give_up_s:
@@ -402,6 +466,7 @@ class RouterNode:
             request,
             model=self.model(),
             encode=(lambda _text: encoded) if self._codec is not None else None,
+            chat=encoded,
             max_tokens_default=self.config.max_tokens_default,
             rng=self._rng,
             choice=choice,
@@ -413,40 +478,44 @@ class RouterNode:
             checked=checked,
             began_s=self._loop.time(),
             deadline_s=deadline_s,
-            give_up_s=give_up_s,
+            retries=Retries(config=self.config.retries, give_up_s=give_up_s),
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
 
     def _place(self, job: Job) -> tuple[NodeRecord, list[bytes]]:
         model = self.model()
-        hashes = chain_hashes(job.checked.prompt, model.block_size, b"")
+        tokens = (*job.checked.prompt, *job.output)
+        hashes = chain_hashes(tokens, model.block_size, job.checked.cache_salt)
+        job.block_size = model.block_size
         fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
         fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
         untried = [r for r in fit if r.incarnation not in job.avoid]
         if not untried:
             job.avoid.clear()
-        return self.placement.pick(untried or fit, hashes, len(job.checked.prompt)), hashes
+        return self.placement.pick(untried or fit, hashes, len(tokens)), hashes
 
     def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             header=common_pb2.Header(sender=self._incarnation, receiver=record.incarnation),
             key=common_pb2.RequestKey(request=key.request, attempt=key.attempt),
             prompt=job.checked.prompt,
+            output=job.output,
             sampling=job.checked.sampling,
             router=self._incarnation,
+            cache_salt=job.checked.cache_salt,
         )
 
-    def _subscription(self, granted: prefill_pb2.Granted) -> DecodeSubscription:
-        incarnation = Incarnation(granted.decode_incarnation)
+    def _subscription(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:
         subscription = self._subscriptions.get(incarnation)
         if subscription is None:
             subscription = self._subscriptions[incarnation] = DecodeSubscription(
-                name=granted.decode_node,
-                endpoint=granted.decode_endpoint,
+                name=name,
+                endpoint=endpoint,
                 incarnation=incarnation,
                 own=self._incarnation,
                 channels=self._channels,
-                lost_ms=self.config.decode_lost_ms,
+                liveness=self.config.liveness,
+                clock=self._clock,
                 live=self._inboxes,
             )
         return subscription

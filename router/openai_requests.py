@@ -14,10 +14,10 @@ from typing import Any, Final
 from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason, bad_field
+from router.chat import MESSAGES_MAX
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
-MESSAGES_MAX: Final = 4_096
 _UINT32_MAX: Final = (1 << 32) - 1
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -120,6 +120,10 @@ def _request(
         if not isinstance(body["model"], str):
             raise bad_field("model", "model must be a string.")
         request.model = body["model"]
+    if "cache_salt" in body:
+        if not isinstance(body["cache_salt"], str):
+            raise bad_field("cache_salt", "cache_salt must be a string.")
+        request.cache_salt = body["cache_salt"]
     return request
 
 

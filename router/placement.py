@@ -21,9 +21,9 @@ RATE_UNKNOWN_TOKENS_PER_S = 1_000.0
 
 
 def chain_hashes(prompt: Sequence[int], block_size: int, salt: bytes) -> list[bytes]:
-    """One digest for each full block of the prompt, each over everything up to the block's end."""
+    """One digest for each full block of the prompt, each over the salt and everything up to the block's end."""
     digests = []
-    parent = salt
+    parent = hashlib.blake2b(salt, digest_size=16).digest()
     for start in range(0, len(prompt) - block_size + 1, block_size):
         block = prompt[start : start + block_size]
         parent = hashlib.blake2b(parent + struct.pack(f"<{block_size}I", *block), digest_size=16).digest()

@@ -21,6 +21,7 @@ LOGIT_BIAS_TOKENS_MAX = 1024
 LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
+CACHE_SALT_BYTES_MAX = 256
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -33,6 +34,7 @@ class CheckedRequest:
     sampling: common_pb2.SamplingSpec
     stop: tuple[str, ...]
     include_stop: bool
+    cache_salt: bytes = b""
 
 
 def check_request(
@@ -43,11 +45,12 @@ def check_request(
     max_tokens_default: int,
     rng: random.Random,
     choice: int = 0,
+    chat: Sequence[int] = (),
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
-    `choice` numbers the answers to one question with one seed. `max_tokens` is cut to what the model's context leaves
-    after the prompt. Raises BatonError naming the field.
+    `chat` is the prompt that the messages of a conversation make. `choice` numbers the answers to one question with one
+    seed. `max_tokens` is cut to what the model's context leaves after the prompt. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         raise BatonError(
@@ -55,7 +58,7 @@ def check_request(
             f"This cluster serves '{model.name}', not '{request.model}'.",
             field="model",
         )
-    prompt = _prompt(request, model, encode)
+    prompt = check_prompt(request, model, encode, chat)
     sampling = request.sampling
     max_tokens = _max_tokens(sampling, max_tokens_default, model.context_len_max - len(prompt))
     return CheckedRequest(
@@ -79,10 +82,26 @@ def check_request(
         ),
         stop=_stop(sampling, has_text=encode is not None),
         include_stop=sampling.include_stop,
+        cache_salt=check_salt(request.cache_salt) if request.HasField("cache_salt") else b"",
     )
 
 
-def _prompt(request: inference_pb2.GenerateRequest, model: ModelInfo, encode: Encode | None) -> tuple[int, ...]:
+def check_salt(salt: str) -> bytes:
+    """The salt as it goes into the hash chain. Raises BatonError BAD_FIELD: an empty one would share with everybody."""
+    encoded = salt.encode()
+    if not 0 < len(encoded) <= CACHE_SALT_BYTES_MAX:
+        raise bad_field(
+            "cache_salt",
+            f"cache_salt is {len(encoded)} bytes of UTF-8 long; it must be 1 to {CACHE_SALT_BYTES_MAX}. Leave it out "
+            "to share cached prefixes with all requests without one.",
+        )
+    return encoded
+
+
+def check_prompt(
+    request: inference_pb2.GenerateRequest, model: ModelInfo, encode: Encode | None, chat: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """The prompt's token ids; `chat` are those of a conversation. Raises BatonError naming the field."""
     kind = request.WhichOneof("prompt")
     field = "prompt" if kind is None else kind
     if kind == "text":
@@ -93,6 +112,8 @@ def _prompt(request: inference_pb2.GenerateRequest, model: ModelInfo, encode: En
                 field="text",
             )
         ids = tuple(encode(request.text))
+    elif kind == "chat":
+        ids = tuple(chat)
     else:
         ids = tuple(request.token_ids.ids)
     if not ids:

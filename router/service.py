@@ -14,6 +14,7 @@ from baton.errors import BatonError, Reason
 from baton.rpc import RpcLimits, time_left_s
 from baton.tracing import Traceparent, new_request_id, read_metadata
 from router.node import RouterNode
+from router.slow_client import ClientGuard
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -27,8 +28,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._rng = rng
         self._takes_requests = takes_requests
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        async with ClientGuard() as guard, aclosing(self._events(request, context, guard.cut_off)) as events:
+            async for event in events:
+                await context.write(event)
+
+    async def _events(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: Any,
+        cut_off: Callable[[BatonError], None] | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         if not self._takes_requests():
             raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
@@ -37,7 +46,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         trace = parent.child(self._rng) if parent is not None else Traceparent.new(self._rng, sampled=False)
         request_id = called.request_id or new_request_id(self._rng)
         deadline_s = asyncio.get_running_loop().time() + time_left_s(context, self._limits)
-        events = self._node.generate(request, request_id=request_id, trace=trace, deadline_s=deadline_s)
+        events = self._node.generate(
+            request,
+            request_id=request_id,
+            trace=trace,
+            deadline_s=deadline_s,
+            choice=request.sampling.choice,
+            cut_off=cut_off,
+        )
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -46,7 +62,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()
-        async with aclosing(self.Generate(request, context)) as events:
+        async with aclosing(self._events(request, context)) as events:
             async for event in events:
                 kind = event.WhichOneof("event")
                 if kind == "started":

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
 
+from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
+from baton.liveness import LivenessConfig, Reach
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
 
 log = get_log("subscriptions")
-
-RECONNECT_MS = 50
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -26,19 +26,33 @@ class Inbox:
     """
 
     key: RequestKey
+    first_index: int = 0
+    """Index of `tokens[0]` in the answer: what is before it came from earlier attempts."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
     """One for each token where the request asks for them, else empty."""
     finish: common_pb2.FinishReason | None = None
     error: BatonError | None = None
+    given_up: bool = False
+    """The decode node itself has said that it will not go on."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: int = 0
+    """Tokens that the client has taken."""
+    writing_s: float | None = None
+    """Since when the client is being given what it has not taken."""
+    on_put: Callable[[Inbox], None] | None = None
+    """Called after each `put`."""
+
+    @property
+    def unread(self) -> int:
+        return len(self.tokens) - self.taken
 
     def put(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
         """Take tokens in, and their log-probabilities if there are any.
 
         A gap is a bug of the sender: the request fails rather than skips a token.
         """
-        have = len(self.tokens)
+        have = self.next_index
         if first_index > have:
             self.fail(
                 BatonError(Reason.INTERNAL, f"Tokens {have} to {first_index - 1} of the answer were never received.")
@@ -47,6 +61,8 @@ class Inbox:
         self.tokens.extend(ids[have - first_index :])
         self.logprobs.extend(logprobs[have - first_index :])
         self.news.set()
+        if self.on_put is not None:
+            self.on_put(self)
 
     def end(self, finish: common_pb2.FinishReason) -> None:
         self.finish = finish
@@ -57,9 +73,18 @@ class Inbox:
             self.error = error
             self.news.set()
 
+    def give_up(self, error: BatonError) -> None:
+        """Fail, by the decode node's own word."""
+        self.given_up = True
+        self.fail(error)
+
+    def go_on(self) -> None:
+        """The failure was not one of what the tokens come from."""
+        self.error = None
+
     @property
-    def ended(self) -> bool:
-        return self.finish is not None or self.error is not None
+    def next_index(self) -> int:
+        return self.first_index + len(self.tokens)
 
 
 class DecodeSubscription:
@@ -73,7 +98,8 @@ class DecodeSubscription:
         incarnation: Incarnation,
         own: Incarnation,
         channels: Channels,
-        lost_ms: int,
+        liveness: LivenessConfig,
+        clock: Clock,
         live: Mapping[RequestKey, Inbox],
     ) -> None:
         """`live` has the inbox of each attempt of this router: tokens may come before the news of the grant does."""
@@ -82,7 +108,7 @@ class DecodeSubscription:
         self.incarnation = incarnation
         self._own = own
         self._stub = decode_pb2_grpc.DecodeStub(channels.get(endpoint))
-        self._lost_ms = lost_ms
+        self._reach = Reach(endpoint, liveness, clock)
         self._live = live
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._dones: list[RequestKey] = []
@@ -91,6 +117,11 @@ class DecodeSubscription:
 
     def add(self, inbox: Inbox) -> None:
         self._inboxes[inbox.key] = inbox
+        self.open()
+
+    def open(self) -> None:
+        """Have the stream before there is a request: the node's word on one that this router has dropped comes here,
+        and its death is noticed."""
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"subscribe-{self.name}")
 
@@ -99,6 +130,11 @@ class DecodeSubscription:
         if self._inboxes.pop(inbox.key, None) is not None:
             self._dones.append(inbox.key)
             self._wake.set()
+
+    @property
+    def lost(self) -> bool:
+        """Out of reach, by all that is known, or another process by now: asking it is of no use."""
+        return self._task is not None and self._task.done()
 
     @property
     def idle(self) -> bool:
@@ -111,6 +147,14 @@ class DecodeSubscription:
         with rpc_errors(self.name):
             await self._stub.Cancel(request, timeout=timeout_s)
 
+    async def resolve(self, key: RequestKey, *, timeout_s: float) -> bool:
+        """Whether the attempt has committed there; if not, it never will. Raises BatonError when there is no answer."""
+        request = decode_pb2.ResolveRequest(header=self._header())
+        request.key.request, request.key.attempt = key.request, key.attempt
+        with rpc_errors(self.name):
+            reply = await self._stub.Resolve(request, timeout=timeout_s)
+        return bool(reply.committed)
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -121,22 +165,23 @@ class DecodeSubscription:
             inbox.fail(error)
         self._inboxes.clear()
 
+    def restarted(self) -> None:
+        """Another process has this one's address, by the directory's word."""
+        self.fail_all(_lost(self.name, "it has restarted"))
+
     async def _run(self) -> None:
-        """Stream until closed. Out of reach for `lost_ms`, or another process by now: every request here fails."""
-        loop = asyncio.get_running_loop()
-        broken_s: float | None = None
+        """Stream until closed. Lost, or another process by now: every request here fails."""
         while True:
             wake = self._wake
             try:
                 with rpc_errors(self.name):
                     call = self._stub.Subscribe(self._requests(wake))
-                    await call.wait_for_connection()
-                    broken_s = None
+                    await self._reach.connected(call)
                     async for batch in call:
                         self._take(batch)
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
-                    self.fail_all(_lost(self.name, "it has restarted"))
+                    self.restarted()
                     return
                 log.info("stream broken", node=self.name, error=error.message)
             except Exception:
@@ -148,11 +193,10 @@ class DecodeSubscription:
                 # A broken stream's writer ends here, or it would wake up for, and lose, what the next one has to say.
                 self._wake = asyncio.Event()
                 wake.set()
-            broken_s = loop.time() if broken_s is None else broken_s
-            if (loop.time() - broken_s) * 1000 > self._lost_ms:
-                self.fail_all(_lost(self.name, f"it has been out of reach for {self._lost_ms} ms"))
+            if await self._reach.lost():
+                log.warning("node lost", node=self.name, why=self._reach.why)
+                self.fail_all(_lost(self.name, self._reach.why))
                 return
-            await asyncio.sleep(RECONNECT_MS / 1000)
 
     def _take(self, batch: decode_pb2.TokenBatch) -> None:
         for message in batch.requests:
@@ -167,13 +211,13 @@ class DecodeSubscription:
             if message.HasField("finish"):
                 inbox.end(message.finish)
             elif message.HasField("error"):
-                inbox.fail(BatonError(Reason.HANDOFF_FAILED, f"{self.name} gave the request up: {message.error}."))
+                inbox.give_up(BatonError(Reason.HANDOFF_FAILED, f"{self.name} gave the request up: {message.error}."))
 
     async def _requests(self, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
         """What this router says on one stream, until another stream has taken over."""
         opening = decode_pb2.SubscribeOpen(header=self._header())
         for key, inbox in self._inboxes.items():
-            cursor = opening.cursors.add(next_index=len(inbox.tokens))
+            cursor = opening.cursors.add(next_index=inbox.next_index)
             cursor.key.request, cursor.key.attempt = key.request, key.attempt
         yield decode_pb2.SubscribeRequest(open=opening)
         while True:

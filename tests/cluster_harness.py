@@ -78,8 +78,12 @@ class Client:
 
     async def generate(self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any) -> Answer:
         """One streamed answer; `request` goes to `make_request`. Raises BatonError, AssertionError on a gap."""
+        return await self.send(make_request(prompt, **request), timeout_s=timeout_s)
+
+    async def send(self, request: inference_pb2.GenerateRequest, *, timeout_s: float = CALL_S_MAX) -> Answer:
+        """Like `generate`, of a request that is made already."""
         with rpc_errors(self.endpoint):
-            return await collect(self.stub.Generate(make_request(prompt, **request), timeout=timeout_s))
+            return await collect(self.stub.Generate(request, timeout=timeout_s))
 
     async def unary(
         self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any
@@ -140,23 +144,27 @@ def mock_spec(
     *,
     prefill: int = 1,
     decode: int = 1,
+    mixed: int = 0,
     blocks: int = 300,
     both: Mapping[str, object] | None = None,
     prefill_flags: Mapping[str, object] | None = None,
     decode_flags: Mapping[str, object] | None = None,
+    mixed_flags: Mapping[str, object] | None = None,
     router_flags: Mapping[str, object] | None = None,
     node_flags: Mapping[str, Mapping[str, object]] | None = None,
 ) -> ClusterSpec:
-    """A mock cluster whose freed blocks are poisoned. `both` goes to prefill and decode nodes."""
+    """A mock cluster whose freed blocks are poisoned. `both` goes to prefill, decode and mixed nodes."""
     engine = {"engine.poison_freed": True, **(both or {})}
     return ClusterSpec(
         prefill=prefill,
         decode=decode,
+        mixed=mixed,
         blocks=blocks,
         engine=EngineKind.MOCK,
         flags={
             Service.PREFILL: {**engine, **(prefill_flags or {})},
             Service.DECODE: {**engine, **(decode_flags or {})},
+            Service.MIXED: {**engine, **(mixed_flags or {})},
             Service.ROUTER: dict(router_flags or {}),
         },
         node_flags=node_flags or {},
@@ -221,6 +229,12 @@ class RunningCluster:
         with rpc_errors(name):
             status: node_pb2.NodeStatus = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=CALL_S_MAX)
             return status
+
+    async def order(self, name: str, what: str) -> None:
+        """Cordon, Uncordon, Drain or Undrain of one node."""
+        call = getattr(node_pb2_grpc.NodeStub(self.channel(name)), what)
+        with rpc_errors(name):
+            await call(node_pb2.LifecycleOrder(why="the test says so"), timeout=CALL_S_MAX)
 
     async def statuses(self) -> dict[str, node_pb2.NodeStatus]:
         services = dict(self.cluster.spec.processes())

@@ -150,7 +150,10 @@ class Served:
         assert stats.prompt_tokens == len(prompt)
         assert stats.prompt_tokens_cached % size == 0
         assert stats.prompt_tokens_cached < len(prompt)
-        if stats.decode_node:
+        if stats.transport == "local":
+            assert stats.decode_node == stats.prefill_node
+            assert (stats.blocks_written, stats.blocks_skipped, stats.bytes_written) == (0, 0, 0)
+        elif stats.decode_node:
             assert stats.transport == "shm"
             assert stats.blocks_written + stats.blocks_skipped == -(-len(prompt) // size), str(stats)
             assert (stats.bytes_written > 0) == (stats.blocks_written > 0)

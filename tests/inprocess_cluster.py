@@ -19,6 +19,7 @@ from unittest.mock import patch
 from batonpb import decode_pb2, node_pb2, prefill_pb2, transfer_pb2
 
 import decode_node.main
+import mixed_node.main
 import prefill_node.main
 import router.main
 from baton.errors import BatonError, Reason
@@ -29,11 +30,13 @@ from cli.services import Service, load_config, serve_function
 from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, ClusterSpec
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
+from engine.types import Batch, KvSink
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
 from kvtransfer.writer import WriterPeer
-from prefill_node.main import Peers
+from mixed_node.node import MixedNode
 from prefill_node.node import PrefillNode, StepSink
+from prefill_node.peers import Peers
 from prefill_node.service import PrefillService
 from router.node import RouterNode
 from router.subscriptions import DecodeSubscription
@@ -297,7 +300,7 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
         return str(settings.name)
 
     with ExitStack() as stack:
-        for module in (router.main, prefill_node.main, decode_node.main):
+        for module in (router.main, prefill_node.main, decode_node.main, mixed_node.main):
             stack.enter_context(
                 patch.object(module, "NodeRuntime", capture(cluster.runtimes, NodeRuntime, by_settings))
             )
@@ -306,6 +309,9 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
             (prefill_node.main, "PrefillNode", cluster.prefill, PrefillNode),
             (prefill_node.main, "Peers", cluster.peers, Peers),
             (decode_node.main, "DecodeNode", cluster.decode, DecodeNode),
+            (mixed_node.main, "PrefillNode", cluster.prefill, PrefillNode),
+            (mixed_node.main, "Peers", cluster.peers, Peers),
+            (mixed_node.main, "DecodeNode", cluster.decode, DecodeNode),
         ):
             stack.enter_context(patch.object(owner, name, capture(books, make, by_config)))
         yield
@@ -314,7 +320,13 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
 @contextmanager
 def _gated(cluster: InProcessCluster) -> Iterator[None]:
     """Every point's gate, put around the method where a request passes it."""
-    hooks = (*_prefill_hooks(cluster), *_writer_hooks(cluster), *_receiver_hooks(cluster), *_router_hooks(cluster))
+    hooks = (
+        *_prefill_hooks(cluster),
+        *_mixed_hooks(cluster),
+        *_writer_hooks(cluster),
+        *_receiver_hooks(cluster),
+        *_router_hooks(cluster),
+    )
     with ExitStack() as stack:
         for owner, name, hook in hooks:
             stack.enter_context(patch.object(owner, name, hook))
@@ -361,6 +373,27 @@ def _prefill_hooks(cluster: InProcessCluster) -> _Hooks:
         (PrefillNode, "_admit", admit),
         (StepSink, "layer_done", layer_done),
     )
+
+
+def _mixed_hooks(cluster: InProcessCluster) -> _Hooks:
+    """Point.LAYER for a request that its node keeps: no records of it are posted."""
+    layer_gate, real_step_begins = cluster.gates[Point.LAYER], MixedNode.step_begins
+
+    class HeldSink(StepSink):
+        def layer_done(self, layer: int) -> None:
+            StepSink.layer_done(self, layer)
+            if layer == cluster.layer_held[1]:
+                layer_gate.passing_thread(cluster.loop)
+
+    def step_begins(self: MixedNode, batch: Batch) -> KvSink:
+        sink = real_step_begins(self, batch)
+        assert isinstance(sink, StepSink)
+        mine = [p for p in batch.slices if cluster.is_marked(p.key.request) and p.key in self._first]
+        if mine and mine[0].start > 0:
+            return HeldSink(tokens=sink.tokens, began_s=sink.began_s, writes=sink.writes)
+        return sink
+
+    return ((MixedNode, "step_begins", step_begins),)
 
 
 def _writer_hooks(cluster: InProcessCluster) -> _Hooks:

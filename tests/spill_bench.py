@@ -82,6 +82,8 @@ class SpillNode(Node):
             copier=self.copier,
         )
         self.entered: dict[str, Sequence] = {}
+        self.footprints: dict[str, int] = {}
+        self.blocks.prefix_cache.may_pin = self._may_pin
         self.expected_tokens_computed = 0
 
     def enter(self, name: str, prompt: list[int], params: SamplingParams, *, salt: bytes = b"") -> bool:
@@ -98,6 +100,8 @@ class SpillNode(Node):
             blocks_held=held,
         )
         assert held + growth <= self.ledger.num_blocks, "each sequence alone must fit on the device"
+        if held + growth > self.blocks.blocks_usable:
+            return False
         new, cached = held - len(prefix), len(prefix) * size
         if not self.blocks.can_admit(prefix, new, growth, host_backed=True):
             return False
@@ -113,10 +117,16 @@ class SpillNode(Node):
             cache_salt=salt,
             cached_tokens=cached,
         )
+        self.footprints[name] = held + growth
         self.engine.submit(seq)
         self.entered[name] = seq
         self.expected_tokens_computed += len(prompt) - cached + params.max_tokens - 1
         return True
+
+    def _may_pin(self) -> bool:
+        """Each one that is here could do without the block (`decode_node.overcommit`)."""
+        live = [size for name, size in self.footprints.items() if self.engine.has(key_of(name))]
+        return max(live, default=0) + self.blocks.prefix_cache.pinned_blocks < self.ledger.num_blocks
 
     def state(self, name: str) -> SpillState | None:
         return self.spill.state_of(key_of(name))

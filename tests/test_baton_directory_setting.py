@@ -18,6 +18,7 @@ from baton.directory_redis import RedisDirectory
 from baton.directory_setting import RedisAddress, describe_directory, open_directory, parse_directory
 from baton.errors import BatonError, Reason
 from baton.ids import NodeName
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.rpc import RpcLimits
 from baton.rpc_client import ChannelLimits, Channels
@@ -131,6 +132,7 @@ def test_a_node_takes_the_directory_of_its_setting() -> None:
             directory="redis://127.0.0.1:1/0",
             membership=MembershipConfig(),
             rpc=RpcLimits(),
+            liveness=LivenessConfig(),
             stop_grace_ms=1,
             drain_ms_max=1,
         )

@@ -242,6 +242,34 @@ def test_a_lost_directory_takes_nobody_away() -> None:
     run(scene())
 
 
+def test_what_is_known_is_good_for_a_time() -> None:
+    """New work is given by the last known records for `stale_ms_max` after the loss, then not, until it is back."""
+
+    async def scene() -> None:
+        directory, clock = ScriptedDirectory(), ManualClock()
+        membership = make(directory, clock, stale_ms_max=60_000)
+        await membership.start()
+        directory.show(record("a"))
+        await membership.wait_until(lambda: not membership.stale)
+        clock.advance(100.0)
+        membership.check_known()
+        directory.lose()
+        await membership.wait_until(lambda: membership.stale)
+        clock.advance(60.0)
+        membership.check_known()
+        clock.advance(0.1)
+        with pytest.raises(BatonError) as caught:
+            membership.check_known()
+        assert caught.value.reason is Reason.DIRECTORY_LOST
+        assert known(membership) == ["a"]
+        directory.show(record("a"))
+        await membership.wait_until(lambda: not membership.stale)
+        membership.check_known()
+        await membership.stop()
+
+    run(scene())
+
+
 def test_a_node_that_left_a_directory_found_again_is_not_kept() -> None:
     """Two nodes are known when the directory is lost and comes back empty; one of them then says goodbye."""
 

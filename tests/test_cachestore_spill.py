@@ -211,6 +211,64 @@ def test_a_block_that_is_found_in_the_cache_during_its_copy_stays() -> None:
     check_two(node)
 
 
+def test_what_is_pinned_stays_on_the_device() -> None:
+    """The old one needs all blocks but two, and those of the young one's prompt are pinned: everything else of the
+    young one leaves, and the old one finishes beside the two."""
+    node = SpillNode(num_blocks=11, host_blocks=14)
+    assert node.enter("old", prompt_of(1, 9), params_of(28))
+    assert node.enter("young", prompt_of(2, 9), params_of(36))
+    node.step()
+    cache = node.blocks.prefix_cache
+    chain = cache.chain(prompt_of(2, 9), b"")
+    cache.pin(chain)
+    assert cache.pinned_of(chain) == 0, "the young one may need the whole device"
+    assert node.engine.abort(key_of("young"))
+    assert node.enter("young", prompt_of(2, 9), params_of(28))
+    node.step()
+    assert cache.pinned_of(chain) == 2
+    pinned = cache.match(prompt_of(2, 9), b"", 2)
+    on_device = set()
+    while node.engine.has_work:
+        node.step()
+        node.copier.finish_all()
+        node.check()
+        parked = node.spill._parked.get(key_of("young"))
+        if parked is not None:
+            assert [unit.device for unit in parked.units[:2]] == pinned
+            on_device.add(sum(unit.device is not None for unit in parked.units))
+    assert min(on_device) == 2
+    for name, number in (("old", 1), ("young", 2)):
+        tokens = [e.token for e in node.events if e.seq is node.entered[name] and e.token is not None]
+        assert tokens == reference(prompt_of(number, 9), 28)
+    cache.unpin(chain)
+    node.assert_nothing_held()
+
+
+def test_a_block_that_is_pinned_during_its_copy_stays() -> None:
+    """The copy is for nothing: the block is where it was, and its place in host memory is free again."""
+    node = SpillNode(num_blocks=10, host_blocks=12, headroom_blocks=4)
+    assert node.enter("old", prompt_of(1, 9), params_of(28))
+    assert node.enter("young", prompt_of(2, 9), params_of(24))
+    node.step_until("young", SpillState.SPILLING)
+    assert node.engine.abort(key_of("old"))  # two pinned blocks would not fit beside it
+    units = node.spill._parked[key_of("young")].units
+    copying = [unit for unit in units if unit.copying]
+    cache = node.blocks.prefix_cache
+    chain = cache.chain(prompt_of(2, 9), b"")
+    cache.pin(chain)
+    assert cache.pinned_of(chain) == 2
+    pinned = [unit for unit in units[:2] if unit in copying]
+    assert pinned, "the copy does not reach the prompt"
+    node.copier.finish_all()
+    node.check()
+    assert all(unit.device is not None for unit in pinned)
+    assert node.spill.figures.host_filled == len(copying) - len(pinned)
+    node.run()
+    assert node.tokens("young") == reference(prompt_of(2, 9), 24)
+    cache.unpin(chain)
+    node.assert_nothing_held()
+
+
 STATES = [SpillState.RUNNING, SpillState.SPILLING, SpillState.SPILLED, SpillState.RETURNING]
 
 
@@ -298,9 +356,9 @@ def test_a_copy_that_breaks_off_breaks_the_engine_and_is_not_silent() -> None:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_arrivals_copies_and_aborts(data: st.DataObject) -> None:
-    """Sequences that share prompts or not come, grow, are aborted at any time; copies end in any order at any time.
-    Conservation holds after every call; whoever was not aborted has the reference's tokens; each token was computed
-    once; nothing is left."""
+    """Sequences that share prompts or not come, grow, are aborted at any time; copies end in any order at any time;
+    prefixes are pinned and unpinned. Conservation holds after every call; whoever was not aborted has the reference's
+    tokens; each token was computed once; nothing is left."""
     headroom = data.draw(st.integers(1, 3), label="headroom")
     node = SpillNode(
         num_blocks=data.draw(st.integers(6, 14), label="device"),
@@ -311,8 +369,10 @@ def test_any_arrivals_copies_and_aborts(data: st.DataObject) -> None:
     names = iter(range(100))
     asked: dict[str, tuple[list[int], int]] = {}
     aborted: set[str] = set()
+    cache = node.blocks.prefix_cache
+    pins: list[tuple[bytes, ...]] = []
     for _ in range(data.draw(st.integers(5, 60), label="events")):
-        match data.draw(st.sampled_from(["enter", "step", "step", "step", "copy", "abort"])):
+        match data.draw(st.sampled_from(["enter", "step", "step", "step", "copy", "abort", "pin", "unpin"])):
             case "enter" if len(asked) < 8:
                 prompt = prompt_of(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 12)))
                 count = data.draw(st.integers(2, 4 * node.ledger.num_blocks + 1 - len(prompt)))
@@ -327,6 +387,12 @@ def test_any_arrivals_copies_and_aborts(data: st.DataObject) -> None:
                 name = data.draw(st.sampled_from(sorted(asked)))
                 if node.engine.abort(key_of(name)):
                     aborted.add(name)
+            case "pin":
+                prefix = prompt_of(data.draw(st.integers(1, 2)), data.draw(st.integers(4, 12)))
+                pins.append(cache.chain(prefix, b""))
+                cache.pin(pins[-1])
+            case "unpin" if pins:
+                cache.unpin(pins.pop(data.draw(st.integers(0, len(pins) - 1))))
         node.check()
     node.run()
     for name, (prompt, count) in asked.items():
@@ -335,4 +401,6 @@ def test_any_arrivals_copies_and_aborts(data: st.DataObject) -> None:
         assert told == (expected[: len(told)] if name in aborted else expected)
     if not aborted:
         assert node.engine.counters.tokens_computed == node.expected_tokens_computed
+    for chain in pins:
+        cache.unpin(chain)
     node.assert_nothing_held()

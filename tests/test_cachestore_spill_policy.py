@@ -335,8 +335,8 @@ def test_each_fits_beside_what_cannot_be_moved() -> None:
     """A request of 6 runs on a device of 10; one of 8 asks, of which 4 are its prompt: while that is written to, the
     first could still have 6. Another grant of 1, or a revoked one, and it could not."""
     runs, asks = Claim(footprint=6, immovable=0), Claim(footprint=8, immovable=4)
-    assert each_fits([runs, asks], others_immovable=0, num_blocks=10)
-    assert not each_fits([runs, asks], others_immovable=1, num_blocks=10)
-    assert not each_fits([runs, asks, Claim(footprint=1, immovable=1)], others_immovable=0, num_blocks=10)
-    assert each_fits([asks], others_immovable=2, num_blocks=10)
-    assert not each_fits([asks], others_immovable=3, num_blocks=10)
+    assert each_fits([runs, asks], others_immovable=0, blocks_usable=10)
+    assert not each_fits([runs, asks], others_immovable=1, blocks_usable=10)
+    assert not each_fits([runs, asks, Claim(footprint=1, immovable=1)], others_immovable=0, blocks_usable=10)
+    assert each_fits([asks], others_immovable=2, blocks_usable=10)
+    assert not each_fits([asks], others_immovable=3, blocks_usable=10)

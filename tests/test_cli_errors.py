@@ -7,8 +7,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 
+from cli.commands import cli
 from tests.cli_harness import BATON, RUN_S_MAX, clean_env, free_endpoint, run_baton, taken_port
 
 
@@ -160,7 +162,7 @@ def test_generate_needs_one_prompt() -> None:
     check(
         ["generate", "hello", "--seed", "-1"],
         2,
-        head + "Error: Invalid value for --seed: -1 is out of range: 0 to 18446744073709551615\n",
+        head + "Error: Invalid value for '--seed': -1 is out of range: 0 to 18446744073709551615\n",
     )
 
 
@@ -194,6 +196,17 @@ def test_a_timeout_that_is_no_time(timeout: str) -> None:
     result = run_baton("generate", "hello", "--timeout", timeout)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1].startswith("Error: Invalid value for '--timeout': ")
+
+
+@pytest.mark.parametrize("command", [["nodes"], ["describe", "decode-0"], ["drain", "decode-0", "--wait"], ["chat"]])
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-inf", "0", "0.0001", "-1", "86401", "soon"])
+def test_every_command_refuses_such_a_timeout(command: list[str], timeout: str) -> None:
+    """Each in the same words, before anybody is called."""
+    made = cli.get_command(click.Context(cli), command[0])
+    assert made is not None
+    with pytest.raises(click.UsageError) as caught:
+        made.make_context(command[0], [*command[1:], "--timeout", timeout])
+    assert caught.value.format_message().startswith("Invalid value for '--timeout': ")
 
 
 @pytest.mark.parametrize("command", [["up", "--engine-kind", "mock"], ["demo"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import click
 import pytest
@@ -18,8 +19,8 @@ COMMANDS = cli.list_commands(click.Context(cli))
 def test_the_commands() -> None:
     """The list of commands is the one in the documentation."""
     assert COMMANDS == [
-        "up", "generate", "nodes", "describe", "cordon", "uncordon", "drain", "undrain",
-        "directory", "router", "prefill", "decode", "demo-model", "demo", "completion",
+        "up", "generate", "chat", "nodes", "describe", "pin", "unpin", "pins", "cordon", "uncordon", "drain", "undrain",
+        "directory", "router", "prefill", "decode", "mixed", "demo-model", "demo", "completion",
     ]  # fmt: skip
 
 
@@ -45,6 +46,28 @@ def test_the_summary_in_the_list_is_how_the_help_begins(command: str, capsys: py
     found = cli.get_command(click.Context(cli), command)
     assert summary is not None and found is not None and found.help is not None
     assert found.help.split()[0] == summary[1].split()[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_is_for(command: str) -> None:
+    """More than its default, which `config_options` adds by itself."""
+    found = cli.get_command(click.Context(cli), command)
+    assert found is not None
+    options = [parameter for parameter in found.params if isinstance(parameter, click.Option)]
+    assert [option.opts for option in options if not (option.help or "").partition("[")[0].strip()] == []
+
+
+def test_every_command_that_prints_a_table_prints_it_as_data_too() -> None:
+    """Whose module makes tables has -o; what one line tells (`demo-model`, `completion`, `up`) has not."""
+    made = []
+    for command in COMMANDS:
+        found = cli.get_command(click.Context(cli), command)
+        assert found is not None and found.callback is not None
+        module = sys.modules[found.callback.__module__]
+        if any(hasattr(module, name) for name in ("format_table", "answer_data", "node_data")):
+            made.append(command)
+            assert [parameter.name for parameter in found.params if "-o" in parameter.opts] == ["output"], command
+    assert made == ["generate", "chat", "nodes", "describe", "cordon", "uncordon", "drain", "undrain", "demo"]
 
 
 @pytest.mark.parametrize("service", list(Service))

@@ -12,11 +12,12 @@ from batonpb import common_pb2, directory_pb2, inference_pb2, node_pb2
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
+from cli.answers import StreamPrinter, answer_data
 from cli.child import ChildProgress
 from cli.client import Answer
 from cli.cluster_view import NodeView
 from cli.demo_check import held_by
-from cli.generate import IntegerList, StreamPrinter, answer_data
+from cli.parameters import IntegerList
 from cli.service import ProgressPrinter
 from cli.table import format_table
 from cli.up import StartBoard
@@ -175,10 +176,16 @@ def test_an_answer_as_data() -> None:
     assert json.loads(json.dumps(told)) == told
 
 
-@pytest.mark.parametrize(("words", "completed"), [("baton unc", "plain,uncordon\n"), ("baton nope", "\n")])
+@pytest.mark.parametrize(
+    ("words", "completed"), [("baton unc", "plain,uncordon\n"), ("baton ch", "plain,chat\n"), ("baton nope", "\n")]
+)
 def test_the_shell_completes_commands(words: str, completed: str) -> None:
     """As the script of `baton completion bash` asks, with the words typed so far."""
     done = run_baton(env={"_BATON_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "1"})
     assert done.stdout == completed
+    values = run_baton(
+        env={"_BATON_COMPLETE": "bash_complete", "COMP_WORDS": "baton decode --engine-kind m", "COMP_CWORD": "3"}
+    )
+    assert values.stdout == "plain,model\nplain,mock\n"
     script = run_baton("completion", "zsh")
     assert (script.returncode, script.stdout.splitlines()[0]) == (0, "#compdef baton")

@@ -77,6 +77,16 @@ def test_flags_reach_their_processes(tmp_path: Path) -> None:
     play(scene())
 
 
+def test_the_password_of_a_directory_is_on_no_command_line(tmp_path: Path) -> None:
+    """Everybody on the machine reads command lines; a process's environment only its owner does."""
+    url = "redis://user:secret@127.0.0.1:6379/0"
+    cluster = Cluster(ClusterSpec(engine=EngineKind.MOCK, directory=url, log_dir=tmp_path))
+    cluster.spec.check()
+    for name, service in cluster.spec.processes():
+        assert [word for word in cluster._command(name, service, url) if "secret" in word] == []
+        assert cluster._env(service)[f"BATON_{service.name}_DIRECTORY"] == url
+
+
 def test_one_process_cannot_start() -> None:
     """A node of a broken setting: its own words, and all others are stopped again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.demo_model import DemoModelParams, write_demo_model
 from tests.cli_harness import BATON, RUN_S_MAX, Foreground, clean_env, is_free, run_baton, taken_port
 
 MOCK = ("up", "--engine-kind", "mock", "--blocks", "64", "--listen", "127.0.0.1:0", "--directory-listen", "127.0.0.1:0")
@@ -84,6 +86,46 @@ def test_http_is_off_unless_asked_for(tmp_path: Path) -> None:
         used = {**endpoints(up), "http": taken}
         assert up.stop(signal.SIGINT) == 0
         assert_nothing_left(up, used)
+
+
+def test_a_directory_that_runs_already(tmp_path: Path) -> None:
+    """`up --directory` joins it: no directory is started, and the one that was there outlives the cluster."""
+    places = [tmp_path / "directory", tmp_path / "up"]
+    for place in places:
+        place.mkdir()
+    with Foreground("directory", "--listen", "127.0.0.1:0", folder=places[0]) as directory:
+        directory.wait_for("ready directory ")
+        endpoint = directory.out.split()[2]
+        with Foreground(*MOCK, "--directory", endpoint, folder=places[1]) as up:
+            up.wait_for(READY)
+            assert sorted(up.children()) == ["decode-0", "prefill-0", "router-0"]
+            assert f", directory {endpoint}, logs " in up.out
+            listed = run_baton("nodes", "--directory", endpoint, "-o", "json")
+            assert sorted(node["name"] for node in json.loads(listed.stdout)) == ["decode-0", "prefill-0", "router-0"]
+            assert up.stop(signal.SIGINT) == 0
+        assert json.loads(run_baton("nodes", "--directory", endpoint, "-o", "json").stdout) == []
+        assert directory.stop(signal.SIGINT) == 0
+
+
+def test_a_directory_that_is_none() -> None:
+    """Refused before anything is started, without a word of what may be a password."""
+    refused = run_baton(*MOCK, "--directory", "redis://user:secret/word@host")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: Wrong configuration:\n  --directory: is not usable: ")
+    assert "secret" not in refused.stderr
+
+
+def test_what_all_nodes_say_is_told_once(tmp_path: Path) -> None:
+    """A model without weights: three nodes cannot start, for the same reason."""
+    model = tmp_path / "model"
+    write_demo_model(model, DemoModelParams(num_layers=1, hidden_size=32, num_heads=2, head_dim=16, vocab_size=300))
+    (model / "model.safetensors").unlink()
+    arguments = ["--model", str(model), "--decode", "2", *MOCK[-4:]]
+    with Foreground("up", *arguments, folder=tmp_path) as up:
+        assert up.wait() == 1
+        assert up.err.count(f"{model} holds neither model.safetensors") == 1
+        assert re.search(r"^error: (prefill|decode)-[01] could not start: ", up.err.splitlines()[-1])
+        assert up.files() == []
 
 
 def test_ctrl_c_in_the_middle_of_starting(tmp_path: Path) -> None:
@@ -216,7 +258,7 @@ def nodes_row(directory: str, name: str) -> list[str]:
     for _ in range(round(RUN_S_MAX)):
         listed = run_baton("nodes", "--directory", directory).stdout
         row = next(line.split() for line in listed.splitlines() if line.startswith(f"{name} "))
-        found = [*row[5:7], *row[9:13]]
+        found = [*row[5:7], *row[10:14]]
         if set(found) == {"0"}:
             break
     return found

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Final
 
 import pytest
@@ -16,14 +15,11 @@ from batonpb import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
-    node_pb2,
-    node_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     transfer_pb2,
     transfer_pb2_grpc,
 )
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.drain import refused_by
 from baton.errors import BatonError, Reason
@@ -40,23 +36,19 @@ from tests.cluster_harness import (
     make_request,
     mock_spec,
     mock_tokens,
-    random_prompt,
     running,
     wait_for,
 )
-
-AT_ONCE: Final = 8
-SERVING: Final = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
-PROOF: Final = (
-    "requests",
-    "answers_unacknowledged",
-    "grants_received",
-    "grants_written",
-    "unacknowledged_writes",
+from tests.drain_harness import (
+    SLOW,
+    drain_under_load,
+    end_under_load,
+    node_is_empty,
+    order,
+    state,
 )
+
 ROUTER: Final = 0xFEED
-SLOW: Final = {"engine.mock_layer_delay_ms": 1}
 
 
 @pytest.fixture(scope="module")
@@ -67,161 +59,16 @@ def cluster() -> Iterator[RunningCluster]:
         cluster.run(assert_conserved(cluster))
 
 
-async def order(cluster: RunningCluster, name: str, what: str, *, incarnation: int = 0) -> node_pb2.NodeStatus:
-    """Raises BatonError."""
-    stub = node_pb2_grpc.NodeStub(cluster.channel(name))
-    with rpc_errors(name):
-        request = node_pb2.LifecycleOrder(incarnation=incarnation, why="a test")
-        status: node_pb2.NodeStatus = await getattr(stub, what)(request, timeout=CALL_S_MAX)
-    return status
-
-
-async def health(cluster: RunningCluster, name: str) -> tuple[int, int]:
-    """Readiness and liveness."""
-    stub = health_pb2_grpc.HealthStub(cluster.channel(name))
-    checks = [await stub.Check(health_pb2.HealthCheckRequest(service=service)) for service in ("ready", "")]
-    return checks[0].status, checks[1].status
-
-
-def state(status: node_pb2.NodeStatus) -> str:
-    return common_pb2.Lifecycle.Name(status.record.lifecycle).removeprefix("LIFECYCLE_")
-
-
-def used(answer: Answer, name: str) -> bool:
-    return name in (answer.stats.prefill_node, answer.stats.decode_node)
-
-
-class Load:
-    """AT_ONCE clients, each asking again when it has its answer, which must be exact. Any error fails the test."""
-
-    def __init__(self, cluster: RunningCluster) -> None:
-        self._cluster = cluster
-        self._rng = random.Random(31)
-        self.answers: list[tuple[float, Answer]] = []
-        """Each with the time at which it was asked for."""
-
-    async def client(self) -> None:
-        while True:
-            asked_s = asyncio.get_running_loop().time()
-            prompt = random_prompt(self._rng, self._rng.choice([5, 33, 200, 700]))
-            answer = await self._cluster.client.generate(prompt, max_tokens=40)
-            assert answer.ids == mock_tokens(prompt, 40)
-            self.answers.append((asked_s, answer))
-
-    def asked_after(self, time_s: float) -> list[Answer]:
-        return [answer for asked_s, answer in self.answers if asked_s > time_s]
-
-
-@asynccontextmanager
-async def loaded(cluster: RunningCluster) -> AsyncIterator[Load]:
-    """Load for the length of the block; what fails in it fails here, at once."""
-    load = Load(cluster)
-    async with asyncio.TaskGroup() as group:
-        clients = [group.create_task(load.client()) for _ in range(AT_ONCE)]
-        yield load
-        for client in clients:
-            client.cancel()
-
-
-async def answers_come(cluster: RunningCluster, load: Load, count: int) -> list[Answer]:
-    """`count` answers that are asked for from now on."""
-    now_s = asyncio.get_running_loop().time()
-
-    async def holds() -> bool:
-        return len(load.asked_after(now_s)) >= count
-
-    await wait_for(holds, f"{count} answers", story=cluster.story)
-    return load.asked_after(now_s)
-
-
-async def node_is_used(cluster: RunningCluster, load: Load, name: str) -> None:
-    now_s = asyncio.get_running_loop().time()
-
-    async def holds() -> bool:
-        return any(used(answer, name) for answer in load.asked_after(now_s))
-
-    await wait_for(holds, f"an answer by {name}", story=cluster.story)
-
-
-async def node_is_busy(cluster: RunningCluster, name: str) -> None:
-    async def holds() -> bool:
-        return (await cluster.status(name)).requests > 0
-
-    await wait_for(holds, f"a request at {name}", story=cluster.story)
-
-
-async def node_is_empty(cluster: RunningCluster, name: str) -> node_pb2.NodeStatus:
-    async def holds() -> bool:
-        return (await cluster.status(name)).safe_to_delete
-
-    await wait_for(holds, f"{name} to be drained", story=cluster.story)
-    return await cluster.status(name)
-
-
 @pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
 def test_a_node_is_drained_under_load(cluster: RunningCluster, name: str) -> None:
-    """One of two nodes of a role, in the middle of handoffs and streams: it takes nothing new from the order on, proves
-    that it is empty, takes work again after undrain, and ends with status 0 when it is told to after a second drain.
-    """
-
-    async def scenario() -> None:
-        async with loaded(cluster) as load:
-            await node_is_used(cluster, load, name)
-            await node_is_busy(cluster, name)
-            assert await health(cluster, name) == (SERVING, SERVING)
-            first = await order(cluster, name, "Drain")
-            drained_s = asyncio.get_running_loop().time()
-            assert state(first) == ("DRAINED" if first.safe_to_delete else "DRAINING")
-            assert await health(cluster, name) == (NOT_SERVING, SERVING)
-            again = await order(cluster, name, "Drain", incarnation=first.record.incarnation)
-            assert again.story.count("DRAINING") == 1
-
-            proof = await node_is_empty(cluster, name)
-            assert state(proof) == "DRAINED"
-            assert {what: getattr(proof, what) for what in PROOF} == dict.fromkeys(PROOF, 0)
-            assert state(await order(cluster, name, "Drain")) == "DRAINED"
-            assert await health(cluster, name) == (NOT_SERVING, SERVING)
-            await answers_come(cluster, load, 2 * AT_ONCE)
-            assert [answer.stats for answer in load.asked_after(drained_s) if used(answer, name)] == []
-
-            assert state(await order(cluster, name, "Undrain")) == "READY"
-            assert await health(cluster, name) == (SERVING, SERVING)
-            await node_is_used(cluster, load, name)
-
-            arguments = ("drain", name, "--wait", "--directory", cluster.cluster.directory)
-            done = await asyncio.to_thread(run_baton, *arguments)
-            assert (done.returncode, done.stdout) == (
-                0, f"{name} is drained and holds nothing: safe to delete.\n",
-            ), done.stderr  # fmt: skip
-            cluster.set_down(name)
-            cluster.cluster.send_signal(name, signal.SIGTERM)
-            assert await cluster.cluster.wait_exit(name) == 0, cluster.story()
-            await answers_come(cluster, load, AT_ONCE)
-            await cluster.cluster.start_process(name)
-            cluster.set_down(name, down=False)
-            await node_is_used(cluster, load, name)
-
-    cluster.run(scenario())
+    """One of two nodes of a role, in the middle of handoffs and streams."""
+    cluster.run(drain_under_load(cluster, name))
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_sigterm_is_the_same_drain(cluster: RunningCluster, name: str) -> None:
-    """Told to end in the middle of its work, with nobody asking it to drain before: nothing fails, status 0."""
-
-    async def scenario() -> None:
-        async with loaded(cluster) as load:
-            await node_is_used(cluster, load, name)
-            await node_is_busy(cluster, name)
-            cluster.set_down(name)
-            cluster.cluster.send_signal(name, signal.SIGTERM)
-            assert await cluster.cluster.wait_exit(name) == 0, cluster.story()
-            assert "drain given up" not in cluster.cluster.log_text(name)
-            await answers_come(cluster, load, AT_ONCE)
-            await cluster.cluster.start_process(name)
-            cluster.set_down(name, down=False)
-            await node_is_used(cluster, load, name)
-
-    cluster.run(scenario())
+    """Told to end in the middle of its work, with nobody asking it to drain before."""
+    cluster.run(end_under_load(cluster, name))
 
 
 def test_an_answer_that_nobody_has_fetched_holds_the_drain_back(cluster: RunningCluster) -> None:
@@ -322,7 +169,7 @@ def test_the_orders_of_an_operator() -> None:
     """
     long = list(range(1, 40))
     spec = mock_spec(
-        router_flags={"placement_wait_ms_max": 200},
+        router_flags={"placement_wait_ms_max": 200, "retries.resume_wait_ms_max": 200},
         decode_flags={"engine.mock_layer_delay_ms": 10, "drain_ms_max": 200},
     )
     with running(spec) as cluster:
@@ -333,7 +180,7 @@ def test_the_orders_of_an_operator() -> None:
         code, out, _ = baton(cluster, "nodes", "-o", "json")
         assert [node["name"] for node in json.loads(out)] == ["decode-0", "prefill-0", "router-0"]
         _, out, _ = baton(cluster, "describe", "prefill-0")
-        assert re.search(r"^decode-0 +[0-9a-f]{16} +shm +[1-9]\d* +0 +-$", out, re.MULTILINE)
+        assert re.search(r"^decode-0 +[0-9a-f]{16} +shm +0 +[1-9]\d* +0 +-$", out, re.MULTILINE)
 
         words = f"baton drain --directory {cluster.cluster.directory} de"
         completed = run_baton(env={"_BATON_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "4"})
@@ -370,7 +217,7 @@ def test_the_orders_of_an_operator() -> None:
             assert "drain given up" in cluster.cluster.log_text("decode-0")
             return await error_of(call)
 
-        assert cluster.run(end()).reason in (Reason.HANDOFF_FAILED, Reason.PEER_UNREACHABLE)
+        assert cluster.run(end()).reason is Reason.NO_DECODE_NODE
         cluster.run(assert_conserved(cluster))
 
 

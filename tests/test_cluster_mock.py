@@ -86,7 +86,7 @@ def test_a_repeat_finds_the_prefix_on_both_sides(cluster: RunningCluster) -> Non
     prompt = random_prompt(random.Random(12), 10 * BLOCK + 3)
 
     async def ask_until_cached() -> None:
-        for _ in range(40):  # placement is random among equals: each node is met long before
+        for _ in range(40):  # the router and the prefill nodes prefer those that have it: met long before
             answer = await cluster.client.generate(prompt, max_tokens=4)
             assert answer.ids == mock_tokens(prompt, 4)
             if answer.stats.blocks_skipped == 10 and answer.stats.prompt_tokens_cached == 10 * BLOCK:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.errors import BatonError, Reason
+from tests.cli_harness import run_baton
 from tests.cluster_harness import (
     RunningCluster,
     assert_conserved,
@@ -20,8 +21,23 @@ from tests.cluster_harness import (
     running,
     wait_for,
 )
+from tests.fault_harness import (
+    FAST_MEMBERSHIP,
+    PROMPT_BLOCKS,
+    PROMPT_TOKENS,
+    SLOW_DECODE,
+    SLOW_PREFILL,
+    ask_exactly,
+    directory_lists,
+    prefill_directly,
+    until,
+    with_tokens,
+    writer_owns_blocks,
+)
 
 BLOCK = 16
+FENCED = "joined"
+"""Of the decode node's log: what the evidence of a tcp fence is."""
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 511, 512, 513, 1024, 1025, 1999]
 
 
@@ -130,6 +146,62 @@ def test_a_killed_prefill_node_is_fenced_at_once() -> None:
 
         cluster.run(wait_for(answered, "an answer without prefill-0", story=cluster.story))
         cluster.run(assert_conserved(cluster))
+
+
+def test_a_stopped_prefill_node_is_fenced_without_its_help() -> None:
+    """prefill-0 is stopped in the middle of a handoff. Its blocks are given to nobody before the fence, which closes
+    its connections and joins their threads while it stands still; then one long answer takes most of the region, those
+    blocks with it. Continued in the middle of that, prefill-0 sends what it still had: the answer is exact, prefill-0
+    lets go, connects again and serves."""
+
+    async def scenario(cluster: RunningCluster) -> None:
+        rng = random.Random(24)
+        stuck = asyncio.create_task(
+            error_of(prefill_directly(cluster, "prefill-0", "stuck", random_prompt(rng, PROMPT_TOKENS)))
+        )
+        await writer_owns_blocks(cluster, "decode-0")
+        cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
+        cluster.set_down("prefill-0")
+
+        async def taken_back() -> bool:
+            blocks = (await cluster.status("decode-0")).record.load.blocks
+            if blocks.writer_owned + blocks.quarantined == PROMPT_BLOCKS:
+                return False
+            assert FENCED in cluster.cluster.log_text("decode-0"), "taken back without evidence"
+            return blocks.writer_owned + blocks.quarantined == 0
+
+        await until(cluster, "the fence of a stopped writer", taken_back)
+        await directory_lists(cluster, "prefill-0", False)
+        prompt = random_prompt(rng, PROMPT_TOKENS)
+        running_answer = await with_tokens(cluster, prompt, 600)
+        cluster.cluster.send_signal("prefill-0", signal.SIGCONT)
+        cluster.set_down("prefill-0", False)
+        error = await stuck
+        assert error.reason in (Reason.HANDOFF_FAILED, Reason.PEER_UNREACHABLE), error
+        assert not running_answer.done(), "the answer was over before prefill-0 went on"
+        assert (await running_answer).ids == mock_tokens(prompt, 600)
+        await assert_conserved(cluster)
+        await directory_lists(cluster, "prefill-0", True)
+
+        cordon = ("cordon", "prefill-1", "--directory", cluster.cluster.directory)
+        assert (await asyncio.to_thread(run_baton, *cordon)).returncode == 0
+        answers = await asyncio.gather(*(ask_exactly(cluster, random_prompt(rng, 300), 10) for _ in range(4)))
+        assert {answer.stats.prefill_node for answer in answers} == {"prefill-0"}
+        (pair,) = (await cluster.status("prefill-0")).pairs
+        assert (pair.transport, pair.link_failures) == ("tcp", 0)
+        assert cluster.cluster.log_text("prefill-0").count("data link peer=decode-0 transport=tcp") == 2
+        await assert_conserved(cluster)
+
+    spec = mock_spec(
+        prefill=2,
+        blocks=150,
+        both={"transports": "tcp", **FAST_MEMBERSHIP},
+        router_flags={**FAST_MEMBERSHIP, "placement_wait_ms_max": 30_000},
+        decode_flags={"receiver.lease_ms": 400, "receiver.revoke_ms": 100, **SLOW_DECODE},
+        node_flags={"prefill-0": SLOW_PREFILL},
+    )
+    with running(spec) as cluster:
+        cluster.run(scenario(cluster))
 
 
 def test_nodes_without_a_transport_in_common_say_so() -> None:

@@ -24,6 +24,7 @@ class ModelBlock:
     writer: int | None = None
     quarantined: bool = False
     cached: bool = False
+    pinned: bool = False
 
     def name(self) -> str:
         if self.quarantined:
@@ -50,11 +51,17 @@ class Model:
         return min(self.growable(), self.available_with_host())
 
     def available_with_host(self) -> int:
-        return len(self.named("free", "cached")) + self.host_room - sum(self.promises.values())
+        return self.reclaimable() + self.host_room - sum(self.promises.values())
 
     def growable(self) -> int:
         device_backed = [count for key, count in self.promises.items() if key not in self.host_backed]
-        return len(self.named("free", "cached")) - sum(device_backed)
+        return self.reclaimable() - sum(device_backed)
+
+    def reclaimable(self) -> int:
+        return len(self.named("free", "cached")) - self.pinned_idle()
+
+    def pinned_idle(self) -> int:
+        return sum(block.pinned and block.name() == "cached" for block in self.blocks)
 
     def counts(self) -> BlockCounts:
         names = [block.name() for block in self.blocks]
@@ -65,6 +72,7 @@ class Model:
             cached=names.count("cached"),
             free=names.count("free"),
             promised=sum(self.promises.values()),
+            pinned=self.pinned_idle(),
         )
 
 
@@ -110,7 +118,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         """One more request wants a held or cached block; reviving a cached one needs room."""
         candidates = [i for i, b in enumerate(self.model.blocks) if b.holds or b.cached]
         if self.model.available() == 0:
-            candidates = [i for i in candidates if self.model.blocks[i].name() != "cached"]
+            blocks = self.model.blocks
+            candidates = [i for i in candidates if blocks[i].name() != "cached" or blocks[i].pinned]
         if candidates:
             block = data.draw(st.sampled_from(candidates))
             self.ledger.hold([BlockId(block)])
@@ -165,11 +174,29 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        candidates = [i for i, b in enumerate(self.model.blocks) if b.cached]
+        candidates = [i for i, b in enumerate(self.model.blocks) if b.cached and not b.pinned]
         if candidates:
             block = data.draw(st.sampled_from(candidates))
             self.ledger.evict(BlockId(block))
             self.model.blocks[block].cached = False
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        """A cached block; an idle one only while it is not promised to somebody."""
+        cached = [i for i, b in enumerate(self.model.blocks) if b.cached and not b.pinned]
+        candidates = [i for i in cached if self.model.blocks[i].holds or self.model.available() > 0]
+        if candidates:
+            block = data.draw(st.sampled_from(candidates))
+            self.ledger.pin(BlockId(block))
+            self.model.blocks[block].pinned = True
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pinned = [i for i, b in enumerate(self.model.blocks) if b.pinned]
+        if pinned:
+            block = data.draw(st.sampled_from(pinned))
+            self.ledger.unpin(BlockId(block))
+            self.model.blocks[block].pinned = False
 
     @rule(key=st.integers(0, 3), count=st.integers(0, NUM_BLOCKS), host_backed=st.booleans())
     def promise(self, key: int, count: int, host_backed: bool) -> None:
@@ -201,7 +228,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         assert self.ledger.books() == expected
         assert expected.total == NUM_BLOCKS
         assert self.ledger.free == expected.free
-        assert self.ledger.reclaimable == expected.free + expected.cached
+        assert self.ledger.reclaimable == expected.free + expected.cached - expected.pinned
         assert self.ledger.available == self.model.available() >= 0
 
     @invariant()
@@ -212,7 +239,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             assert self.ledger.writer_of(known) == expected
             assert self.ledger.is_held(known) == (block.holds > 0)
         every = [BlockId(b) for b in range(NUM_BLOCKS)]
-        assert self.ledger.idle_cached(every) == len(self.model.named("cached"))
+        assert self.ledger.idle_cached(every) == len(self.model.named("cached")) - self.model.pinned_idle()
         assert {key: self.ledger.promise_left(key) for key in range(4)} == {
             key: self.model.promises.get(key) for key in range(4)
         }
@@ -310,6 +337,28 @@ def test_a_host_backed_promise_is_drawn_from_what_device_backed_ones_leave() -> 
         ledger.check()
 
 
+def test_misuse_of_pins_is_asserted() -> None:
+    """A pin of a block that is not cached, or pinned, or promised to somebody; an unpin, and an eviction, of others."""
+    ledger = Ledger(2)
+    (block,) = ledger.take(1)
+    with pytest.raises(AssertionError):
+        ledger.pin(block)
+    ledger.mark_cached(block)
+    ledger.drop([block])
+    ledger.promise("a", 2)
+    with pytest.raises(AssertionError, match="promised"):
+        ledger.pin(block)
+    ledger.unpromise("a")
+    ledger.pin(block)
+    with pytest.raises(AssertionError):
+        ledger.pin(block)
+    with pytest.raises(AssertionError):
+        ledger.evict(block)
+    ledger.unpin(block)
+    with pytest.raises(AssertionError):
+        ledger.unpin(block)
+
+
 def _promise_too_much(ledger: Ledger) -> None:
     ledger._promises["x"] = ledger._promised = 5
 
@@ -322,9 +371,20 @@ def _promise_too_much(ledger: Ledger) -> None:
         (lambda ledger: setattr(ledger, "_cached_count", 1), "1 cached blocks in the books, recount says 0"),
         (lambda ledger: setattr(ledger, "_promised", 1), "promised 1, promises sum to 0"),
         (_promise_too_much, "promised 5 of 2"),
+        (lambda ledger: setattr(ledger, "_pinned_idle", 1), "the books say"),
+        (lambda ledger: ledger._pinned.__setitem__(1, True), "pinned that the prefix index does not know"),
         (lambda ledger: ledger._quarantined.__setitem__(1, True), "the books say"),
     ],
-    ids=["freed twice", "listed twice", "cached", "promised", "promised too much", "quarantined without a writer"],
+    ids=[
+        "freed twice",
+        "listed twice",
+        "cached",
+        "promised",
+        "promised too much",
+        "pinned",
+        "pinned and unknown",
+        "quarantined without a writer",
+    ],
 )
 def test_check_names_the_contradiction(damage: Callable[[Ledger], None], says: str) -> None:
     """Books that were tampered with; block 0 is held and a writer's, block 1 held, two are free."""

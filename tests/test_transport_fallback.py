@@ -29,6 +29,9 @@ class FakeChannel:
     def __init__(self) -> None:
         self.offered: list[list[str]] = []
 
+    def unary_stream(self, path: str, **_: Any) -> None:
+        """Attend is not made by a `WriterPeer` itself."""
+
     def unary_unary(self, path: str, **_: Any) -> Callable[..., Awaitable[Any]]:
         async def connect(request: transfer_pb2.ConnectRequest, **_: Any) -> transfer_pb2.ConnectReply:
             self.offered.append(list(request.transports))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.transports import shm_copy, shm_writer
+from kvtransfer.transports import shm_connect, shm_copy
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterConfig, WriteOutOfBounds
 from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Gate, grant_of, linked, ops_of, pair_of, receiver, run
 from tests.shm_harness import LINK_EPOCH as EPOCH
@@ -159,7 +159,7 @@ def test_a_region_that_cannot_be_mapped_is_acknowledged(monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(shm_writer, "_map_region", fail)
+    monkeypatch.setattr(shm_connect, "_map_region", fail)
 
     async def test() -> None:
         async with receiver() as r:

@@ -14,8 +14,10 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports import shm_copy
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.shm_copy import WriteOutOfBounds, check_ops, copy_records
-from kvtransfer.transports.shm_fence import Evidence, PairFence
+from kvtransfer.transports.pair_fence import Evidence, PairFence
+from kvtransfer.transports.posted_writes import WriteOutOfBounds, check_ops
+from kvtransfer.transports.shm_copy import copy_records
+from kvtransfer.transports.shm_receiver import refusal_of
 
 U64 = st.integers(0, 2**64 - 1)
 TOKEN = st.binary(min_size=16, max_size=16)
@@ -35,6 +37,7 @@ MESSAGES = st.one_of(
     st.builds(lambda reason: wire.Refused(reason=reason), st.sampled_from(wire.RefusalReason)),
     st.builds(lambda epoch: wire.Fence(epoch=Epoch(epoch)), U64),
     st.builds(lambda epoch: wire.Bye(epoch=Epoch(epoch)), U64),
+    st.builds(lambda nonce: wire.LateBye(nonce=nonce), TOKEN),
     st.builds(
         lambda grant, epoch, writes, nbytes: Seal(
             grant=GrantId(grant), epoch=Epoch(epoch), writes=writes, bytes_written=nbytes
@@ -59,7 +62,7 @@ def test_every_message_survives_its_packet(message: wire.Message) -> None:
 
 
 def packet_nbytes(kind: int) -> int:
-    return 8 + {1: 40, 2: 16, 3: 16, 4: 8, 5: 2, 6: 40, 7: 8, 8: 8}[kind]
+    return 8 + {1: 40, 2: 16, 3: 16, 4: 8, 5: 2, 6: 40, 7: 8, 8: 8, 9: 16}[kind]
 
 
 @given(st.binary(max_size=80), st.integers(0, 12), st.booleans())
@@ -69,7 +72,7 @@ def test_any_packet_is_a_message_or_refused(body: bytes, kind: int, with_header:
     try:
         message = wire.decode(packet)
     except wire.MalformedMessage:
-        assert kind == 0 or kind > 8 or not with_header or len(packet) != packet_nbytes(kind) or kind == 5
+        assert kind == 0 or kind > 9 or not with_header or len(packet) != packet_nbytes(kind) or kind == 5
     else:
         assert isinstance(message, get_args(wire.Message))
         assert wire.encode(message) == packet
@@ -99,13 +102,13 @@ class PairFenceMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3))
     def connect(self, back: int) -> None:
         epoch = max(1, self.epoch - back)
-        reason = self.book.refusal(self.hello(epoch, epoch.to_bytes(16, "big")))
+        reason = refusal_of(self.book, self.hello(epoch, epoch.to_bytes(16, "big")))
         assert (reason is None) == (epoch == self.epoch and epoch > self.fenced)
         if reason is None:
             self.made += 1
             self.book.opened(self.made, Epoch(epoch))
             self.open[self.made] = epoch
-            assert self.book.refusal(self.hello(epoch, b"x" * 16)) is wire.RefusalReason.SECRET
+            assert refusal_of(self.book, self.hello(epoch, b"x" * 16)) is wire.RefusalReason.SECRET
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), evidence=st.sampled_from(Evidence))

@@ -167,7 +167,9 @@ def test_an_unread_acknowledgement_ends_the_stream() -> None:
 
     async def test() -> None:
         async with receiving(TcpReceiverConfig(stream=limits)) as r, contextlib.AsyncExitStack() as stack:
-            r.port._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # what is accepted inherits it
+            r.port._acceptor._listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, 1
+            )  # what is accepted inherits it
             writer = await stack.enter_async_context(raw(r))
             seals = (
                 wire.encode(

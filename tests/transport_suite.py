@@ -15,7 +15,7 @@ import pytest
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import PairBeingFenced, ReceiverPort, Seal, WriteOps, WriterLink
-from kvtransfer.transports.shm_copy import WriteOutOfBounds
+from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Child, Recorder, child, grant_of, ops_of, pair_of
 from tests.shm_peer import source_bytes
 from tests.transport_kits import ConnectErrors, Everything, Kit, endpoint_from_json, endpoint_to_json

@@ -1,14 +1,16 @@
 """Transport between processes of one machine: the receiver's region is a memfd, the writer maps it and copies into it.
 
-`shm_wire` has the messages, `shm_fence` the receiver's book of who may still write, `shm_receiver` and `shm_writer` the
-two sides, `shm_copy` the copying threads.
+`shm_wire` has the messages, `shm_receiver` the receiver's port, `shm_connect`, `shm_writer` and `shm_copy` the writer's
+handshake, link and copying threads. What all transports share is in `pair_fence` and `port_fences` (who may still
+write), `acceptor`, `posted_writes`, `link_end` and `loop_calls`.
 """
 
 from kvtransfer.transport import TooManyPairs
-from kvtransfer.transports.shm_copy import WriteOutOfBounds
+from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transports.shm_connect import ShmConnectError, ShmWriterConfig
 from kvtransfer.transports.shm_receiver import ShmReceiverConfig, ShmReceiverPort
 from kvtransfer.transports.shm_wire import RefusalReason
-from kvtransfer.transports.shm_writer import ShmConnectError, ShmWriterConfig, ShmWriterLink
+from kvtransfer.transports.shm_writer import ShmWriterLink
 
 __all__ = [
     "RefusalReason",

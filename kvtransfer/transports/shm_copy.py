@@ -15,41 +15,11 @@ import numpy as np
 
 from baton.ids import GrantId
 from kvtransfer.transport import WriteOps
+from kvtransfer.transports.loop_calls import call_loop
+from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants, check_ops
 
 COPY_SLICE_BYTES = 1 << 20
 """Bound of the temporary that a copy of equal records makes: near the size of a second-level cache."""
-
-Completed = Callable[[GrantId, int, int, bool], None]
-"""Called on the loop's thread with (grant, writes, bytes, copied); the figures are those of the posted batch."""
-
-
-class WriteOutOfBounds(Exception):
-    """A write op reaches outside the source or the destination region. Nothing of its batch was copied."""
-
-
-class TooManyAbandonedGrants(Exception):
-    """`abandoned_grants_max` is reached: the pool has stopped, for it must not forget one that may still be posted."""
-
-
-def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
-    """Make sure that every op stays inside both regions.
-
-    Raises:
-        WriteOutOfBounds: naming the first op that does not.
-    """
-    src_B, dst_B, nbytes_B = ops.src, ops.dst, ops.nbytes
-    for array in (src_B, dst_B, nbytes_B):
-        assert array.dtype == np.int64, array.dtype
-        assert array.shape == src_B.shape == (len(src_B),), (array.shape, src_B.shape)
-    # Compared so that no sum can overflow.
-    bad_B = (nbytes_B < 0) | (nbytes_B > min(src_nbytes, dst_nbytes))
-    bad_B |= (src_B < 0) | (src_B > src_nbytes - nbytes_B) | (dst_B < 0) | (dst_B > dst_nbytes - nbytes_B)
-    if bad_B.any():
-        i = int(bad_B.argmax())
-        raise WriteOutOfBounds(
-            f"write {i} of {len(src_B)}: {nbytes_B[i]} bytes from {src_B[i]} of {src_nbytes} "
-            f"to {dst_B[i]} of {dst_nbytes}"
-        )
 
 
 def copy_records(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
@@ -225,7 +195,7 @@ class CopyPool:
         with self._wake:
             self._threads_left -= 1
             if self._threads_left == 0:
-                self._call_loop(self._drained)
+                call_loop(self._loop, self._drained)
 
     def _complete_queued(self, which: Callable[[_Batch], bool]) -> None:
         """With the lock held."""
@@ -244,7 +214,7 @@ class CopyPool:
             self.bytes_copied += batch.total_bytes
         else:
             self.batches_abandoned += 1
-        self._call_loop(self._deliver, batch, copied)
+        call_loop(self._loop, self._deliver, batch, copied)
 
     def _deliver(self, batch: _Batch, copied: bool) -> None:
         with self._wake:
@@ -252,11 +222,3 @@ class CopyPool:
             if self._uncompleted[batch.grant] == 0:
                 del self._uncompleted[batch.grant]
         self._completed(batch.grant, len(batch.ops.src), batch.total_bytes, copied)
-
-    def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            # At the end of the process the loop may be closed first; then there is nobody left to tell.
-            if not self._loop.is_closed():
-                raise

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
 import os
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -23,31 +22,32 @@ from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import (
     DataEndpoint,
-    PairBeingFenced,
     ReceiverEvents,
     Seal,
-    TooManyPairs,
     TransportName,
     WriteRanges,
 )
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.shm_fence import Evidence, PairFence
+from kvtransfer.transports.acceptor import Acceptor
+from kvtransfer.transports.pair_fence import Evidence, PairFence
+from kvtransfer.transports.port_fences import PortFences
 from kvtransfer.transports.shm_wire import RefusalReason
-
-_OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmReceiverConfig:
     """Limits of one port. `connections_max` counts each connection until there is evidence for it, not until EOF."""
 
-    connections_max: int = 1024
-    pairs_max: int = 1024
-    handshake_ms_max: int = 2000
-    accepts_per_wake_max: int = 16
-    messages_per_wake_max: int = 64
-    accept_pause_ms: int = 100
-    """How long no connection is accepted after the process ran out of file descriptors."""
+    connections_max: int = field(default=1024, metadata={"help": "connections that may write, or are being made"})
+    pairs_max: int = field(default=1024, metadata={"help": "writer processes expected, connected or being fenced"})
+    handshake_ms_max: int = field(default=2000, metadata={"help": "how long a writer may take to prove itself"})
+    accepts_per_wake_max: int = field(default=16, metadata={"help": "connections accepted before others have a turn"})
+    messages_per_wake_max: int = field(
+        default=64, metadata={"help": "messages read from one connection before others have a turn"}
+    )
+    accept_pause_ms: int = field(
+        default=100, metadata={"help": "pause of accepting after the process ran out of file descriptors"}
+    )
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -109,23 +109,35 @@ class ShmReceiverPort:
         self._loop = loop
         self._randomness = randomness
         self._config = config or ShmReceiverConfig()
-        self._pairs: dict[Pair, PairFence] = {}
+        self._fences = PortFences(
+            transport=self.transport,
+            events=events,
+            loop=loop,
+            randomness=randomness,
+            pairs_max=self._config.pairs_max,
+        )
         self._connections: dict[int, _Connection] = {}
         self._connections_made = 0
         self._seals = 0
         self._seals_refused = 0
         self._refused: Counter[RefusalReason] = Counter()
         self._closed = False
-        self._accept_timer: asyncio.TimerHandle | None = None
         self.address = wire.ADDRESS_PREFIX + randomness(16).hex()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            self._listener.bind(wire.socket_address(self.address))
-            self._listener.listen(self._config.connections_max)
+            listener.bind(wire.socket_address(self.address))
+            listener.listen(self._config.connections_max)
         except BaseException:
-            self._listener.close()
+            listener.close()
             raise
-        loop.add_reader(self._listener, self._accept)
+        self._acceptor = Acceptor(
+            listener,
+            loop=loop,
+            admit=self._admit,
+            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
+            accepts_per_wake_max=self._config.accepts_per_wake_max,
+            pause_ms=self._config.accept_pause_ms,
+        )
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
         """Allow connections of this pair in this epoch, and no longer in an older one. Idempotent.
@@ -134,18 +146,7 @@ class ShmReceiverPort:
             TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
             PairBeingFenced: a fence of this epoch waits for its evidence.
         """
-        assert not self._closed
-        book = self._pairs.get(pair)
-        if book is not None and book.has_fenced(epoch):
-            raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
-        if book is None:
-            if len(self._pairs) >= self._config.pairs_max:
-                raise TooManyPairs(f"{len(self._pairs)} pairs use this region's shm port, pairs_max is reached")
-            book = self._pairs[pair] = PairFence()
-        secret = book.secret(epoch)
-        if secret is None:
-            secret = self._randomness(wire.SECRET_BYTES)
-            book.expect(epoch, secret)
+        secret = self._fences.expect(pair, epoch)
         return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
@@ -159,27 +160,22 @@ class ShmReceiverPort:
 
         A writer that lives and runs drains, unmaps and acknowledges; a stopped one keeps the fence waiting.
         """
-        assert not self._closed
-        for number in self._pairs.setdefault(pair, PairFence()).fence(epoch):
+        for number in self._fences.fence(pair, epoch):
             connection = self._connections[number]
             if not connection.fence_told:
                 connection.fence_told = True
                 self._send(connection, wire.Fence(epoch=epoch))
-        self._loop.call_soon(self._settle, pair)
 
     async def close(self) -> None:
         """Stop listening and watching; no event is delivered any more. Writers see EOF. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        if self._accept_timer is not None:
-            self._accept_timer.cancel()
+        self._acceptor.close()
         for connection in list(self._connections.values()):
             self._close_socket(connection)
             self._forget(connection)
-        self._pairs.clear()
+        self._fences.close()
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -191,35 +187,13 @@ class ShmReceiverPort:
             "connections_handshaking": sum(not c.may_write for c in connections),
             "connections_writing": sum(c.may_write and c.sock is not None for c in connections),
             "connections_unproved": sum(c.may_write and c.sock is None for c in connections),
-            "fences_waiting": sum(book.fences_waiting for book in self._pairs.values()),
+            "fences_waiting": self._fences.waiting,
             "seals": self._seals,
             "seals_refused": self._seals_refused,
             "refused": {reason.name: count for reason, count in self._refused.items()},
         }
 
-    def _accept(self) -> None:
-        for _ in range(self._config.accepts_per_wake_max):
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if error.errno not in _OUT_OF_DESCRIPTORS:
-                    raise
-                self._pause_accepting()
-                return
-            self._admit(sock)
-
-    def _pause_accepting(self) -> None:
-        """Without descriptors the listener stays readable and accept keeps failing: that would be a busy loop."""
-        self._refused[RefusalReason.DESCRIPTORS] += 1
-        self._loop.remove_reader(self._listener)
-        self._accept_timer = self._loop.call_later(
-            self._config.accept_pause_ms / 1000, self._loop.add_reader, self._listener, self._accept
-        )
-
     def _admit(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
         pid, uid = wire.peer_credentials(sock)
         self._connections_made += 1
         connection = _Connection(number=self._connections_made, sock=sock, pid=pid)
@@ -274,6 +248,9 @@ class ShmReceiverPort:
                 self._challenge(connection, message)
             case _Stage.CHALLENGED, wire.Answer():
                 self._welcome(connection, message)
+            case _Stage.HELLO, wire.LateBye(nonce=nonce):
+                self._lose(connection)
+                self._late_bye(nonce)
             case _Stage.WRITING, Seal():
                 self._seal(connection, message)
             case _Stage.REFUSED, Seal():
@@ -286,8 +263,7 @@ class ShmReceiverPort:
                 self._refuse(connection, RefusalReason.OUT_OF_ORDER)
 
     def _challenge(self, connection: _Connection, hello: wire.Hello) -> None:
-        book = self._pairs.get(hello.pair)
-        reason = RefusalReason.NOT_EXPECTED if book is None else book.refusal(hello)
+        reason = refusal_of(self._fences.book(hello.pair), hello)
         if reason is not None:
             self._refuse(connection, reason)
             return
@@ -315,14 +291,12 @@ class ShmReceiverPort:
             self._refuse(connection, RefusalReason.CHALLENGE)
             return
         # A fence, or a newer epoch, may have come between HELLO and ANSWER.
-        book = self._pairs.get(hello.pair)
-        reason = RefusalReason.NOT_EXPECTED if book is None else book.refusal(hello)
+        reason = refusal_of(self._fences.book(hello.pair), hello)
         if reason is not None:
             self._refuse(connection, reason)
             return
-        assert book is not None
         # Entered before the descriptor leaves: whatever sending reports, the writer may have it from here on.
-        book.opened(connection.number, hello.epoch)
+        self._fences.opened(hello.pair, connection.number, hello.epoch)
         connection.stage = _Stage.WRITING
         self._cancel_timer(connection)
         self._loop.add_reader(connection.pidfd, self._writer_died, connection)
@@ -340,6 +314,15 @@ class ShmReceiverPort:
         self._seals += 1
         self._events.seal_landed(hello.pair, seal)
 
+    def _late_bye(self, nonce: bytes) -> None:
+        """The writer's word about a connection that broke before its BYE. Only that writer knows the nonce."""
+        for connection in list(self._connections.values()):
+            if connection.nonce and hmac.compare_digest(connection.nonce, nonce):
+                if connection.may_write:
+                    self._prove(connection, Evidence.ACKNOWLEDGED)
+                else:
+                    self._lose(connection)
+
     def _writer_died(self, connection: _Connection) -> None:
         # What the dead writer had still sent is delivered first, its seals and perhaps its BYE; it can add nothing.
         while self._read_one(connection):
@@ -349,7 +332,7 @@ class ShmReceiverPort:
         hello = connection.hello
         assert hello is not None
         self._prove(connection, Evidence.DEAD)
-        if not self._pairs[hello.pair].is_fencing(hello.epoch):
+        if not self._fences.is_fencing(hello.pair, hello.epoch):
             self.fence(hello.pair, hello.epoch)
 
     def _prove(self, connection: _Connection, evidence: Evidence) -> None:
@@ -357,20 +340,9 @@ class ShmReceiverPort:
         hello = connection.hello
         assert hello is not None
         assert connection.may_write
-        self._pairs[hello.pair].closed(connection.number, evidence, connection.pid)
+        self._fences.closed(hello.pair, connection.number, evidence, connection.pid)
         self._close_socket(connection)
         self._forget(connection)
-        self._loop.call_soon(self._settle, hello.pair)
-
-    def _settle(self, pair: Pair) -> None:
-        """Tell every fence of the pair that has its evidence; the callback may call back into this port."""
-        while not self._closed and (book := self._pairs.get(pair)) is not None:
-            settled = book.settled()
-            if settled is None:
-                if book.is_idle:
-                    del self._pairs[pair]
-                return
-            self._events.writer_gone(pair, *settled)
 
     def _refuse(self, connection: _Connection, reason: RefusalReason) -> None:
         """Count, tell the peer, and close; a peer that may write is first left the chance to say BYE."""
@@ -411,3 +383,12 @@ class ShmReceiverPort:
             os.close(connection.pidfd)
             connection.pidfd = None
         self._connections.pop(connection.number, None)
+
+
+def refusal_of(book: PairFence | None, hello: wire.Hello) -> RefusalReason | None:
+    """Why a connection with this HELLO may not be opened now; None: it may. Compares secrets in constant time."""
+    secret = book.secret(hello.epoch) if book is not None else None
+    if secret is None:
+        expected = book is not None and book.expected_epoch is not None
+        return RefusalReason.EPOCH if expected else RefusalReason.NOT_EXPECTED
+    return None if hmac.compare_digest(hello.secret, secret) else RefusalReason.SECRET

@@ -9,6 +9,10 @@
                                       <-       FENCE(epoch), at most once
       BYE(epoch)                      ->       the writer has unmapped the region, and takes no descriptor any more
 
+A BYE whose socket broke first is said on a new connection, as its only message; the nonce names the broken one:
+
+      LATE_BYE(nonce)                 ->       as BYE, for the connection that was challenged with this nonce
+
 REFUSED(reason) may come from the receiver at any point. Every message starts with magic, protocol version and kind;
 its length is fixed by its kind. Integers are little-endian.
 """
@@ -97,7 +101,12 @@ class Bye:
     epoch: Epoch
 
 
-Message = Hello | Challenge | Answer | Welcome | Refused | Seal | Fence | Bye
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateBye:
+    nonce: bytes
+
+
+Message = Hello | Challenge | Answer | Welcome | Refused | Seal | Fence | Bye | LateBye
 
 
 class MalformedMessage(Exception):
@@ -117,6 +126,7 @@ class _Kind(IntEnum):
     SEAL = 6
     FENCE = 7
     BYE = 8
+    LATE_BYE = 9
 
 
 _BODIES = {
@@ -128,6 +138,7 @@ _BODIES = {
     _Kind.SEAL: _SEAL,
     _Kind.FENCE: _EPOCH,
     _Kind.BYE: _EPOCH,
+    _Kind.LATE_BYE: _NONCE,
 }
 
 
@@ -154,6 +165,9 @@ def encode(message: Message) -> bytes:
             return _pack(_Kind.FENCE, epoch)
         case Bye(epoch=epoch):
             return _pack(_Kind.BYE, epoch)
+        case LateBye(nonce=nonce):
+            assert len(nonce) == NONCE_BYTES, len(nonce)
+            return _pack(_Kind.LATE_BYE, nonce)
 
 
 def decode(packet: bytes) -> Message:
@@ -185,6 +199,8 @@ def decode(packet: bytes) -> Message:
             return Fence(epoch=Epoch(fields[0]))
         case _Kind.BYE:
             return Bye(epoch=Epoch(fields[0]))
+        case _Kind.LATE_BYE:
+            return LateBye(nonce=fields[0])
 
 
 def socket_address(address: str) -> str:

@@ -18,15 +18,19 @@ from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
 class TcpWriterConfig:
     """Limits of one link."""
 
-    streams: int = 1
-    connect_ms_max: int = 5000
-    abandoned_grants_max: int = 1 << 20
-    seals_waiting_max: int = 4096
-    """Seals of one stream that wait for a receiver that does not read."""
-    drain_ms_max: int = 2000
-    """How long frames of an abandoned grant may stay unacknowledged; then the link is closed, which completes them."""
-    bye_ms_max: int = 2000
-    """How long `close` waits for the receiver to take in what was on its way."""
+    streams: int = field(default=1, metadata={"help": "connections to each receiver"})
+    connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
+    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
+    seals_waiting_max: int = field(
+        default=4096, metadata={"help": "seals of one stream that wait for a receiver that does not read"}
+    )
+    drain_ms_max: int = field(
+        default=2000,
+        metadata={"help": "how long frames of an abandoned grant may stay unacknowledged before the link is closed"},
+    )
+    bye_ms_max: int = field(
+        default=2000, metadata={"help": "how long closing waits for the receiver to take in what was on its way"}
+    )
     socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:

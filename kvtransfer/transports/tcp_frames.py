@@ -15,7 +15,8 @@ import numpy as np
 
 from baton.ids import GrantId
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.shm_copy import Completed, TooManyAbandonedGrants, check_ops
+from kvtransfer.transports.loop_calls import call_loop
+from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants, check_ops
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -277,12 +278,7 @@ class SendQueue:
             self.bytes_copied += batch.total_bytes
         else:
             self.batches_abandoned += 1
-        try:
-            self._loop.call_soon_threadsafe(self._deliver, batch, copied)
-        except RuntimeError:
-            # At the end of the process the loop may be closed first; then there is nobody left to tell.
-            if not self._loop.is_closed():
-                raise
+        call_loop(self._loop, self._deliver, batch, copied)
 
     def _deliver(self, batch: Batch, copied: bool) -> None:
         with self._wake:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
 import socket
 from collections import Counter
@@ -21,14 +20,14 @@ from typing import ClassVar
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, PairBeingFenced, ReceiverEvents, TooManyPairs, TransportName, WriteRanges
+from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.shm_fence import Evidence, PairFence
+from kvtransfer.transports.acceptor import Acceptor
+from kvtransfer.transports.pair_fence import Evidence
+from kvtransfer.transports.port_fences import PortFences
 from kvtransfer.transports.tcp_socket import tune
 from kvtransfer.transports.tcp_stream import ReceiveStream, TcpReceiverConfig
 from kvtransfer.transports.tcp_wire import RefusalReason
-
-_OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -80,7 +79,13 @@ class TcpReceiverPort:
         self._loop = loop
         self._randomness = randomness
         self._config = config or TcpReceiverConfig()
-        self._pairs: dict[Pair, PairFence] = {}
+        self._fences = PortFences(
+            transport=self.transport,
+            events=events,
+            loop=loop,
+            randomness=randomness,
+            pairs_max=self._config.pairs_max,
+        )
         self._connections: dict[int, _Connection] = {}
         self._allowed: dict[GrantId, _Allowed] = {}
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
@@ -88,18 +93,24 @@ class TcpReceiverPort:
         self._counts: Counter[str] = Counter()
         self._refused: Counter[RefusalReason] = Counter()
         self._closed = False
-        self._accept_timer: asyncio.TimerHandle | None = None
         host, port = split_endpoint(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=self._config.handshakes_max)
+        listener = socket.create_server((host, port), family=family, backlog=self._config.handshakes_max)
         try:
-            self._listener.setblocking(False)
-            self.address = join_endpoint(advertise_host or host, self._listener.getsockname()[1])
+            listener.setblocking(False)
+            self.address = join_endpoint(advertise_host or host, listener.getsockname()[1])
             check_reachable(self.address)
         except BaseException:
-            self._listener.close()
+            listener.close()
             raise
-        loop.add_reader(self._listener, self._accept)
+        self._acceptor = Acceptor(
+            listener,
+            loop=loop,
+            admit=self._admit,
+            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
+            accepts_per_wake_max=self._config.accepts_per_wake_max,
+            pause_ms=self._config.accept_pause_ms,
+        )
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
         """See `ReceiverPort.expect`.
@@ -108,18 +119,7 @@ class TcpReceiverPort:
             PairBeingFenced: a fence of this epoch has not ended yet.
             TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
         """
-        assert not self._closed
-        book = self._pairs.get(pair)
-        if book is not None and book.has_fenced(epoch):
-            raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
-        if book is None:
-            if len(self._pairs) >= self._config.pairs_max:
-                raise TooManyPairs(f"{len(self._pairs)} pairs use this region's tcp port, pairs_max is reached")
-            book = self._pairs[pair] = PairFence()
-        secret = book.secret(epoch)
-        if secret is None:
-            secret = self._randomness(wire.SECRET_BYTES)
-            book.expect(epoch, secret)
+        secret = self._fences.expect(pair, epoch)
         return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
@@ -138,22 +138,17 @@ class TcpReceiverPort:
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. Nothing lands any more when this returns; the threads are joined soon after."""
-        assert not self._closed
-        for number in self._pairs.setdefault(pair, PairFence()).fence(epoch):
+        for number in self._fences.fence(pair, epoch):
             stream = self._connections[number].stream
             assert stream is not None
             stream.stop(epoch)
-        self._loop.call_soon(self._settle, pair)
 
     async def close(self) -> None:
         """Stop listening and receiving; no event is delivered any more. Writers see EOF. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        if self._accept_timer is not None:
-            self._accept_timer.cancel()
+        self._acceptor.close()
         for connection in self._connections.values():
             if connection.stream is not None:
                 connection.stream.stop(None)
@@ -161,7 +156,7 @@ class TcpReceiverPort:
             if connection.stream is not None:
                 connection.stream.join()
             self._forget(connection)
-        self._pairs.clear()
+        self._fences.close()
         self._allowed.clear()
 
     def describe(self) -> dict[str, object]:
@@ -174,7 +169,7 @@ class TcpReceiverPort:
             "connections_made": self._connections_made,
             "connections_handshaking": len(self._connections) - len(streams),
             "connections_writing": len(streams),
-            "fences_waiting": sum(book.fences_waiting for book in self._pairs.values()),
+            "fences_waiting": self._fences.waiting,
             "grants_allowed": len(self._allowed),
             **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
             "refused": {reason.name: count for reason, count in self._refused.items()},
@@ -186,29 +181,7 @@ class TcpReceiverPort:
 
     # Handshake.
 
-    def _accept(self) -> None:
-        for _ in range(self._config.accepts_per_wake_max):
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if error.errno not in _OUT_OF_DESCRIPTORS:
-                    raise
-                self._pause_accepting()
-                return
-            self._admit(sock)
-
-    def _pause_accepting(self) -> None:
-        """Without descriptors the listener stays readable and accept keeps failing: that would be a busy loop."""
-        self._refused[RefusalReason.DESCRIPTORS] += 1
-        self._loop.remove_reader(self._listener)
-        self._accept_timer = self._loop.call_later(
-            self._config.accept_pause_ms / 1000, self._loop.add_reader, self._listener, self._accept
-        )
-
     def _admit(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
         self._connections_made += 1
         handshaking = sum(c.stream is None for c in self._connections.values())
         connection = _Connection(number=self._connections_made, sock=sock)
@@ -265,7 +238,7 @@ class TcpReceiverPort:
 
     def _secret(self, connection: _Connection, hello: wire.Hello) -> bytes | None:
         """The secret to be proved; None: the connection has been refused."""
-        book = self._pairs.get(hello.pair)
+        book = self._fences.book(hello.pair)
         secret = book.secret(hello.epoch) if book is not None else None
         if secret is None:
             expected = book is not None and not book.has_fenced(hello.epoch)
@@ -317,7 +290,7 @@ class TcpReceiverPort:
             del self._connections[connection.number]
             raise
         connection.stream = stream
-        self._pairs[hello.pair].opened(connection.number, hello.epoch)
+        self._fences.opened(hello.pair, connection.number, hello.epoch)
 
     # What streams tell.
 
@@ -352,22 +325,10 @@ class TcpReceiverPort:
         if not any(s.hello.link == hello.link for s in self._streams(hello.pair)):
             for key in [k for k in self._seals_partial if k[:2] == (hello.pair, hello.link)]:
                 del self._seals_partial[key]
-        book = self._pairs[hello.pair]
-        book.closed(connection.number, Evidence.JOINED, 0)
+        self._fences.closed(hello.pair, connection.number, Evidence.JOINED)
         orderly = end is not None and end.by_bye
-        if not orderly and not book.is_fencing(hello.epoch):
+        if not orderly and not self._fences.is_fencing(hello.pair, hello.epoch):
             self.fence(hello.pair, hello.epoch)
-        self._loop.call_soon(self._settle, hello.pair)
-
-    def _settle(self, pair: Pair) -> None:
-        """Tell every fence of the pair that has its evidence; the callback may call back into this port."""
-        while not self._closed and (book := self._pairs.get(pair)) is not None:
-            settled = book.settled()
-            if settled is None:
-                if book.is_idle:
-                    del self._pairs[pair]
-                return
-            self._events.writer_gone(pair, *settled)
 
     # Connections.
 

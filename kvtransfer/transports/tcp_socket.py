@@ -6,18 +6,22 @@ Buffer sizes are left to the kernel: setting one would switch off its own tuning
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpSocketOptions:
     """When the kernel gives a silent peer up. Seconds where the kernel counts in seconds."""
 
-    keepalive_idle_s: int = 10
-    keepalive_interval_s: int = 5
-    keepalive_probes_max: int = 4
-    user_timeout_ms: int = 20_000
-    """How long sent bytes may go without an acknowledgement of the peer's kernel (RFC 5482)."""
+    keepalive_idle_s: int = field(default=10, metadata={"help": "seconds of silence before the kernel probes the peer"})
+    keepalive_interval_s: int = field(default=5, metadata={"help": "seconds between two probes"})
+    keepalive_probes_max: int = field(
+        default=4, metadata={"help": "unanswered probes before the kernel gives the peer up"}
+    )
+    user_timeout_ms: int = field(
+        default=20_000,
+        metadata={"help": "how long sent bytes may go without an acknowledgement of the peer's kernel (RFC 5482)"},
+    )
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

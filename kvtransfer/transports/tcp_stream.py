@@ -23,6 +23,7 @@ import numpy as np
 from baton.ids import Epoch, GrantId
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_socket import TcpSocketOptions
 from kvtransfer.transports.tcp_wire import RefusalReason
 
@@ -32,12 +33,16 @@ SCRATCH_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    frame_bytes_max: int = wire.FRAME_BYTES_MAX
-    frame_segments_max: int = 256
-    ack_frames_max: int = 16
-    """Frames taken in before an acknowledgement is sent even though more are waiting."""
-    outbox_bytes_max: int = 1 << 16
-    """Acknowledgements that a writer may leave unread."""
+    frame_bytes_max: int = field(default=wire.FRAME_BYTES_MAX, metadata={"help": "bytes of one frame"})
+    frame_segments_max: int = field(
+        default=256, metadata={"help": "pieces of the region that one frame may be scattered to"}
+    )
+    ack_frames_max: int = field(
+        default=16, metadata={"help": "frames taken in before an acknowledgement is sent even though more are waiting"}
+    )
+    outbox_bytes_max: int = field(
+        default=1 << 16, metadata={"help": "bytes of acknowledgements that a writer may leave unread"}
+    )
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -53,15 +58,22 @@ class StreamLimits:
 class TcpReceiverConfig:
     """Limits of one port. `connections_max`: proved connections; strangers can only fill `handshakes_max`."""
 
-    connections_max: int = 256
-    handshakes_max: int = 64
-    pairs_max: int = 1024
-    handshake_ms_max: int = 2000
-    accepts_per_wake_max: int = 16
-    accept_pause_ms: int = 100
-    """How long no connection is accepted after the process ran out of file descriptors."""
-    seals_partial_max: int = 4096
-    """Seals that have come on some of their streams and not yet on all."""
+    connections_max: int = field(default=256, metadata={"help": "proved connections at a time"})
+    handshakes_max: int = field(
+        default=64, metadata={"help": "connections at a time that have not proved themselves yet"}
+    )
+    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
+    handshake_ms_max: int = field(default=2000, metadata={"help": "how long a handshake may take"})
+    accepts_per_wake_max: int = field(
+        default=16, metadata={"help": "connections accepted in one go before others get their turn"}
+    )
+    accept_pause_ms: int = field(
+        default=100,
+        metadata={"help": "how long no connection is accepted after the process ran out of file descriptors"},
+    )
+    seals_partial_max: int = field(
+        default=4096, metadata={"help": "seals that have come on some of their streams and not yet on all"}
+    )
     stream: StreamLimits = field(default_factory=StreamLimits)
     socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
@@ -179,7 +191,7 @@ class ReceiveStream:
         finally:
             # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
             self._say_why()
-            self._call_loop(self._ended, self)
+            call_loop(self._loop, self._ended, self)
 
     def _take_message(self) -> None:
         self._read(memoryview(self._head), between_messages=True)
@@ -196,7 +208,7 @@ class ReceiveStream:
                 self._check_order(message.sequence, message.seal.epoch)
                 if not message.streams_mask >> self.hello.stream & 1:
                     raise StreamEnded("a seal on a stream that it does not name", RefusalReason.MALFORMED)
-                self._call_loop(self._sealed, self, message)
+                call_loop(self._loop, self._sealed, self, message)
                 self._acknowledge(wire.Ack(sequence=message.sequence, landed=True))
             case wire.Bye():
                 self._check_order(message.sequence, message.epoch)
@@ -346,11 +358,3 @@ class ReceiveStream:
                 self._flush()
         except (OSError, StreamEnded):
             return
-
-    def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            # At the end of the process the loop may be closed first; then there is nobody left to tell.
-            if not self._loop.is_closed():
-                raise

@@ -11,7 +11,6 @@ import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -20,7 +19,9 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.shm_copy import TooManyAbandonedGrants
+from kvtransfer.transports.link_end import LinkEnd
+from kvtransfer.transports.loop_calls import call_loop
+from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
 from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream
 from kvtransfer.transports.tcp_frames import Frame, SealToSend, SendQueue
 
@@ -64,8 +65,6 @@ class TcpWriterLink:
         """Takes ownership of the sockets. Use `connect`."""
         self._address = endpoint.address
         self._epoch = endpoint.epoch
-        self._pair = pair
-        self._events = events
         self._loop = loop
         self._config = config
         self._source: memoryview | None = source_region_U8.data
@@ -82,13 +81,10 @@ class TcpWriterLink:
         self._streams = [_Stream(index=i, sock=sock) for i, sock in enumerate(socks)]
         self._drains: dict[GrantId, asyncio.TimerHandle] = {}
         self._seals = 0
-        self._end_reason: str | None = None
-        self._end_asked_by_caller = False
-        self._fenced = False
+        self._ending = LinkEnd(pair=pair, events=events, loop=loop)
         self._closing_timer: asyncio.TimerHandle | None = None
         self._cut = False
         self._joined = False
-        self._ended = loop.create_future()
         for stream in self._streams:
             stream.thread = threading.Thread(
                 target=self._send_all, args=(stream,), name=f"tcp-send-{pair.receiver:x}-{stream.index}", daemon=True
@@ -146,7 +142,7 @@ class TcpWriterLink:
     @property
     def fenced(self) -> bool:
         """See `WriterLink.fenced`."""
-        return self._fenced
+        return self._ending.by_fence
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
@@ -160,7 +156,7 @@ class TcpWriterLink:
         """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
         assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
         assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's writes have completed"
-        if self._end_reason is not None:
+        if self._ending.begun:
             return
         if (waiting := self._queue.seals_waiting) >= self._config.seals_waiting_max:
             self._end(f"the receiver does not read: {waiting} seals wait")
@@ -175,7 +171,7 @@ class TcpWriterLink:
         except TooManyAbandonedGrants as error:
             self._end(str(error))
             return
-        if drains and self._end_reason is None and grant not in self._drains:
+        if drains and not self._ending.begun and grant not in self._drains:
             delay_s = self._config.drain_ms_max / 1000
             self._drains[grant] = self._loop.call_later(delay_s, self._drain_deadline, grant)
 
@@ -185,10 +181,9 @@ class TcpWriterLink:
 
     async def close(self) -> None:
         """See `WriterLink.close`. Returns when the threads have ended, the sockets are closed, all is completed."""
-        if self._end_reason is None:
-            self._end_asked_by_caller = True
-            self._end("closed", orderly=True)
-        await asyncio.shield(self._ended)
+        self._ending.ask()
+        self._end("closed", orderly=True)
+        await self._ending.wait()
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -196,7 +191,7 @@ class TcpWriterLink:
             "transport": self.transport.value,
             "address": self._address,
             "epoch": self._epoch,
-            "state": "open" if self._end_reason is None else self._end_reason,
+            "state": self._ending.reason or "open",
             "streams": len(self._streams),
             "writes": self._queue.writes_copied,
             "bytes": self._queue.bytes_copied,
@@ -219,7 +214,7 @@ class TcpWriterLink:
         except OSError as error:
             failure = f"connection lost: {error}"
         finally:
-            self._call_loop(self._sender_left, stream, failure)
+            call_loop(self._loop, self._sender_left, stream, failure)
 
     def _send_one(self, sock: socket.socket, sequence: int, item: Frame | SealToSend) -> None:
         if isinstance(item, SealToSend):
@@ -237,14 +232,6 @@ class TcpWriterLink:
         table = np.array([item.dst, item.nbytes], dtype="<i8").T.tobytes()
         payload = (source[s : s + n] for s, n in zip(item.src, item.nbytes, strict=True))
         _send_gathered(sock, [memoryview(wire.encode(head) + table), *payload])
-
-    def _call_loop(self, callback: Callable[..., None], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            # At the end of the process the loop may be closed first; then there is nobody left to tell.
-            if not self._loop.is_closed():
-                raise
 
     # Control thread.
 
@@ -280,7 +267,7 @@ class TcpWriterLink:
             case wire.Ack(sequence=sequence, landed=landed):
                 self._queue.acknowledged(stream.index, sequence, landed=landed)
             case wire.Fence(epoch=epoch):
-                self._fenced = True
+                self._ending.by_fence = True
                 self._end(f"fenced by the receiver up to epoch {epoch}")
             case wire.Refused(reason=reason):
                 self._end(f"refused by the receiver: {reason.name}")
@@ -294,9 +281,8 @@ class TcpWriterLink:
 
     def _end(self, reason: str, *, orderly: bool = False) -> None:
         """Begin the end, once. It goes on in `_finish_if_over`."""
-        if self._end_reason is not None:
+        if not self._ending.begin(reason):
             return
-        self._end_reason = reason
         for timer in self._drains.values():
             timer.cancel()
         self._drains.clear()
@@ -323,7 +309,7 @@ class TcpWriterLink:
         stream.sending = False
         if failure:
             # The receiver's word, if it left one, says more than the error of a send.
-            while stream.reading and self._end_reason is None and self._has_input(stream):
+            while stream.reading and not self._ending.begun and self._has_input(stream):
                 self._read(stream)
             self._end(failure)
             if not self._cut:
@@ -357,13 +343,7 @@ class TcpWriterLink:
         self._source = None
         self._queue.lose_unacknowledged()
         # Behind the completions, which the queue has just handed to the loop.
-        self._loop.call_soon(self._finish)
-
-    def _finish(self) -> None:
-        self._ended.set_result(None)
-        if not self._end_asked_by_caller:
-            assert self._end_reason is not None
-            self._events.link_lost(self._pair, self._end_reason)
+        self._loop.call_soon(self._ending.finish)
 
 
 def _send_gathered(sock: socket.socket, views: list[memoryview]) -> None:

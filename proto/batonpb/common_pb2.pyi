@@ -13,6 +13,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_ROUTER: _ClassVar[Role]
     ROLE_PREFILL: _ClassVar[Role]
     ROLE_DECODE: _ClassVar[Role]
+    ROLE_MIXED: _ClassVar[Role]
 
 class Lifecycle(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -33,6 +34,7 @@ ROLE_UNSPECIFIED: Role
 ROLE_ROUTER: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
+ROLE_MIXED: Role
 LIFECYCLE_UNSPECIFIED: Lifecycle
 LIFECYCLE_STARTING: Lifecycle
 LIFECYCLE_READY: Lifecycle
@@ -61,20 +63,22 @@ class RequestKey(_message.Message):
     def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
-    __slots__ = ("quarantined", "writer_owned", "held", "cached", "free", "promised")
+    __slots__ = ("quarantined", "writer_owned", "held", "cached", "free", "promised", "pinned")
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     WRITER_OWNED_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     quarantined: int
     writer_owned: int
     held: int
     cached: int
     free: int
     promised: int
-    def __init__(self, quarantined: _Optional[int] = ..., writer_owned: _Optional[int] = ..., held: _Optional[int] = ..., cached: _Optional[int] = ..., free: _Optional[int] = ..., promised: _Optional[int] = ...) -> None: ...
+    pinned: int
+    def __init__(self, quarantined: _Optional[int] = ..., writer_owned: _Optional[int] = ..., held: _Optional[int] = ..., cached: _Optional[int] = ..., free: _Optional[int] = ..., promised: _Optional[int] = ..., pinned: _Optional[int] = ...) -> None: ...
 
 class SamplingSpec(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "choice", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "logprobs")

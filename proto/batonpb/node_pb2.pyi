@@ -20,7 +20,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story")
+    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class NodeStatus(_message.Message):
     GRANTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     SAFE_TO_DELETE_FIELD_NUMBER: _ClassVar[int]
     STORY_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     record: _directory_pb2.NodeRecord
     requests: int
     grants_received: int
@@ -45,7 +46,34 @@ class NodeStatus(_message.Message):
     grants_quarantined: int
     safe_to_delete: bool
     story: str
-    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ...) -> None: ...
+    prefixes: PrefixStatus
+    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ...) -> None: ...
+
+class PrefixStatus(_message.Message):
+    __slots__ = ("prompt_tokens", "hit_tokens", "pinned_blocks", "pinned_blocks_max", "pins")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    hit_tokens: int
+    pinned_blocks: int
+    pinned_blocks_max: int
+    pins: _containers.RepeatedCompositeFieldContainer[PinStatus]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., pinned_blocks_max: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinStatus, _Mapping]]] = ...) -> None: ...
+
+class PinStatus(_message.Message):
+    __slots__ = ("name", "blocks", "blocks_pinned", "lease_left_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    blocks: int
+    blocks_pinned: int
+    lease_left_ms: int
+    def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., lease_left_ms: _Optional[int] = ...) -> None: ...
 
 class PairStatus(_message.Message):
     __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures")

@@ -39,8 +39,18 @@ class ConnectReply(_message.Message):
     num_blocks: int
     def __init__(self, receiver: _Optional[int] = ..., transport: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[bytes] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class AttendRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ...) -> None: ...
+
+class AttendReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ReserveRequest(_message.Message):
-    __slots__ = ("header", "number", "lowest_live", "key", "prompt", "sampling", "router", "cache_salt", "deadline_left_ms")
+    __slots__ = ("header", "number", "lowest_live", "key", "prompt", "sampling", "router", "cache_salt", "deadline_left_ms", "output")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOWEST_LIVE_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +60,7 @@ class ReserveRequest(_message.Message):
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     number: int
     lowest_live: int
@@ -59,7 +70,8 @@ class ReserveRequest(_message.Message):
     router: int
     cache_salt: bytes
     deadline_left_ms: int
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ...) -> None: ...
+    output: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ..., output: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("granted", "busy", "reject")

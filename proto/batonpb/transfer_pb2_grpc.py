@@ -40,6 +40,11 @@ class TransferStub(object):
                 request_serializer=batonpb_dot_transfer__pb2.ConnectRequest.SerializeToString,
                 response_deserializer=batonpb_dot_transfer__pb2.ConnectReply.FromString,
                 _registered_method=True)
+        self.Attend = channel.unary_stream(
+                '/baton.v1.Transfer/Attend',
+                request_serializer=batonpb_dot_transfer__pb2.AttendRequest.SerializeToString,
+                response_deserializer=batonpb_dot_transfer__pb2.AttendReply.FromString,
+                _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/baton.v1.Transfer/Reserve',
                 request_serializer=batonpb_dot_transfer__pb2.ReserveRequest.SerializeToString,
@@ -73,6 +78,14 @@ class TransferServicer(object):
 
     def Connect(self, request, context):
         """Served by the receiver.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attend(self, request, context):
+        """Open for as long as the writer lives and reaches the receiver: how each learns of the other's death. The receiver
+        sends one message at the beginning and ends the call when it stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,6 +130,11 @@ def add_TransferServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=batonpb_dot_transfer__pb2.ConnectRequest.FromString,
                     response_serializer=batonpb_dot_transfer__pb2.ConnectReply.SerializeToString,
+            ),
+            'Attend': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attend,
+                    request_deserializer=batonpb_dot_transfer__pb2.AttendRequest.FromString,
+                    response_serializer=batonpb_dot_transfer__pb2.AttendReply.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -172,6 +190,33 @@ class Transfer(object):
             '/baton.v1.Transfer/Connect',
             batonpb_dot_transfer__pb2.ConnectRequest.SerializeToString,
             batonpb_dot_transfer__pb2.ConnectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Transfer/Attend',
+            batonpb_dot_transfer__pb2.AttendRequest.SerializeToString,
+            batonpb_dot_transfer__pb2.AttendReply.FromString,
             options,
             channel_credentials,
             insecure,

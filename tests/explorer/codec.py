@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from baton.ids import Epoch, GrantId, ReserveNumber
+from kvtransfer.grant_book import GrantEntry, PairEntry
 from kvtransfer.grant_messages import Refusal
 from kvtransfer.ledger import Ledger
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants, ReceiverLimits, _Grant, _PairState
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants, ReceiverLimits
 from kvtransfer.writer_grants import WriterGrants, WriterLimits, WriterState, _Handoff
 
 GrantTuple = tuple[Any, ...]
@@ -59,7 +60,7 @@ def save_receiver(machine: ReceiverGrants) -> ReceiverTuple:
     return grants, pairs, tuple(sorted(machine._dead_attempts.items())), save_ledger(machine.ledger)
 
 
-def _save_grant(grant: _Grant) -> GrantTuple:
+def _save_grant(grant: GrantEntry) -> GrantTuple:
     known = (grant.id, grant.number, grant.key, grant.pair)
     if grant.state in (GrantState.COMMITTED, GrantState.FENCED, GrantState.RELEASED):
         assert not grant.commit_waits
@@ -83,7 +84,7 @@ def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: Rec
     grants, pairs, dead, ledger = saved
     machine = make(load_ledger(ledger), limits)
     for row in grants:
-        grant = _Grant(
+        grant = GrantEntry(
             id=row[0],
             number=row[1],
             key=row[2],
@@ -101,7 +102,7 @@ def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: Rec
         machine._grants[grant.id] = grant
         machine._by_request.setdefault(grant.key.request, set()).add(grant.id)
     for pair, epoch, lowest_live, refused, by_number, fencing in pairs:
-        machine._pairs[pair] = _PairState(
+        machine._pairs[pair] = PairEntry(
             epoch=epoch,
             lowest_live=lowest_live,
             refused=dict(refused),

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
+from kvtransfer.grant_book import GrantEntry
 from kvtransfer.grant_messages import (
     GrantTimerFired,
     SealLanded,
     TimerKind,
     WriterLetGo,
 )
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step, _Grant
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
 from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep, _Handoff
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 
@@ -78,7 +79,7 @@ class FreeOnTimeout(ReceiverGrants):
 class FreeAfterRevokes(ReceiverGrants):
     """So does a writer that does not answer to Revoke for long enough."""
 
-    def _next_revoke_round(self, grant: _Grant) -> None:
+    def _next_revoke_round(self, grant: GrantEntry) -> None:
         if grant.revoke_rounds + 1 >= self.limits.revoke_rounds_before_quarantine:
             self._step(grant, Step.FENCE, GrantState.FENCED)
         else:
@@ -88,7 +89,7 @@ class FreeAfterRevokes(ReceiverGrants):
 class NoSeal(ReceiverGrants):
     """The writer's Commit is enough."""
 
-    def _after_seal_or_commit(self, grant: _Grant, stay: GrantState) -> GrantState:
+    def _after_seal_or_commit(self, grant: GrantEntry, stay: GrantState) -> GrantState:
         if grant.expected is None:
             return stay
         return GrantState.COMMITTED if grant.state in _OPEN else GrantState.FENCED
@@ -97,7 +98,7 @@ class NoSeal(ReceiverGrants):
 class NoRevokeTimer(ReceiverGrants):
     """One Revoke, and then nothing: safe, but a lost message holds the block for ever."""
 
-    def _enter_revoking(self, grant: _Grant) -> None:
+    def _enter_revoking(self, grant: GrantEntry) -> None:
         super()._enter_revoking(grant)
         self._out.pop()
 

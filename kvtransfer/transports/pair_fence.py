@@ -1,17 +1,16 @@
 """Which connections of one pair may still write, and which fences wait for them. Pure: no sockets, no clock.
 
-A connection is *open* from the moment that the region's descriptor may have left for the writer, and stays so until
-there is evidence for it: the writer's acknowledgement, or its death. Nothing else closes it here (DESIGN I2, I3).
+A connection is *open* from the moment that it may write (shm: that the region's descriptor may have left for the
+writer), and stays so until there is evidence that it cannot any more. Nothing else closes it here (DESIGN I2, I3).
+`port_fences` keeps the books of all pairs of one port.
 """
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.ids import Epoch
-from kvtransfer.transports.shm_wire import Hello, RefusalReason
 
 
 class Evidence(Enum):
@@ -57,6 +56,11 @@ class PairFence:
         """`epoch` can be expected no more: a fence that covers it has begun."""
         return epoch <= self._fenced_epoch
 
+    @property
+    def expected_epoch(self) -> Epoch | None:
+        """The epoch whose connections may be opened now; None: no connection may."""
+        return self._expected[0] if self._expected is not None else None
+
     def secret(self, epoch: Epoch) -> bytes | None:
         """The secret that `expect` set for this epoch, if it still holds."""
         return self._expected[1] if self._expected is not None and self._expected[0] == epoch else None
@@ -67,19 +71,8 @@ class PairFence:
         assert self._expected is None or epoch > self._expected[0], (epoch, "epochs only rise")
         self._expected = (epoch, secret)
 
-    def refusal(self, hello: Hello) -> RefusalReason | None:
-        """Why a connection with this HELLO may not be opened now; None: it may. Compares secrets in constant time."""
-        if self._expected is None:
-            return RefusalReason.NOT_EXPECTED
-        epoch, secret = self._expected
-        if hello.epoch != epoch:
-            return RefusalReason.EPOCH
-        if not hmac.compare_digest(hello.secret, secret):
-            return RefusalReason.SECRET
-        return None
-
     def opened(self, connection: int, epoch: Epoch) -> None:
-        """The descriptor is about to be sent. The caller has just seen `refusal` answer None."""
+        """From now on it may be able to write. The caller has just seen that it knows this epoch's secret."""
         assert connection not in self._open, connection
         assert epoch > self._fenced_epoch, (epoch, self._fenced_epoch)
         self._open[connection] = epoch

@@ -1,0 +1,134 @@
+"""How a process learns that another one has died, stopped or been cut off. One configuration for every such place.
+
+Each gRPC connection between nodes is pinged from both ends while it is silent. gRPC answers a ping on a thread of its
+own, in native code: a process whose event loop or interpreter lock is busy answers, one that is stopped or cut off
+does not. A connection that ends, or whose ping goes unanswered, ends every call on it. Whoever holds a long-lived call
+to a peer (`Reach`) then tries to reach it again for a short time before it believes it lost. Being wrong costs what was
+under way there and is safe: ownership of blocks and of tokens never depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.clock import Clock
+from baton.endpoint import split_endpoint
+from baton.errors import BatonError, InvalidField, Reason, check_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LivenessConfig:
+    heartbeat_ms: int = field(default=500, metadata={"help": "pause between pings of a silent connection to a node"})
+    jitter_percent: int = field(
+        default=20, metadata={"help": "how much shorter the pause is on some connections, so that pings spread out"}
+    )
+    answer_ms_max: int = field(
+        default=1_500, metadata={"help": "a ping unanswered this long ends the connection and every call on it"}
+    )
+    reconnect_ms_max: int = field(
+        default=700, metadata={"help": "a peer not reached again this long after its connection ended is lost"}
+    )
+    reconnect_pause_ms: int = field(default=50, metadata={"help": "pause between two tries to reach it again"})
+    refusals_max: int = field(
+        default=3, metadata={"help": "tries in a row at which nobody listens there before the peer is lost at once"}
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "heartbeat_ms", "answer_ms_max", "reconnect_ms_max", "reconnect_pause_ms", "refusals_max")
+        if not 0 <= self.jitter_percent <= 90:
+            raise InvalidField("jitter_percent", "must be from 0 to 90")
+
+    @property
+    def noticed_ms_max(self) -> int:
+        """The longest that a stopped or cut-off peer is taken to be alive."""
+        return self.heartbeat_ms + self.answer_ms_max + self.reconnect_ms_max
+
+    def ping_options(self, rng: random.Random | None) -> list[tuple[str, int]]:
+        """gRPC's options for a channel or a server. A server's pings cannot be spread: `rng` is None there.
+
+        The name `keepalive_timeout` does not keep what it promises: in the versions that we know (1.74) a ping is given
+        up after `ping_timeout`, a minute by default, so both are set.
+        """
+        shorter = rng.uniform(0, self.jitter_percent / 100) if rng is not None else 0.0
+        return [
+            ("grpc.keepalive_time_ms", max(1, round(self.heartbeat_ms * (1 - shorter)))),
+            ("grpc.keepalive_timeout_ms", self.answer_ms_max),
+            ("grpc.http2.ping_timeout_ms", self.answer_ms_max),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+
+
+class Reach:
+    """What one holder of a long-lived call to a peer believes of it. Lives on one event loop.
+
+    Each call goes through `connected`; after each end, `lost` says whether to believe the peer lost.
+    """
+
+    def __init__(self, endpoint: str, config: LivenessConfig, clock: Clock) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._clock = clock
+        self._broken_s: float | None = None
+        self._refusals = 0
+        self.why = ""
+
+    async def connected(self, call: Any) -> None:
+        """Wait until a call that has just been made is on a connection to the peer. Cancels it where that takes longer
+        than is left, and raises BatonError PEER_UNREACHABLE; raises grpc.aio.AioRpcError where it has ended."""
+        try:
+            async with asyncio.timeout(self._left_s):
+                await call.wait_for_connection()
+        except TimeoutError as error:
+            call.cancel()
+            raise BatonError(Reason.PEER_UNREACHABLE, f"No connection to {self._endpoint} yet.") from error
+        self._begin()
+
+    @property
+    def _left_s(self) -> float:
+        if self._broken_s is None:
+            return self._config.reconnect_ms_max / 1000
+        return max(0.0, self._broken_s + self._config.reconnect_ms_max / 1000 - self._clock.monotonic_s())
+
+    async def lost(self) -> bool:
+        """The call has ended, or could not be made. True: the peer is lost, `why` says how that is known, and the next
+        call has all the time again. Pauses where it is not."""
+        if self._broken_s is None:
+            self._broken_s = self._clock.monotonic_s()
+        if await nobody_listens(self._endpoint, timeout_s=self._left_s):
+            self._refusals += 1
+        else:
+            self._refusals = 0
+        if self._refusals >= self._config.refusals_max:
+            self.why = "nobody listens at its address"
+        elif self._left_s == 0.0:
+            self.why = f"it was not reached again for {self._config.reconnect_ms_max} ms"
+        else:
+            await self._clock.sleep_s(min(self._config.reconnect_pause_ms / 1000, self._left_s))
+            return False
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
+        self._broken_s = None
+        self._refusals = 0
+
+
+async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:
+    """Whether the peer's machine says that no process has this port. False where it says nothing or is not found."""
+    host, port = split_endpoint(endpoint)
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (TimeoutError, OSError):
+        return False
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return False

@@ -1,0 +1,192 @@
+"""The Kubernetes pod that a node runs in: which pod a smaller pool gives up first.
+
+A ReplicaSet that loses a replica removes pods that are not ready first, and among those alike the one of the lowest
+`controller.kubernetes.io/pod-deletion-cost`. A draining node gives its own pod the lowest cost there is, and takes that
+back when it takes requests again. It is a hint: a drain goes on without it.
+https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from baton.clock import Clock
+from baton.errors import InvalidField, check_positive
+from baton.kubernetes_api import KubernetesError, PodAddress, patch_annotations
+from baton.lifecycle import Lifecycle
+from baton.log import get_log
+
+log = get_log("pod")
+
+ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
+FIRST_TO_GO: Final = "-2147483648"
+"""The lowest value that the controller takes."""
+COST_LOWERED: Final = "pod deletion cost lowered"
+COST_FAILURES: Final = "pod deletion cost: failed calls"
+COST_GIVEN_UP: Final = "pod deletion cost: given up"
+"""Names of status counters."""
+
+PatchAnnotations = Callable[[PodAddress, Mapping[str, str | None]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodConfig:
+    name: str | None = field(
+        default=None, metadata={"help": "Kubernetes pod of this node, whose deletion cost a drain lowers; none: no pod"}
+    )
+    api: str = field(
+        default="https://kubernetes.default.svc", metadata={"help": "https://host[:port] of the Kubernetes API"}
+    )
+    credentials: Path = field(
+        default=Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        metadata={"help": "folder of the service account: token, namespace, ca.crt"},
+    )
+    call_ms_max: int = field(default=2_000, metadata={"help": "how long one call to the API may take"})
+    tries_max: int = field(default=4, metadata={"help": "calls before the deletion cost is left as it is"})
+    retry_ms_min: int = field(default=200, metadata={"help": "pause before the second call, doubled for each further"})
+    retry_ms_max: int = field(default=2_000, metadata={"help": "longest pause between two calls"})
+
+    def __post_init__(self) -> None:
+        check_positive(self, "call_ms_max", "tries_max", "retry_ms_min", "retry_ms_max")
+        if self.name == "":
+            raise InvalidField("name", "must not be empty; leave it out where there is no pod")
+        try:
+            parts = urlsplit(self.api)
+            usable = parts.scheme == "https" and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable or parts.path or parts.query or parts.fragment or parts.username is not None:
+            raise InvalidField("api", "must be https://host or https://host:port")
+
+
+class _Cost(Enum):
+    """The value is the annotation's."""
+
+    NORMAL = None
+    LOWERED = FIRST_TO_GO
+
+
+class DeletionCost:
+    """Keeps the deletion cost of the node's own pod in step with its lifecycle. One event loop, one task.
+
+    Does nothing where `config.name` is None.
+    """
+
+    def __init__(
+        self,
+        config: PodConfig,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        patch: PatchAnnotations = patch_annotations,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._rng = rng
+        self._patch = patch
+        self._wanted: _Cost | None = None
+        self._applied: _Cost | None = None
+        """As far as the API server has confirmed it; None: nobody knows."""
+        self._given_up: _Cost | None = None
+        self._failures = 0
+        self._working: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is under way: the API server has confirmed the cost, or it was given up, or there is no pod."""
+        return self._working is None or self._working.done()
+
+    def follow(self, state: Lifecycle) -> None:
+        """The lifecycle is `state` now. Returns at once; a repeat of what has been given up is not tried again.
+
+        To be called once at the start too: the process before this one, in the same pod, may have been drained.
+        """
+        if self._config.name is None or self._closed:
+            return
+        self._wanted = _Cost.LOWERED if state in (Lifecycle.DRAINING, Lifecycle.DRAINED) else _Cost.NORMAL
+        if self._given_up is not self._wanted:
+            self._given_up = None
+        if self.settled and self._is_to_do():
+            self._working = asyncio.create_task(self._work(), name="pod-deletion-cost")
+            self._working.add_done_callback(_log_failure)
+
+    def retry(self, state: Lifecycle) -> None:
+        """As `follow`, on an operator's order: what has been given up is tried again."""
+        self._given_up = None
+        self.follow(state)
+
+    def counters(self) -> dict[str, int]:
+        """For the node's status; empty where there is no pod."""
+        if self._config.name is None:
+            return {}
+        return {
+            COST_LOWERED: int(self._applied is _Cost.LOWERED),
+            COST_FAILURES: self._failures,
+            COST_GIVEN_UP: int(self._given_up is not None),
+        }
+
+    async def close(self) -> None:
+        """Break off what is under way: the pod is about to go, or the next process here begins anew. Idempotent."""
+        self._closed = True
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.wait([self._working])
+
+    def _is_to_do(self) -> bool:
+        return self._wanted not in (self._applied, self._given_up)
+
+    async def _work(self) -> None:
+        while self._is_to_do():
+            wanted = self._wanted
+            assert wanted is not None
+            if not await self._apply(wanted) and self._wanted is wanted:
+                self._given_up = wanted
+
+    async def _apply(self, wanted: _Cost) -> bool:
+        """Tell the API server; False when that has failed for good, or something else is wanted by now."""
+        config = self._config
+        assert config.name is not None
+        address = PodAddress(api=config.api, credentials=config.credentials, pod=config.name)
+        for attempt in range(1, config.tries_max + 1):
+            self._applied = None
+            try:
+                async with asyncio.timeout(config.call_ms_max / 1e3):
+                    await self._patch(address, {ANNOTATION: wanted.value})
+            except TimeoutError:
+                problem, may_pass = f"{config.api} did not answer within {config.call_ms_max} ms", True
+            except KubernetesError as error:
+                problem, may_pass = str(error), error.may_pass
+            else:
+                self._applied = wanted
+                log.info("pod deletion cost set", pod=config.name, cost=wanted.value or "none")
+                return True
+            self._failures += 1
+            if not may_pass or attempt == config.tries_max:
+                log.warning(
+                    "pod deletion cost not set: a smaller pool may remove another pod than this one",
+                    pod=config.name, cost=wanted.value or "none", tries=attempt, problem=problem,
+                )  # fmt: skip
+                return False
+            await self._clock.sleep_s(self._pause_s(attempt))
+            if self._wanted is not wanted:
+                return False
+        raise AssertionError("the last try returns")
+
+    def _pause_s(self, attempt: int) -> float:
+        """Doubling, capped, with jitter: many pods are drained at the same moment."""
+        ceiling_ms = min(self._config.retry_ms_max, self._config.retry_ms_min << (attempt - 1))
+        return self._rng.uniform(0.5, 1.0) * ceiling_ms / 1e3
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    failure = None if task.cancelled() else task.exception()
+    if failure is not None:
+        log.error("ended by a bug of ours", task=task.get_name(), exc_info=failure)

@@ -1,0 +1,56 @@
+"""Background tasks of one owner: kept until they end, told to the log when they break, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any
+
+from baton.log import Log
+
+
+class Tasks:
+    """Tasks whose results nobody waits for. Lives on one event loop, used from its thread.
+
+    A task that ends with an exception is an error in the log, under the text `broken` and with `fields`; the others go
+    on. The owner calls `cancel` (or `drain`, which may leave some) before it goes away.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, log: Log, *, broken: str = "task broke off", **fields: Any
+    ) -> None:
+        self._loop = loop
+        self._log = log
+        self._broken = broken
+        self._fields = fields
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """Those that have not ended."""
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in a task of its own, from the loop's next round on."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+
+    async def drain(self, ms_max: float) -> None:
+        """Wait until all have ended, those spawned meanwhile too, at most this long. Cancels none."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ms_max / 1000):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancel all, and wait until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._log.error(self._broken, **self._fields, exc_info=task.exception())

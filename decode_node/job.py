@@ -1,0 +1,88 @@
+"""One request in a decode node, and what it needs of the region."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batonpb import common_pb2
+
+from baton.ids import BlockId, GrantId, RequestKey
+from decode_node.streams import RequestOutput
+from engine.block_manager import BlockManager, growth_blocks
+from engine.types import Runner, SamplingParams
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """One request: granted to a prefill node, or kept by the mixed node that this is half of (`kept`).
+
+    A kept one is in the engine from its prompt on; its blocks are the engine's, and `grant` only names its promise.
+    """
+
+    key: RequestKey
+    grant: GrantId
+    tokens: list[int]
+    """Prompt, and what the client has of the answer already."""
+    prompt_len: int
+    params: SamplingParams
+    cache_salt: bytes
+    prefix: tuple[BlockId, ...]
+    blocks: tuple[BlockId, ...]
+    deadline_s: float
+    output: RequestOutput
+    committed: asyncio.Future[bool]
+    """True at the commit, False when the grant is over without one. A kept request runs before its commit."""
+    footprint: int
+    """Blocks that it may come to hold in all."""
+    resumed: bool = False
+    """The engine has it: its blocks can be moved."""
+    first_token: int = -1
+    first_logprobs: common_pb2.TokenLogprobs | None = None
+    kept: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """The engine has it, or has had it."""
+        return self.kept or (self.committed.done() and self.committed.result())
+
+
+def answer_growth(runner: Runner, tokens: Sequence[int], prompt_len: int, max_tokens: int) -> int:
+    """Blocks to promise to a request whose blocks for `tokens` are held, for all that it may draw.
+
+    `tokens` are the prompt, of `prompt_len`, and what the client has of the answer.
+    """
+    size = runner.kv_spec.block_size
+    return growth_blocks(
+        prompt_len=prompt_len,
+        known_len=len(tokens) + 1,
+        max_tokens=max_tokens,
+        context_len_max=runner.context_len_max,
+        block_size=size,
+        blocks_held=-(-len(tokens) // size),
+    )
+
+
+def why_never(
+    tokens: Sequence[int],
+    prompt_len: int,
+    sampling: common_pb2.SamplingSpec,
+    *,
+    runner: Runner,
+    blocks: BlockManager,
+) -> str | None:
+    """Why this request can never run here, whatever is free. A bad one must not break the steps of the others."""
+    if max(tokens) >= runner.vocab_size:
+        return f"token id {max(tokens)} is outside the vocabulary of {runner.vocab_size}"
+    if sampling.max_tokens <= len(tokens) - prompt_len:
+        return "its answer has max_tokens tokens already"
+    if not math.isfinite(sampling.temperature) or not 0 < sampling.top_p <= 1:
+        return "its sampling parameters are out of range"
+    if len(tokens) >= runner.context_len_max:
+        return f"its {len(tokens)} tokens leave no room in a context of {runner.context_len_max}"
+    need = blocks.blocks_for(len(tokens)) + answer_growth(runner, tokens, prompt_len, sampling.max_tokens)
+    if need > blocks.blocks_usable:
+        return f"prompt and answer need {need} blocks, the region has {blocks.ledger.num_blocks}{blocks.less_pins}"
+    return None

@@ -1,0 +1,88 @@
+"""The receiver of a decode node: its grants, and the ports that listen for data connections."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from batonpb import node_pb2
+
+from baton.endpoint import join_endpoint, split_endpoint
+from baton.errors import BatonError, Reason
+from baton.ids import Incarnation
+from baton.rpc_client import Channels
+from cachestore.device_pool import DevicePool
+from decode_node.config import DecodeConfig
+from kvtransfer.receiver import Receiver, ReceiverHost
+from kvtransfer.receiver_grants import ReceiverGrants
+from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.transport import ReceiverPort, TransportName
+from kvtransfer.transports.shm import ShmReceiverPort
+from kvtransfer.transports.tcp import TcpReceiverPort
+
+
+def make_receiver(
+    config: DecodeConfig, pool: DevicePool, *, host: ReceiverHost, own: Incarnation, channels: Channels
+) -> Receiver:
+    """A receiver without ports: `open_ports` opens them."""
+    receiver = Receiver(
+        incarnation=own,
+        grants=ReceiverGrants(pool.ledger),
+        layout=pool.layout,
+        host=host,
+        channels=channels,
+        loop=asyncio.get_running_loop(),
+        config=config.receiver,
+    )
+    receiver.ports = ReceiverPorts(receiver)
+    return receiver
+
+
+def open_ports(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> None:
+    """Listen for data connections on each transport; `ports.close` ends it, after a failure too.
+
+    Raises BatonError PORT_IN_USE or BAD_ENDPOINT.
+    """
+    for transport in config.transports:
+        ports.add(_open_port(transport, config, pool, ports))
+
+
+def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
+    """What was refused, and each port's own figures."""
+    for what, count in sorted(receiver.refused.items()):
+        message.counters.add(name=f"refused: {what}", value=count)
+    for name, port in receiver.ports.describe().items():
+        for what, figure in port.items():
+            if isinstance(figure, int):
+                message.counters.add(name=f"{name.value}: {what}", value=figure)
+            elif isinstance(figure, dict):
+                for kind, times in figure.items():
+                    message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
+
+
+def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:
+    loop, events = asyncio.get_running_loop(), ports.port_events(transport)
+    if transport is TransportName.SHM:
+        return ShmReceiverPort(
+            region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
+        )
+    assert transport is TransportName.TCP, transport
+    host, _ = split_endpoint(config.listen)
+    listen = config.data_listen or join_endpoint(host, 0)
+    advertise_host = config.data_advertise_host
+    if advertise_host is None and config.advertise is not None:
+        advertise_host, _ = split_endpoint(config.advertise)
+    try:
+        return TcpReceiverPort(
+            region=pool.region,
+            events=events,
+            loop=loop,
+            randomness=secrets.token_bytes,
+            listen=listen,
+            advertise_host=advertise_host,
+            config=config.tcp,
+        )
+    except OSError as error:
+        raise BatonError(
+            Reason.PORT_IN_USE, f"Cannot listen for data connections on {listen}: {error}.", field="data_listen"
+        ) from error

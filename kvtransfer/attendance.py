@@ -1,0 +1,118 @@
+"""Each end of a pair watches the other by one long call, from writer to receiver, open while both live and connect.
+
+Whoever is believed lost here may come back: nothing is freed by it. The receiver starts a fence, which ends with its
+own evidence; the writer gives handoffs up, which drain as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from batonpb import transfer_pb2, transfer_pb2_grpc
+
+from baton.clock import Clock
+from baton.errors import BatonError, Reason
+from baton.ids import Pair
+from baton.liveness import LivenessConfig, Reach
+from baton.log import get_log
+from baton.rpc_client import rpc_errors
+
+log = get_log("attendance")
+
+
+class ReceiverAttendance:
+    """The receiver's end: which writers have their call open. Lives on one event loop.
+
+    `lost` is called for a pair whose call has ended and was not made again within `reconnect_ms_max`.
+    """
+
+    def __init__(self, *, lost: Callable[[Pair], None], liveness: LivenessConfig) -> None:
+        self._lost = lost
+        self._wait_s = liveness.reconnect_ms_max / 1000
+        self._calls: dict[Pair, int] = {}
+        self._timers: dict[Pair, asyncio.TimerHandle] = {}
+        self._closing = asyncio.Event()
+
+    async def attend(self, pair: Pair) -> AsyncGenerator[transfer_pb2.AttendReply, None]:
+        """The handler of one call. Ends with `close`, or by being cancelled when the connection does."""
+        self._calls[pair] = self._calls.get(pair, 0) + 1
+        timer = self._timers.pop(pair, None)
+        if timer is not None:
+            timer.cancel()
+        try:
+            yield transfer_pb2.AttendReply()
+            await self._closing.wait()
+        finally:
+            self._calls[pair] -= 1
+            if self._calls[pair] == 0:
+                del self._calls[pair]
+                if not self._closing.is_set():
+                    loop = asyncio.get_running_loop()
+                    self._timers[pair] = loop.call_later(self._wait_s, self._overdue, pair)
+
+    def close(self) -> None:
+        """End all calls: this node is stopping. Idempotent."""
+        self._closing.set()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _overdue(self, pair: Pair) -> None:
+        del self._timers[pair]
+        log.warning("writer lost", writer=f"{pair.writer:x}")
+        self._lost(pair)
+
+
+class WriterAttendance:
+    """The writer's end, for one receiver process: made on a running loop, ended by `close`.
+
+    `lost` is called each time the receiver is believed lost, `gone` when another process is at its address.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        endpoint: str,
+        stub: transfer_pb2_grpc.TransferStub,
+        request: transfer_pb2.AttendRequest,
+        lost: Callable[[], None],
+        gone: Callable[[], None],
+        liveness: LivenessConfig,
+        clock: Clock,
+    ) -> None:
+        self.out_of_reach = False
+        """Believed lost, and not reached again since."""
+        self._name = name
+        self._stub = stub
+        self._request = request
+        self._lost = lost
+        self._gone = gone
+        self._reach = Reach(endpoint, liveness, clock)
+        self._clock = clock
+        self._pause_s = liveness.reconnect_ms_max / 1000
+        self._task = asyncio.create_task(self._run(), name=f"attend-{name}")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                with rpc_errors(self._name):
+                    call = self._stub.Attend(self._request)
+                    await self._reach.connected(call)
+                    async for _ in call:
+                        self.out_of_reach = False
+            except BatonError as error:
+                if error.reason is Reason.INCARNATION_MISMATCH:
+                    self._gone()
+                    return
+            if await self._reach.lost():
+                if not self.out_of_reach:
+                    self.out_of_reach = True
+                    log.warning("receiver lost", peer=self._name, why=self._reach.why)
+                    self._lost()
+                await self._clock.sleep_s(self._pause_s)

@@ -1,0 +1,142 @@
+"""One handoff as the prefill node holds it: whom it goes to, what has been posted, how it ended; and its limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batonpb import common_pb2
+
+from baton.errors import BatonError
+from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
+from kvtransfer.grant_messages import AllPosted, HandoffCancelled, HandoffEnd
+from kvtransfer.plan import Int64Array, whole_records
+from kvtransfer.transport import Seal, WriterLink
+
+if TYPE_CHECKING:
+    from kvtransfer.writer import WriterPeer
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterConfig:
+    """Times and limits of the writer's side of a handoff, for each receiver."""
+
+    reserve_ms_max: int = field(
+        default=1_000, metadata={"help": "how long a Reserve may go unanswered; a healthy node answers at once"}
+    )
+    call_ms_max: int = field(
+        default=2_000, metadata={"help": "how long any other call to a receiver may go unanswered"}
+    )
+    retry_ms_min: int = field(default=20, metadata={"help": "first pause before an unanswered call is repeated"})
+    retry_ms_max: int = field(default=1_000, metadata={"help": "longest pause before an unanswered call is repeated"})
+    drift_per_mille: int = field(
+        default=20, metadata={"help": "margin taken off a lease because two clocks run at different rates"}
+    )
+    unacked_bytes_max: int = field(
+        default=1 << 30,
+        metadata={
+            "help": "posted bytes to one receiver without an acknowledgement, beyond which nothing new goes there"
+        },
+    )
+    pinned_blocks_max: int = field(
+        default=65_536, metadata={"help": "source blocks pinned for one receiver, beyond which nothing new goes there"}
+    )
+    stall_ms_max: int = field(
+        default=10_000, metadata={"help": "a handoff whose posted writes make no progress for this long is given up"}
+    )
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.drift_per_mille >= 1000:
+            raise ValueError("drift_per_mille must be under 1000")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Handoff:
+    """One handoff, from Reserve to its end. Changed by its `WriterPeer` only.
+
+    `granted` is set when writing may start (None), or to what says why not. `ended` is set once, with how it ended.
+    `sources_released` is called once if it was ever granted: the transport has let go of the source blocks.
+    """
+
+    peer: WriterPeer
+    number: ReserveNumber
+    key: RequestKey
+    granted: asyncio.Future[BatonError | None]
+    ended: asyncio.Future[HandoffEnd]
+    metadata: Metadata
+    """Request id and trace context, sent along with the calls of this handoff."""
+    sources_released: Callable[[], None]
+    first_token: int = -1
+    first_logprobs: common_pb2.TokenLogprobs | None = None
+    grant: GrantId = GrantId(b"")
+    epoch: Epoch = Epoch(0)
+    dst_blocks: list[BlockId]
+    prefix_skip: int = 0
+    lease_ends_s: float = 0.0
+    lease_ms: int = 0
+    link: WriterLink | None = None
+    pinned_blocks: int = 0
+    writes_outstanding: int = 0
+    bytes_outstanding: int = 0
+    writes: int = 0
+    bytes_written: int = 0
+    progress_s: float = 0.0
+    seal: Seal | None = None
+    retries: int = 0
+    revoke_waiters: list[asyncio.Future[None]]
+
+    def may_post(self) -> bool:
+        return self.peer.machine.may_post(self.number)
+
+    def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
+        return self.peer.plan_step(self, src_blocks_B, dst_blocks_B, layers)
+
+    def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
+        """Seal and commit. Nothing is posted afterwards."""
+        self.first_token, self.first_logprobs = first_token, first_logprobs
+        self.peer.handle(AllPosted(number=self.number))
+
+    def cancel(self) -> None:
+        """Give it up: drain, then tell the receiver. Idempotent; nothing happens once it has ended."""
+        self.peer.handle(HandoffCancelled(number=self.number))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StepWrites:
+    """The writes of one handoff in one engine step: the same blocks, layer after layer. Accounted for when made."""
+
+    peer: WriterPeer
+    handoff: Handoff
+    link: WriterLink
+    src_blocks_B: Int64Array
+    dst_blocks_B: Int64Array
+    layers: range
+    posted: int = 0
+
+    def layer_done(self, layer: int) -> None:
+        """Post one layer's records. On the engine thread; returns at once."""
+        peer = self.peer
+        ops = whole_records(
+            peer.layout,
+            layer,
+            self.src_blocks_B,
+            self.dst_blocks_B,
+            src_num_blocks=peer.src_num_blocks,
+            dst_num_blocks=peer.dst_num_blocks,
+        )
+        self.link.post(self.handoff.grant, ops)
+        self.posted += 1
+
+    def finish(self) -> None:
+        """After the step, on the control thread: layers that were never posted (the step failed) count as dropped."""
+        missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
+        self.posted = len(self.layers)
+        if missing:
+            self.peer.completed(self.handoff, missing, missing * self.peer.layout.record_bytes)

@@ -1,0 +1,62 @@
+"""A listening socket on the loop: accepts in small batches, and pauses while the process is out of descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from typing import Final
+
+_OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Acceptor:
+    """Hands each accepted connection, non-blocking, to `admit`, whose own it is then. Runs on `loop`'s thread."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        admit: Callable[[socket.socket], None],
+        paused: Callable[[], None],
+        accepts_per_wake_max: int,
+        pause_ms: int,
+    ) -> None:
+        """Takes the listening, non-blocking socket over. `paused` is told each time that descriptors ran out."""
+        self._listener = listener
+        self._loop = loop
+        self._admit = admit
+        self._paused = paused
+        self._accepts_per_wake_max = accepts_per_wake_max
+        self._pause_ms = pause_ms
+        self._timer: asyncio.TimerHandle | None = None
+        loop.add_reader(listener, self._accept)
+
+    def close(self) -> None:
+        """Listen no more. Once."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(self._accepts_per_wake_max):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_DESCRIPTORS:
+                    raise
+                self._pause()
+                return
+            sock.setblocking(False)
+            self._admit(sock)
+
+    def _pause(self) -> None:
+        """Without descriptors the listener stays readable and accept keeps failing: that would be a busy loop."""
+        self._paused()
+        self._loop.remove_reader(self._listener)
+        self._timer = self._loop.call_later(self._pause_ms / 1000, self._loop.add_reader, self._listener, self._accept)

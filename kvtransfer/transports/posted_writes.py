@@ -1,0 +1,45 @@
+"""What every writer's link promises of a posted batch: it stays inside both regions, and it completes once.
+
+Shape suffix: B = one entry per write operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from baton.ids import GrantId
+from kvtransfer.transport import WriteOps
+
+Completed = Callable[[GrantId, int, int, bool], None]
+"""Called on the loop's thread with (grant, writes, bytes, copied); the figures are those of the posted batch."""
+
+
+class WriteOutOfBounds(Exception):
+    """A write op reaches outside the source or the destination region. Nothing of its batch was copied."""
+
+
+class TooManyAbandonedGrants(Exception):
+    """`abandoned_grants_max` is reached: the link has to end, for it must not forget one that may still be posted."""
+
+
+def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
+    """Make sure that every op stays inside both regions.
+
+    Raises:
+        WriteOutOfBounds: naming the first op that does not.
+    """
+    src_B, dst_B, nbytes_B = ops.src, ops.dst, ops.nbytes
+    for array in (src_B, dst_B, nbytes_B):
+        assert array.dtype == np.int64, array.dtype
+        assert array.shape == src_B.shape == (len(src_B),), (array.shape, src_B.shape)
+    # Compared so that no sum can overflow.
+    bad_B = (nbytes_B < 0) | (nbytes_B > min(src_nbytes, dst_nbytes))
+    bad_B |= (src_B < 0) | (src_B > src_nbytes - nbytes_B) | (dst_B < 0) | (dst_B > dst_nbytes - nbytes_B)
+    if bad_B.any():
+        i = int(bad_B.argmax())
+        raise WriteOutOfBounds(
+            f"write {i} of {len(src_B)}: {nbytes_B[i]} bytes from {src_B[i]} of {src_nbytes} "
+            f"to {dst_B[i]} of {dst_nbytes}"
+        )

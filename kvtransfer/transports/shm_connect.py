@@ -1,0 +1,175 @@
+"""The writer's configuration, its handshake up to the mapped region, and the word of one whose socket has broken."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+
+from baton.ids import Pair
+from kvtransfer.transport import DataEndpoint
+from kvtransfer.transports import shm_wire as wire
+
+# A child of a later fork must not inherit the right to write; the mmap module of Python 3.11 may lack the name.
+_MADV_DONTFORK = getattr(mmap, "MADV_DONTFORK", 10)
+
+
+class ShmConnectError(Exception):
+    """No link came to be; nothing is mapped. `reason` is the receiver's, if it gave one."""
+
+    def __init__(self, text: str, reason: wire.RefusalReason | None = None) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmWriterConfig:
+    """Limits of one link."""
+
+    connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
+    connect_retry_ms: int = field(default=20, metadata={"help": "pause while the receiver's backlog is full"})
+    copy_threads: int = field(default=1, metadata={"help": "copying threads of each link"})
+    copy_chunk_ops_max: int = field(
+        default=256, metadata={"help": "writes copied between two looks at whether the grant was given up"}
+    )
+    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
+    outbox_messages_max: int = field(
+        default=4096, metadata={"help": "seals that wait for a receiver that does not read its socket"}
+    )
+    bye_ms_max: int = field(
+        default=2000,
+        metadata={"help": "how long a link's end tries to say so; else the receiver waits for this process to end"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+async def connect_socket(sock: socket.socket, endpoint: DataEndpoint, config: ShmWriterConfig) -> None:
+    """Connect, and make sure that the listener runs under our own user before it sees our secret."""
+    address = wire.socket_address(endpoint.address)
+    while True:
+        try:
+            sock.connect(address)
+            break
+        except BlockingIOError:
+            # The listener's backlog is full; a Unix socket does not tell when it has room again.
+            await asyncio.sleep(config.connect_retry_ms / 1000)
+    _, uid = wire.peer_credentials(sock)
+    if uid != os.geteuid():
+        raise ShmConnectError(f"{endpoint.address}: the listener runs as user {uid}, we as {os.geteuid()}")
+
+
+@dataclass(slots=True)
+class Handshake:
+    """HELLO, CHALLENGE, ANSWER, WELCOME on one socket."""
+
+    nonce: bytes = b""
+    """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
+
+    async def run(
+        self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
+    ) -> mmap.mmap:
+        """The mapped region, the caller's. Raises ShmConnectError, OSError, MalformedMessage."""
+        sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
+        challenge, fd = await _receive(sock, loop)
+        if fd is not None:
+            os.close(fd)
+        if not isinstance(challenge, wire.Challenge):
+            raise ShmConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
+        self.nonce = challenge.nonce
+        sock.send(wire.encode(wire.Answer(nonce=challenge.nonce)))
+        welcome, fd = await _receive(sock, loop)
+        if fd is None:
+            raise ShmConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
+        try:
+            if not isinstance(welcome, wire.Welcome):
+                raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
+            return _map_region(fd, welcome.region_nbytes, endpoint.address)
+        finally:
+            os.close(fd)
+
+
+def _map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
+    if os.fstat(fd).st_size != nbytes or nbytes == 0:
+        raise ShmConnectError(f"{address}: a file of {os.fstat(fd).st_size} bytes for a region of {nbytes}")
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ShmConnectError(f"{address}: the region could be truncated under us: it is not sealed")
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    try:
+        mapping.madvise(_MADV_DONTFORK)
+    except OSError:
+        mapping.close()
+        raise
+    return mapping
+
+
+async def _receive(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> tuple[wire.Message, int | None]:
+    """The next message, and the descriptor that came with it: the caller's to close.
+
+    Raises:
+        ShmConnectError: EOF, or the receiver refused us.
+    """
+    readable = loop.create_future()
+    loop.add_reader(sock, lambda: None if readable.done() else readable.set_result(None))
+    try:
+        await readable
+    finally:
+        loop.remove_reader(sock)
+    packet, ancillary, _, _ = sock.recvmsg(
+        wire.MESSAGE_BYTES_MAX + 1, socket.CMSG_LEN(struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
+    )
+    fd = None
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fd = array.array("i", data)[0]
+    try:
+        if not packet:
+            raise ShmConnectError("the receiver closed the connection")
+        message = wire.decode(packet)
+        if isinstance(message, wire.Refused):
+            raise ShmConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
+    except BaseException:
+        if fd is not None:
+            os.close(fd)
+        raise
+    return message, fd
+
+
+def give_up(sock: socket.socket, endpoint: DataEndpoint, nonce: bytes) -> None:
+    """Nothing is mapped, and a descriptor still under way dies with the socket: so BYE is true, and spares a wait."""
+    try:
+        sock.send(wire.encode(wire.Bye(epoch=endpoint.epoch)))
+        said = True
+    except OSError:
+        said = not nonce  # not connected, or the receiver is gone: nobody waits for it
+    finally:
+        sock.close()
+    if not said:
+        with contextlib.suppress(BlockingIOError):
+            say_late_bye(endpoint.address, nonce)
+
+
+def say_late_bye(address: str, nonce: bytes) -> bool:
+    """Say BYE for a connection that has broken. False: the receiver is gone, and nobody waits for it.
+
+    Raises:
+        BlockingIOError: the receiver's backlog is full.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as sock:
+        try:
+            sock.connect(wire.socket_address(address))
+            sock.send(wire.encode(wire.LateBye(nonce=nonce)))
+        except BlockingIOError:
+            raise
+        except OSError:
+            return False
+    return True

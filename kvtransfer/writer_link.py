@@ -1,0 +1,136 @@
+"""A writer's data connection to one receiver process: made when needed, over the best transport that still works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from batonpb import transfer_pb2
+
+from baton.errors import BatonError, Reason
+from baton.ids import Epoch, Pair
+from baton.log import get_log
+from kvtransfer.negotiation import Offers
+from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
+from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
+
+log = get_log("writer")
+
+
+class LinkMaker(Protocol):
+    """Opens a data connection of the transport that the endpoint names."""
+
+    def __call__(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> Awaitable[WriterLink]: ...
+
+
+class PairLink:
+    """At most one connection at a time, tried by one task however many wait for it. Control thread only."""
+
+    def __init__(
+        self,
+        *,
+        address: PeerAddress,
+        calls: ReceiverCalls,
+        request: transfer_pb2.ConnectRequest,
+        make_link: LinkMaker,
+        offers: Offers,
+        events: WriterEvents,
+        replaced: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """`request` is filled in with what is offered; `replaced` is called when another process answers."""
+        self.offers = offers
+        self.now: WriterLink | None = None
+        self.transport: TransportName | None = None
+        """Of the connection that is, or was last; so is `epoch`."""
+        self.epoch = Epoch(0)
+        self.num_blocks = 0
+        """Of the receiver's region."""
+        self.failures = 0
+        """Connections that broke or could not be made."""
+        self._address = address
+        self._calls = calls
+        self._request = request
+        self._make_link = make_link
+        self._events = events
+        self._replaced = replaced
+        self._loop = loop
+        self._connecting: asyncio.Task[None] | None = None
+
+    async def ensure(self) -> None:
+        """Connect if there is no connection. All who wait share one try. Raises BatonError."""
+        if self.now is not None:
+            return
+        if self._connecting is None:
+            self._connecting = self._loop.create_task(self._connect())
+            self._connecting.add_done_callback(self._connect_over)
+        connecting = self._connecting
+        await asyncio.wait([connecting])  # whoever waits may be cancelled without ending the others' try
+        if not connecting.cancelled():
+            connecting.result()
+
+    def lost(self, reason: str) -> Epoch | None:
+        """The connection has ended by itself: its epoch. None: it was not in use any more."""
+        link, self.now = self.now, None
+        if link is None:
+            return None
+        if not link.fenced:
+            assert self.transport is not None
+            self._count_failure(self.transport, reason)
+        return link.epoch
+
+    def stop_connecting(self) -> None:
+        """End the try that is under way; those who wait for it are woken. `close` waits for its end."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+
+    async def close(self) -> None:
+        """Close the connection, also one that is still being made."""
+        connecting = self._connecting
+        if connecting is not None:
+            connecting.cancel()
+            await asyncio.wait([connecting])
+        if self.now is not None:
+            await self.now.close()
+
+    def _connect_over(self, task: asyncio.Task[None]) -> None:
+        self._connecting = None
+        if not task.cancelled():
+            task.exception()  # taken here too: those who waited may have gone away
+
+    async def _connect(self) -> None:
+        del self._request.transports[:]
+        self._request.transports.extend(self.offers.names)
+        try:
+            reply = await self._calls.connect(self._request)
+        except BatonError as error:
+            if error.reason is Reason.INCARNATION_MISMATCH:
+                self._replaced()
+            raise
+        endpoint = DataEndpoint(
+            transport=TransportName(reply.transport),
+            address=reply.address,
+            secret=reply.secret,
+            epoch=Epoch(reply.epoch),
+        )
+        self.num_blocks = reply.num_blocks
+        try:
+            self.now = await self._make_link(endpoint, self._address.pair, self._events)
+        except BatonError as error:
+            self._count_failure(endpoint.transport, error.message)
+            raise
+        self.transport, self.epoch = endpoint.transport, endpoint.epoch
+        log.info("data link", peer=self._address.name, transport=reply.transport, epoch=reply.epoch)
+
+    def _count_failure(self, transport: TransportName, reason: str) -> None:
+        """At some point the next best transport is used instead."""
+        self.failures += 1
+        if self.offers.failed(transport, self._loop.time()):
+            log.warning(
+                "transport given up",
+                peer=self._address.name,
+                transport=transport.value,
+                reason=reason,
+                left=",".join(self.offers.names),
+            )

@@ -1,0 +1,1 @@
+"""The mixed node: both halves of a request over one region."""

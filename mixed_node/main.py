@@ -1,0 +1,206 @@
+"""Puts a mixed node together, runs it until it is asked to stop, and takes it apart in the reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from random import Random
+
+from batonpb import decode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc, transfer_pb2_grpc
+
+from baton.clock import SystemClock
+from baton.rpc_client import ChannelLimits, Channels
+from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.wire import NodeRecord, Role
+from cachestore.device_pool import DevicePool, open_device_pool
+from cachestore.prefix_service import serve_prefixes
+from decode_node.node import DecodeNode
+from decode_node.receiving import add_counters, make_receiver, open_ports
+from decode_node.service import DecodeService
+from engine.loop import EngineLoop, done_or_broken
+from kvtransfer.attendance import ReceiverAttendance
+from kvtransfer.conservation import ConservationWatch
+from mixed_node.config import MixedConfig
+from mixed_node.node import MixedNode
+from mixed_node.service import TransferService
+from prefill_node.asking import DecodeNodes
+from prefill_node.node import PrefillNode
+from prefill_node.peers import Peers
+from prefill_node.service import PrefillService, WriterService
+
+
+async def serve(
+    config: MixedConfig,
+    *,
+    stop: asyncio.Event,
+    drain: asyncio.Event | None = None,
+    on_ready: Callable[[str], None],
+    progress: Progress,
+) -> None:
+    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start."""
+
+    def follow_directory() -> None:
+        peers.follow_directory()
+        if not runtime.membership.stale:
+            records = runtime.membership.nodes(Role.PREFILL)
+            node.decode.receiver.writers_seen({record.endpoint: record.incarnation for record in records})
+        node.prefill.look_again()  # a decode node that has come or gone may be what the queue waits for
+
+    rng = Random(secrets.randbits(64))
+    runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=follow_directory)
+    # Of the receiver alone: each half drops the channels of peers that are gone for it, whatever they are to the other.
+    channels = Channels(limits=ChannelLimits())
+    await runtime.check_listen()
+    pool = await open_device_pool(config.engine, name=config.name, progress=progress)
+    try:
+        peers = Peers(runtime=runtime, config=config.prefill_half(), pool=pool)
+        node = _make_node(config, runtime, pool, peers, channels)
+        try:
+            open_ports(config.decode_half(), pool, node.decode.receiver.ports)
+            await _run(runtime, node, peers, pool, channels, stop, drain, on_ready)
+        finally:
+            await node.decode.receiver.ports.close()
+    finally:
+        pool.close()
+
+
+def _make_node(
+    config: MixedConfig, runtime: NodeRuntime, pool: DevicePool, peers: Peers, channels: Channels
+) -> MixedNode:
+    loop = asyncio.get_running_loop()
+
+    def others() -> list[NodeRecord]:
+        return [r for r in runtime.membership.nodes(Role.DECODE) if r.incarnation != runtime.incarnation]
+
+    def granted() -> prefill_pb2.Granted:
+        return prefill_pb2.Granted(
+            decode_node=runtime.name,
+            decode_incarnation=runtime.incarnation,
+            decode_endpoint=runtime.endpoint,
+        )
+
+    decode = DecodeNode(
+        config=config.decode_half(),
+        runner=pool.runner,
+        engine=pool.engine,
+        ledger=pool.ledger,
+        blocks=pool.blocks,
+        spill=None,
+        loop=loop,
+        randomness=secrets.token_bytes,
+    )
+    decode.receiver = make_receiver(config.decode_half(), pool, host=decode, own=runtime.incarnation, channels=channels)
+    node = MixedNode(
+        policy=config.policy(),
+        decode=decode,
+        runner=pool.runner,
+        engine=pool.engine,
+        blocks=pool.blocks,
+        granted=granted,
+        loop=loop,
+        randomness=secrets.token_bytes,
+    )
+    node.prefill = PrefillNode(
+        config=config.prefill_half(),
+        runner=pool.runner,
+        engine=pool.engine,
+        ledger=pool.ledger,
+        blocks=pool.blocks,
+        decode_nodes=DecodeNodes(
+            model=pool.model,
+            records=others,
+            peer_for=peers.for_record,
+            blocks=pool.blocks,
+            tries_max=config.decode_tries_max,
+            affinity_blocks_max=config.affinity_blocks_max,
+            loop=loop,
+            rng=runtime.rng,
+        ),
+        loop=loop,
+        local=node,
+    )
+    node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
+    node.prefill.engine_loop = decode.engine_loop = node.engine_loop
+    return node
+
+
+async def _run(
+    runtime: NodeRuntime,
+    node: MixedNode,
+    peers: Peers,
+    pool: DevicePool,
+    channels: Channels,
+    stop: asyncio.Event,
+    drain: asyncio.Event | None,
+    on_ready: Callable[[str], None],
+) -> None:
+    watch = ConservationWatch(pool.ledger, runtime.clock)
+    receiver = node.decode.receiver
+    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.settings.liveness)
+
+    def upkeep() -> None:
+        watch.check_sometimes()
+        node.upkeep()
+        peers.upkeep()
+
+    def status(message: node_pb2.NodeStatus) -> None:
+        watch.check()
+        message.conservation_errors = watch.errors
+        peers.add_status(message)
+        add_counters(receiver, message)
+
+    runtime.model, runtime.load = pool.model, node.load
+    runtime.transports = tuple(t.value for t in receiver.ports.transports)
+    runtime.status, runtime.upkeep = status, upkeep
+    runtime.holds = lambda: node.holds(peers.holds())
+    serve_prefixes(runtime, pool)
+    _add_services(runtime, node, peers, attendance, pool)
+    stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
+    try:
+        on_ready(await runtime.open())
+        await done_or_broken(runtime.serve_until(stop, drain), stepping)
+    finally:
+        await runtime.leave()
+        await node.decode.close()
+        node.decode.streams.close_all()
+        attendance.close()
+        await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
+        await node.engine_loop.stop(stepping)
+        await peers.close()
+        await receiver.close()
+        await receiver.ports.close()
+        await channels.close()
+        await runtime.close()
+
+
+def _add_services(
+    runtime: NodeRuntime, node: MixedNode, peers: Peers, attendance: ReceiverAttendance, pool: DevicePool
+) -> None:
+    own, server = runtime.incarnation, runtime.server
+
+    def takes_requests() -> bool:
+        return runtime.lifecycle.takes_requests
+
+    prefill = PrefillService(node.prefill, own, takes_requests, runtime.rng)
+    server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, prefill)
+    transfer = TransferService(node.decode, node.decode.receiver, attendance, own, pool.model, takes_requests)
+    transfer.writer = WriterService(own, peers.find)
+    server.add("baton.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfer)
+    server.add("baton.v1.Decode", decode_pb2_grpc.add_DecodeServicer_to_server, DecodeService(node.decode, own))
+
+
+def _settings(config: MixedConfig) -> NodeSettings:
+    return NodeSettings(
+        name=config.name,
+        role=Role.MIXED,
+        listen=config.listen,
+        advertise=config.advertise,
+        directory=config.directory,
+        pod=config.pod,
+        liveness=config.liveness,
+        membership=config.membership,
+        rpc=config.rpc,
+        stop_grace_ms=config.stop_grace_ms,
+        drain_ms_max=config.drain_ms_max,
+    )

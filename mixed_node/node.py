@@ -1,0 +1,187 @@
+"""Life of a request in this node. Two ways lead through it, and both halves share one region, ledger and engine.
+
+- **Handed over**, from here or to here: the one half's life, as on a node of its own (`PrefillNode.prefill`,
+  `DecodeNode.live`). This node never asks itself for a grant.
+- **Kept**: `PrefillNode.prefill` queues the request, finds by `prefill_node.local` that it is to run here, and calls
+  `MixedNode.start`. There the prompt's blocks are held and the answer's growth is promised, by the one ledger that
+  grants are given from too; the sequence enters the engine to stay until its end, and `DecodeNode.live` begins.
+  Nothing is granted, written or sealed. The first token goes to the router by the prefill call, which commits the
+  request (`commit`) and ends; all tokens go by the decode half's stream, from index 0, as for any other request.
+
+Until the commit the prefill call owns a kept request: its end (a cancel, the deadline, a lost router) is a cancel here.
+Afterwards the decode half does. In each step running sequences go first, then prompts, kept or to be handed over, in
+their order of arrival (`engine.scheduler`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from batonpb import prefill_pb2
+
+from baton.drain import Holdings
+from baton.errors import BatonError, Reason
+from baton.ids import GrantId, RequestKey
+from baton.log import get_log
+from baton.wire import NodeLoad
+from decode_node.job import answer_growth, why_never
+from decode_node.node import DecodeNode
+from engine.block_manager import BlockManager, prefix_blocks_max
+from engine.core import Engine, TokenEvent
+from engine.loop import EngineLoop
+from engine.scheduler import EngineFullError
+from engine.sequence import Sequence, SequenceMode
+from engine.types import Batch, KvSink, Runner
+from prefill_node.job import Job
+from prefill_node.local import LocalRun
+from prefill_node.local_policy import LocalPolicy
+from prefill_node.node import PrefillNode
+
+log = get_log("mixed")
+
+
+class MixedNode:
+    """What the two halves are to each other; control thread only.
+
+    Implements engine.loop.StepHost (each event goes to the half whose sequence it is about) and
+    prefill_node.local.LocalRunner. `prefill` is set once, before the first call.
+    """
+
+    prefill: PrefillNode
+    engine_loop: EngineLoop
+
+    def __init__(
+        self,
+        *,
+        policy: LocalPolicy,
+        decode: DecodeNode,
+        runner: Runner,
+        engine: Engine,
+        blocks: BlockManager,
+        granted: Callable[[], prefill_pb2.Granted],
+        loop: asyncio.AbstractEventLoop,
+        randomness: Callable[[int], bytes],
+    ) -> None:
+        """`granted` is this node, as a router is told of a decode node."""
+        self.policy = policy
+        self.decode = decode
+        self.granted = granted
+        self._runner = runner
+        self._engine = engine
+        self._blocks = blocks
+        self._loop = loop
+        self._randomness = randomness
+        self._first: dict[RequestKey, asyncio.Future[TokenEvent]] = {}
+        """Kept requests without their first token."""
+        self._looking = False
+        decode.room_changed = self._room_changed
+
+    # What the prefill half asks (LocalRunner).
+
+    @property
+    def requests(self) -> int:
+        return self.decode.requests
+
+    @property
+    def has_place(self) -> bool:
+        return self.decode.has_place
+
+    def never(self, job: Job) -> str | None:
+        sampling = job.request.sampling
+        return why_never(job.tokens, job.prompt_len, sampling, runner=self._runner, blocks=self._blocks)
+
+    def growth(self, job: Job) -> int:
+        return answer_growth(self._runner, job.tokens, job.prompt_len, job.params.max_tokens)
+
+    def start(self, job: Job) -> LocalRun | None:
+        self._check_new(job.key)
+        size = self._blocks.block_size
+        prefix = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
+        new, growth = self._blocks.blocks_for(len(job.tokens)) - len(prefix), self.growth(job)
+        if not (self.decode.has_place and self._blocks.can_admit(prefix, new, growth)):
+            return None
+        promise = GrantId(self._randomness(16))
+        seq = Sequence(
+            key=job.key,
+            params=job.params,
+            tokens=list(job.tokens),
+            prompt_len=job.prompt_len,
+            computed=len(prefix) * size,
+            block_table=self._blocks.admit(prefix, new, promise_key=promise, promise=growth),
+            promise_key=promise,
+            mode=SequenceMode.COMPLETE,
+            cache_salt=job.cache_salt,
+            cached_tokens=len(prefix) * size,
+        )
+        try:
+            self._engine.submit(seq)
+        except EngineFullError:
+            self._blocks.release(seq.block_table)
+            self._blocks.ledger.unpromise(promise)
+            return None
+        first = self._first[job.key] = self._loop.create_future()
+        self.decode.keep(seq, router=job.router, deadline_s=job.deadline_s)
+        self.engine_loop.wake()
+        return LocalRun(seq=seq, first=first)
+
+    def commit(self, key: RequestKey) -> None:
+        self.decode.commit_kept(key)
+
+    def cancel(self, key: RequestKey) -> None:
+        self.decode.cancel(key, "its prefill call has ended")
+
+    def _check_new(self, key: RequestKey) -> None:
+        """A Cancel or Resolve may have come first, and it wins."""
+        if self.decode.streams.find(key) is not None:
+            raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
+        if self.decode.receiver.grants.is_over(key):
+            raise BatonError(Reason.CANCELLED, f"Attempt {key.attempt} of request {key.request} is over already.")
+
+    # What the engine loop tells (StepHost).
+
+    def step_begins(self, batch: Batch) -> KvSink:
+        return self.prefill.step_begins(batch)
+
+    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+        to_hand_over = [event for event in events if event.seq.mode is SequenceMode.PREFILL_ONLY]
+        to_stay = [event for event in events if event.seq.mode is SequenceMode.COMPLETE]
+        self.decode.step_ended(sink, to_stay)
+        for event in to_stay:
+            first = self._first.pop(event.seq.key, None)
+            if first is not None:
+                first.set_result(event)
+        self.prefill.step_ended(sink, to_hand_over)
+
+    # Upkeep.
+
+    def upkeep(self) -> None:
+        """Called every second."""
+        self.decode.reap()
+        self.prefill.look_again()
+
+    def load(self) -> NodeLoad:
+        """Each request once: a kept one is the decode half's."""
+        prefill, decode = self.prefill.load(), self.decode.load()
+        return dataclasses.replace(prefill, running_requests=prefill.running_requests + decode.running_requests)
+
+    def holds(self, writers: Holdings) -> Holdings:
+        """What both halves answer for, and the writers."""
+        decode = self.decode.holds()
+        return dataclasses.replace(
+            decode,
+            requests=self.prefill.requests + decode.requests,
+            grants_written=writers.grants_written,
+            unacknowledged_writes=writers.unacknowledged_writes,
+        )
+
+    def _room_changed(self) -> None:
+        """Not at once: the caller may be in the middle of giving the room to somebody else."""
+        if not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking = False
+        self.prefill.look_again()

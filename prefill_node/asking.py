@@ -1,0 +1,157 @@
+"""Asking decode nodes for a grant, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from batonpb import transfer_pb2
+
+from baton.errors import BatonError, Reason
+from baton.log import get_log
+from baton.wire import ModelInfo, NodeRecord
+from engine.block_manager import BlockManager
+from kvtransfer.writer import Handoff, WriterPeer
+from prefill_node.affinity import DecodeAffinity
+from prefill_node.job import Job
+from prefill_node.placement import NOBODY_TO_ASK, order_decode_nodes, ready_nodes
+
+log = get_log("prefill")
+
+ASK_ELSEWHERE = frozenset(
+    {
+        Reason.DECODE_FULL,
+        Reason.PEER_UNREACHABLE,
+        Reason.PAIR_FENCING,
+        Reason.DEADLINE,
+        Reason.INCARNATION_MISMATCH,
+        Reason.INCOMPATIBLE_NODE,
+        Reason.HANDOFF_FAILED,
+        Reason.PROMPT_TOO_LONG,
+        Reason.NODE_DRAINING,
+        Reason.TOO_MANY_PEERS,
+        Reason.TOO_MANY_CALLS,
+    }
+)
+"""What one decode node may answer without ending the request: the next one is asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Nobody has granted: what to tell the router, and all that was answered."""
+
+    error: BatonError
+    reasons: frozenset[Reason]
+
+
+class DecodeNodes:
+    """The decode nodes that a prefill node knows, and how to reach them. Control thread only."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        records: Callable[[], Sequence[NodeRecord]],
+        peer_for: Callable[[NodeRecord], WriterPeer],
+        blocks: BlockManager,
+        tries_max: int,
+        affinity_blocks_max: int,
+        loop: asyncio.AbstractEventLoop,
+        rng: random.Random,
+    ) -> None:
+        self._model = model
+        self._records = records
+        self._peer_for = peer_for
+        self._blocks = blocks
+        self.affinity = DecodeAffinity(blocks_max=affinity_blocks_max)
+        self._tries_max = tries_max
+        self._loop = loop
+        self._rng = rng
+
+    @property
+    def ready(self) -> int:
+        """How many are ready, by the directory."""
+        return len(ready_nodes(self._records()))
+
+    async def reserve(self, job: Job, *, sources_released: Callable[[], None]) -> Handoff | Refused:
+        """Ask some of them, best first, until one grants. Raises BatonError for what ends the request itself."""
+        behind: list[NodeRecord] = []
+        records = self._records()
+        chain = self._blocks.prefix_cache.chain(job.tokens, job.cache_salt)
+        try:
+            candidates = order_decode_nodes(
+                records,
+                own=self._model,
+                may_place=lambda record: self._may_place(record, behind),
+                rng=self._rng,
+                tries_max=self._tries_max,
+                room_of=self.affinity.room,
+                instead=self.affinity.instead(chain),
+            )
+        except BatonError as error:
+            if error.reason not in NOBODY_TO_ASK:
+                raise
+            # Processes that are known to have ended are in the directory for a while yet: nobody there is full.
+            lost = error.reason is Reason.DECODE_FULL and not behind
+            return Refused(error=error, reasons=frozenset({Reason.PEER_UNREACHABLE if lost else error.reason}))
+        self.affinity.keep_only({record.incarnation for record in records})
+        refusals: list[BatonError] = []
+        for record in candidates:
+            try:
+                handoff = await self._peer_for(record).reserve(
+                    job.key, self._request(job), metadata=job.metadata, sources_released=sources_released
+                )
+                room = self._blocks.blocks_for(job.prompt_len + job.params.max_tokens)
+                self.affinity.granted(record, chain, room)
+                return handoff
+            except BatonError as error:
+                if error.reason not in ASK_ELSEWHERE:
+                    raise
+                log.info("not granted", request=job.key.request, node=record.name, reason=error.message)
+                refusals.append(_named(record, error))
+        # A full node is worth another try later, so that answer is preferred over "unreachable" and the like.
+        told = next((e for e in refusals if e.reason is Reason.DECODE_FULL), refusals[-1])
+        if told.reason is Reason.DEADLINE:
+            # The call's own limit, not the client's deadline: the router is to look further.
+            told = BatonError(Reason.PEER_UNREACHABLE, f"No decode node answered in time. {told.message}")
+        return Refused(error=told, reasons=frozenset(e.reason for e in refusals))
+
+    def _request(self, job: Job) -> transfer_pb2.ReserveRequest:
+        return transfer_pb2.ReserveRequest(
+            key=job.request.key,
+            prompt=job.request.prompt,
+            output=job.request.output,
+            sampling=job.request.sampling,
+            router=job.router,
+            cache_salt=job.cache_salt,
+            deadline_left_ms=max(0, int((job.deadline_s - self._loop.time()) * 1000)),
+        )
+
+    def _may_place(self, record: NodeRecord, behind: list[NodeRecord]) -> bool:
+        """Whether a new request may be placed there; adds it to `behind` where it must take in earlier writes first."""
+        try:
+            has_room = self._peer_for(record).has_room()
+        except BatonError:
+            return False
+        if not has_room:
+            behind.append(record)
+        return has_room
+
+
+def _named(record: NodeRecord, error: BatonError) -> BatonError:
+    """The same refusal, which says whose it is."""
+    text = (
+        error.message
+        if record.name in error.message
+        else f"The decode node {record.name} did not grant: {error.message}"
+    )
+    return BatonError(
+        error.reason,
+        text,
+        code=error.code,
+        field=error.field,
+        retry_after_ms=error.retry_after_ms,
+        metadata=error.metadata,
+    )

@@ -1,0 +1,182 @@
+"""A prefill node's writers, one for each decode process that it has met."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
+
+from baton.drain import Holdings
+from baton.errors import BatonError, Reason
+from baton.ids import Incarnation, Pair
+from baton.runtime import NodeRuntime
+from baton.wire import NodeRecord, Role, model_to_proto
+from cachestore.device_pool import DevicePool
+from kvtransfer.attendance import WriterAttendance
+from kvtransfer.negotiation import Offers, host_identity
+from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
+from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
+from kvtransfer.transports.tcp import TcpConnectError, TcpWriterLink
+from kvtransfer.writer import PeerAddress, WriterPeer
+from kvtransfer.writer_grants import WriterGrants
+from prefill_node.config import PrefillConfig
+
+MACHINES_MAX = 4_096
+"""Numberings kept of decode processes that are gone, oldest dropped first."""
+
+
+class Peers:
+    """This process's writers, one for each decode process it has met. Control thread only."""
+
+    def __init__(self, *, runtime: NodeRuntime, config: PrefillConfig, pool: DevicePool) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._pool = pool
+        self._host = host_identity()
+        self._loop = asyncio.get_running_loop()
+        self._peers: dict[Incarnation, WriterPeer] = {}
+        self._attendances: dict[Incarnation, WriterAttendance] = {}
+        self._closing_peers: set[Incarnation] = set()
+        self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
+        """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def for_record(self, record: NodeRecord) -> WriterPeer:
+        """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""
+        peer = self._peers.get(record.incarnation)
+        if peer is not None and peer.gone:
+            raise BatonError(
+                Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
+            )
+        if peer is not None and self._attendances[record.incarnation].out_of_reach:
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
+        if peer is None:
+            pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
+            peer = WriterPeer(
+                address=PeerAddress(name=record.name, endpoint=record.endpoint, pair=pair),
+                connect_request=transfer_pb2.ConnectRequest(
+                    header={"sender": pair.writer, "receiver": pair.receiver},
+                    writer_name=self._runtime.name,
+                    writer_endpoint=self._runtime.endpoint,
+                    model=model_to_proto(self._pool.model),
+                    host=self._host,
+                ),
+                layout=self._pool.layout,
+                src_num_blocks=self._pool.ledger.num_blocks,
+                machine=self._machine(record.incarnation),
+                channels=self._runtime.channels,
+                make_link=self._make_link,
+                offers=Offers(self._config.transports, self._config.fallback),
+                loop=self._loop,
+                config=self._config.writer,
+            )
+            self._peers[record.incarnation] = peer
+            self._attendances[record.incarnation] = self._attend(peer)
+        return peer
+
+    def _attend(self, peer: WriterPeer) -> WriterAttendance:
+        address = peer.address
+        return WriterAttendance(
+            name=address.name,
+            endpoint=address.endpoint,
+            stub=transfer_pb2_grpc.TransferStub(self._runtime.channels.get(address.endpoint)),
+            request=transfer_pb2.AttendRequest(
+                header={"sender": address.pair.writer, "receiver": address.pair.receiver}
+            ),
+            lost=peer.receiver_lost,
+            gone=peer.peer_gone,
+            liveness=self._config.liveness,
+            clock=self._runtime.clock,
+        )
+
+    def _machine(self, receiver: Incarnation) -> WriterGrants:
+        return self._machines.pop(receiver) if receiver in self._machines else WriterGrants()
+
+    def find(self, receiver: Incarnation) -> WriterPeer | None:
+        return self._peers.get(receiver)
+
+    def all(self) -> list[WriterPeer]:
+        return list(self._peers.values())
+
+    def upkeep(self) -> None:
+        """Called every second."""
+        for peer in self.all():
+            peer.give_up_stalled()
+        self.close_gone()
+
+    def holds(self) -> Holdings:
+        peers = self._peers.values()
+        return Holdings(
+            grants_written=sum(peer.machine.live for peer in peers),
+            unacknowledged_writes=sum(peer.machine.outstanding for peer in peers),
+        )
+
+    def add_status(self, message: node_pb2.NodeStatus) -> None:
+        """Tell of each pair and of the transports given up."""
+        for peer in self._peers.values():
+            message.pairs.add(
+                peer=peer.address.name,
+                peer_incarnation=peer.address.pair.receiver,
+                epoch=peer.epoch,
+                transport=peer.transport.value if peer.transport is not None else "",
+                bytes_moved=peer.bytes_moved,
+                transports_given_up=[t.value for t in peer.offers.dropped],
+                link_failures=peer.link_failures,
+            )
+        given_up = sum(len(peer.offers.dropped) for peer in self._peers.values())
+        message.counters.add(name="transports given up", value=given_up)
+
+    def follow_directory(self) -> None:
+        """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
+
+        Being wrong costs the handoffs under way there and nothing else: whoever asks for them is told they are over.
+        """
+        if self._runtime.membership.stale:
+            return
+        records = self._runtime.membership.nodes(Role.DECODE)
+        owners = {record.endpoint: record.incarnation for record in records}
+        present = set(owners.values())
+        for incarnation, peer in list(self._peers.items()):
+            replaced = owners.get(peer.address.endpoint, incarnation) != incarnation
+            if replaced or (incarnation not in present and not peer.linked):
+                peer.peer_gone()
+        self.close_gone()
+
+    def close_gone(self) -> None:
+        """Close peers that are gone and have let go of every source block. Called every second too."""
+        for incarnation, peer in self._peers.items():
+            if peer.gone and peer.machine.live == 0 and incarnation not in self._closing_peers:
+                self._closing_peers.add(incarnation)
+                task = self._loop.create_task(self._close_peer(incarnation, peer))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    async def _close_peer(self, incarnation: Incarnation, peer: WriterPeer) -> None:
+        await self._attendances.pop(incarnation).close()
+        await peer.close()
+        del self._peers[incarnation]
+        self._closing_peers.discard(incarnation)
+        self._machines[incarnation] = peer.machine
+        if len(self._machines) > MACHINES_MAX:
+            self._machines.popitem(last=False)
+        endpoint = peer.address.endpoint
+        if all(other.address.endpoint != endpoint for other in self._peers.values()):
+            await self._runtime.channels.drop(endpoint)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
+        await asyncio.gather(*(attendance.close() for attendance in self._attendances.values()))
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
+
+    async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
+        """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE."""
+        source_U8 = self._pool.region.array_U8
+        try:
+            if endpoint.transport is TransportName.SHM:
+                return await ShmWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.shm)
+            assert endpoint.transport is TransportName.TCP, endpoint.transport
+            return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
+        except (ShmConnectError, TcpConnectError) as error:
+            text = f"No {endpoint.transport.value} link: {error}."
+            raise BatonError(Reason.PEER_UNREACHABLE, text) from error

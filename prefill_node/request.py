@@ -1,0 +1,45 @@
+"""What a prefill node refuses at its door: requests that it could never serve. The router has checked the client's
+input; the region is this node's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batonpb import prefill_pb2
+
+from baton.errors import BatonError, Reason, bad_field
+from engine.block_manager import BlockManager
+from engine.types import Runner
+
+
+def check_request(request: prefill_pb2.PrefillRequest, *, runner: Runner, blocks: BlockManager) -> None:
+    """Raises BatonError EMPTY_PROMPT, PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE or BAD_FIELD."""
+    if not request.prompt:
+        raise bad_field("prompt", "The prompt is empty.", reason=Reason.EMPTY_PROMPT)
+    tokens = [*request.prompt, *request.output]
+    if len(tokens) >= runner.context_len_max:
+        raise bad_field(
+            "prompt",
+            f"Prompt and output have {len(tokens)} tokens; the model's context of {runner.context_len_max} must hold "
+            "another one.",
+            reason=Reason.PROMPT_TOO_LONG,
+        )
+    if max(tokens) >= runner.vocab_size:
+        raise bad_field(
+            "prompt",
+            f"Token id {max(tokens)} is outside the vocabulary of {runner.vocab_size}.",
+            reason=Reason.TOKEN_OUT_OF_RANGE,
+        )
+    if len(request.output) >= request.sampling.max_tokens:
+        raise bad_field("output", f"The answer has its {request.sampling.max_tokens} tokens (max_tokens) already.")
+    if blocks.blocks_for(len(tokens)) > blocks.blocks_usable:
+        raise no_room(tokens, blocks)
+
+
+def no_room(tokens: Sequence[int], blocks: BlockManager) -> BatonError:
+    """They do not fit into the region, less what pins ask for, whatever else is free."""
+    has = f"{blocks.ledger.num_blocks}{blocks.less_pins}"
+    text = (
+        f"The prompt's {len(tokens)} tokens need {blocks.blocks_for(len(tokens))} blocks; this node's region has {has}."
+    )
+    return bad_field("prompt", text, reason=Reason.PROMPT_TOO_LONG)

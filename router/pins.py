@@ -1,0 +1,253 @@
+"""Pinned prefixes of this router: kept here, leased to every prefill and decode node, and leased again when one joins.
+
+Two routers may have a pin of one name: the nodes keep the newer one. An operator's pin is always that; which of two
+configured ones is, the routers' wall clocks say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from batonpb import common_pb2, pins_pb2, pins_pb2_grpc
+
+from baton.clock import Clock, wait_s
+from baton.errors import BatonError, Reason
+from baton.ids import Incarnation, NodeName
+from baton.lifecycle import Lifecycle
+from baton.log import get_log
+from baton.rpc_client import Channels, rpc_errors
+from baton.wire import NodeRecord, Role
+from router.pin_config import PinKeeperConfig, PinnedPrefix
+
+log = get_log("pins")
+
+RENEWALS_PER_LEASE: Final = 3
+WARM_TRIES_MAX: Final = 3
+_SERVING: Final = frozenset({Lifecycle.READY, Lifecycle.CORDONED})
+_UNREACHED: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.CANCELLED, Reason.INCARNATION_MISMATCH})
+"""Says nothing about the pin itself: the next renewal tries again."""
+
+Warm = Callable[[Sequence[int], str | None], Awaitable[None]]
+"""Compute a prompt under a salt, so that it is cached. Raises BatonError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnNode:
+    """What one node last said of a pin."""
+
+    node: NodeName
+    blocks: int = 0
+    blocks_pinned: int = 0
+    problem: BatonError | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class KeptPin:
+    """One pin. `on_nodes` is by incarnation."""
+
+    prefix: PinnedPrefix
+    tokens: tuple[int, ...]
+    version: int
+    expires_s: float | None
+    from_config: bool
+    warm_tries_left: int
+    on_nodes: dict[Incarnation, OnNode] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.prefix.name
+
+    def ttl_left_s(self, now_s: float) -> float | None:
+        return None if self.expires_s is None else max(0.0, self.expires_s - now_s)
+
+
+class PinKeeper:
+    """Mutable; on the router's loop. `run` renews until it is cancelled. `nodes` gives the records known now."""
+
+    def __init__(
+        self,
+        *,
+        config: PinKeeperConfig,
+        incarnation: Incarnation,
+        nodes: Callable[[], Sequence[NodeRecord]],
+        channels: Channels,
+        clock: Clock,
+        warm: Warm,
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._nodes = nodes
+        self._channels = channels
+        self._clock = clock
+        self._warm = warm
+        self._pins: dict[str, KeptPin] = {}
+        self._locks: dict[Incarnation, asyncio.Lock] = {}
+        """One call to a node at a time: a Hold must not overtake the Drop after it."""
+        self._wake = asyncio.Event()
+        self._version_last = 0
+
+    def pins(self) -> list[KeptPin]:
+        """By name; overdue ones are gone."""
+        self._expire()
+        return [self._pins[name] for name in sorted(self._pins)]
+
+    def add(self, prefix: PinnedPrefix, tokens: Sequence[int], *, from_config: bool = False, warm: bool) -> KeptPin:
+        """Keep a pin; nodes hear of it at the next turn of `run`. Raises BatonError PINS_FULL."""
+        old = self._pins.get(prefix.name)
+        if old is None and len(self._pins) >= self._config.count_max:
+            raise BatonError(
+                Reason.PINS_FULL,
+                f"This router keeps {len(self._pins)} pins, its limit (pins.count_max). Unpin one first.",
+            )
+        # Rises even where the clock does not: the nodes take the later of two as the newer one.
+        self._version_last = max(int(self._clock.wall_s() * 1e3), self._version_last + 1)
+        ttl_s = None if prefix.ttl_ms is None else prefix.ttl_ms / 1e3
+        pin = self._pins[prefix.name] = KeptPin(
+            prefix=prefix,
+            tokens=tuple(tokens),
+            version=self._version_last,
+            expires_s=None if ttl_s is None else self._clock.monotonic_s() + ttl_s,
+            from_config=from_config,
+            warm_tries_left=WARM_TRIES_MAX if warm else 0,
+        )
+        self._wake.set()
+        return pin
+
+    async def pin(self, prefix: PinnedPrefix, tokens: Sequence[int], *, warm: bool) -> KeptPin:
+        """Keep a pin and tell all nodes now; one of the same name is replaced.
+
+        Raises BatonError, and what was there before stays, where the limit of this router is reached, or where no node
+        takes the pin and one says why.
+        """
+        self._expire()
+        old = self._pins.get(prefix.name)
+        pin = self.add(prefix, tokens, warm=warm)
+        await asyncio.gather(*(self._hold(pin, record, insist=True) for record in self._reachable()))
+        refusals = [on.problem for on in pin.on_nodes.values() if on.problem is not None]
+        refusals = [problem for problem in refusals if problem.reason not in _UNREACHED]
+        if refusals and all(on.problem is not None for on in pin.on_nodes.values()):
+            if self._pins.get(prefix.name) is pin:
+                del self._pins[prefix.name]
+                if old is not None:
+                    self._pins[prefix.name] = old
+            raise refusals[0]
+        return pin
+
+    async def unpin(self, name: str) -> bool:
+        """Drop a pin here and on all nodes; whether anybody had it. Idempotent."""
+        pin = self._pins.pop(name, None)
+        version = max(int(self._clock.wall_s() * 1e3), self._version_last, pin.version if pin is not None else 0)
+        dropped = await asyncio.gather(*(self._drop(name, version, record) for record in self._reachable()))
+        return pin is not None or any(dropped)
+
+    def follow_directory(self) -> None:
+        """The known nodes have changed: one that has just come is told of the pins at once."""
+        present = {record.incarnation for record in self._reachable()}
+        for incarnation in [i for i, lock in self._locks.items() if i not in present and not lock.locked()]:
+            del self._locks[incarnation]
+        for pin in self._pins.values():
+            pin.on_nodes = {i: on for i, on in pin.on_nodes.items() if i in present}
+            if not present <= pin.on_nodes.keys():
+                self._wake.set()
+
+    async def run(self) -> None:
+        """Lease and renew, until cancelled."""
+        while True:
+            await wait_s(self._clock, self._wake, self._config.lease_ms / 1e3 / RENEWALS_PER_LEASE)
+            self._wake.clear()
+            self._expire()
+            await asyncio.gather(*(self._hold_all(record) for record in self._reachable()))
+            for pin in list(self._pins.values()):
+                if pin.warm_tries_left and {Role.PREFILL, Role.DECODE} <= {record.role for record in self._reachable()}:
+                    await self._warm_up(pin)
+
+    async def _hold_all(self, record: NodeRecord) -> None:
+        for pin in list(self._pins.values()):
+            await self._hold(pin, record)
+            problem = pin.on_nodes[record.incarnation].problem if record.incarnation in pin.on_nodes else None
+            if problem is not None and problem.reason in _UNREACHED:
+                return
+
+    async def _hold(self, pin: KeptPin, record: NodeRecord, *, insist: bool = False) -> None:
+        """Lease one pin to one node; what it says is in `pin.on_nodes` then. `insist`: it is the newest of its name."""
+        async with self._lock(record):
+            if self._pins.get(pin.name) is not pin:
+                return
+            try:
+                reply = await self._call_hold(pin, record)
+                if reply.superseded_by and insist:
+                    self._version_last = pin.version = max(pin.version, reply.superseded_by + 1)
+                    reply = await self._call_hold(pin, record)
+            except BatonError as error:
+                known = pin.on_nodes.get(record.incarnation)
+                if known is None or known.problem is None or known.problem.reason is not error.reason:
+                    log.warning("pin not taken", pin=pin.name, node=record.name, problem=error.message)
+                pin.on_nodes[record.incarnation] = OnNode(node=record.name, problem=error)
+                return
+            if reply.superseded_by:
+                self._superseded(pin, record)
+                return
+            pin.on_nodes[record.incarnation] = OnNode(
+                node=record.name, blocks=reply.blocks, blocks_pinned=reply.blocks_pinned
+            )
+
+    async def _call_hold(self, pin: KeptPin, record: NodeRecord) -> pins_pb2.HoldPinReply:
+        ttl_left_s = pin.ttl_left_s(self._clock.monotonic_s())
+        lease_ms = self._config.lease_ms if ttl_left_s is None else min(self._config.lease_ms, int(ttl_left_s * 1e3))
+        request = pins_pb2.HoldPinRequest(
+            header=self._header(record),
+            name=pin.name,
+            tokens=pin.tokens,
+            cache_salt=(pin.prefix.cache_salt or "").encode(),
+            lease_ms=max(1, lease_ms),
+            version=pin.version,
+        )
+        with rpc_errors(record.name):
+            stub = pins_pb2_grpc.NodePinsStub(self._channels.get(record.endpoint))
+            reply: pins_pb2.HoldPinReply = await stub.HoldPin(request, timeout=self._config.call_ms_max / 1e3)
+        return reply
+
+    def _superseded(self, pin: KeptPin, record: NodeRecord) -> None:
+        log.info("another router has replaced a pin", pin=pin.name, node=record.name)
+        problem = BatonError(Reason.NAME_IN_USE, "Another router has pinned another prefix by this name, later.")
+        pin.on_nodes[record.incarnation] = OnNode(node=record.name, problem=problem)
+        if not pin.from_config and self._pins.get(pin.name) is pin:
+            del self._pins[pin.name]
+
+    async def _drop(self, name: str, version: int, record: NodeRecord) -> bool:
+        """A node that cannot be told keeps the pin until its lease is over."""
+        request = pins_pb2.DropPinRequest(header=self._header(record), name=name, version=version)
+        async with self._lock(record):
+            try:
+                with rpc_errors(record.name):
+                    stub = pins_pb2_grpc.NodePinsStub(self._channels.get(record.endpoint))
+                    reply: pins_pb2.DropPinReply = await stub.DropPin(request, timeout=self._config.call_ms_max / 1e3)
+            except BatonError as error:
+                log.warning("unpin unanswered", pin=name, node=record.name, problem=error.message)
+                return False
+        return reply.known
+
+    async def _warm_up(self, pin: KeptPin) -> None:
+        pin.warm_tries_left -= 1
+        try:
+            await self._warm(pin.tokens, pin.prefix.cache_salt)
+            pin.warm_tries_left = 0
+        except BatonError as error:
+            log.warning("pin not warmed up", pin=pin.name, problem=error.message, tries_left=pin.warm_tries_left)
+
+    def _expire(self) -> None:
+        now_s = self._clock.monotonic_s()
+        for name in [n for n, pin in self._pins.items() if pin.expires_s is not None and pin.expires_s <= now_s]:
+            del self._pins[name]  # the nodes' leases end with it
+
+    def _reachable(self) -> list[NodeRecord]:
+        return [record for record in self._nodes() if record.lifecycle in _SERVING]
+
+    def _lock(self, record: NodeRecord) -> asyncio.Lock:
+        return self._locks.setdefault(record.incarnation, asyncio.Lock())
+
+    def _header(self, record: NodeRecord) -> common_pb2.Header:
+        return common_pb2.Header(sender=self._incarnation, receiver=record.incarnation)

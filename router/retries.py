@@ -1,0 +1,166 @@
+"""What happens to a request whose attempt has failed: placed again, resumed elsewhere, or ended with an error. Pure.
+
+An attempt that no decode node has granted costs nothing and is placed again while there is time. After the grant the
+failure is a resumption: prompt and the tokens that the client has are computed again on nodes that live. Those are few
+for each request (it may be the request that kills nodes) and paced for the whole cluster, so that a cluster that has
+just lost a node is not also flooded (the retry budgets of gRPC's A6 proposal and of Finagle are of this kind; here
+work that is over budget waits its turn instead of failing, because its client holds half an answer).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.errors import BatonError, Reason, check_positive
+
+PLACE_AGAIN = frozenset(
+    {
+        Reason.DECODE_FULL,
+        Reason.HANDOFF_FAILED,  # before it began: its link ended while the grant was on its way
+        Reason.QUEUE_FULL,
+        Reason.TOO_MANY_CALLS,
+        Reason.NODE_DRAINING,
+        Reason.NO_PREFILL_NODE,
+        Reason.NO_DECODE_NODE,
+        Reason.PAIR_FENCING,
+        Reason.PEER_UNREACHABLE,
+        Reason.INCARNATION_MISMATCH,
+    }
+)
+"""Nobody has taken the request yet and somebody may soon."""
+ASK_ANOTHER = frozenset(
+    {
+        Reason.QUEUE_FULL,
+        Reason.TOO_MANY_CALLS,
+        Reason.NODE_DRAINING,
+        Reason.PEER_UNREACHABLE,
+        Reason.INCARNATION_MISMATCH,
+    }
+)
+"""The prefill node's own trouble: the next try goes to another one where there is one."""
+RESUMABLE = frozenset(
+    {
+        Reason.PEER_UNREACHABLE,
+        Reason.INCARNATION_MISMATCH,
+        Reason.HANDOFF_FAILED,
+        Reason.NODE_DRAINING,
+        Reason.GRANT_REVOKED,
+        Reason.INTERNAL,
+    }
+)
+"""A node's trouble after the grant, never the client's own error."""
+DEATHS = frozenset({Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH, Reason.INTERNAL})
+"""Those that may be the request's doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryConfig:
+    """Raises InvalidField where a limit is not positive."""
+
+    deaths_max: int = field(
+        default=2, metadata={"help": "attempts of one request that may end in a node's death before it is given up"}
+    )
+    resumptions_max: int = field(default=8, metadata={"help": "resumptions of one request, for whatever reason"})
+    resume_wait_ms_max: int = field(
+        default=30_000, metadata={"help": "how long a request in the middle of its answer may look for nodes"}
+    )
+    resumptions_per_s: int = field(
+        default=100, metadata={"help": "resumptions a second of the whole cluster, shared out among its routers"}
+    )
+    resumptions_burst: int = field(
+        default=256, metadata={"help": "resumptions at once of the whole cluster before that pace holds"}
+    )
+    resumptions_waiting_max: int = field(
+        default=1_024, metadata={"help": "resumptions that wait for their turn in one router; one more is refused"}
+    )
+    resolve_ms_max: int = field(
+        default=500, metadata={"help": "how long a decode node may take to say whether an attempt has committed"}
+    )
+    resolve_tries_max: int = field(
+        default=2, metadata={"help": "such questions left unanswered before the attempt is dropped"}
+    )
+    resolves_max: int = field(
+        default=4, metadata={"help": "how often one attempt may go on because its decode node has committed it"}
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self,
+            "deaths_max",
+            "resumptions_max",
+            "resume_wait_ms_max",
+            "resumptions_per_s",
+            "resumptions_burst",
+            "resumptions_waiting_max",
+            "resolve_ms_max",
+            "resolve_tries_max",
+            "resolves_max",
+        )
+
+
+class Verdict(Enum):
+    """What to do with a request whose attempt has failed."""
+
+    PLACE_AGAIN = "nobody had taken it"
+    RESUME = "it is taken up where the client's answer ends"
+
+
+@dataclass(slots=True, kw_only=True)
+class Retries:
+    """The failures of one request so far."""
+
+    config: RetryConfig
+    give_up_s: float
+    """Until then it may look for a node that takes it."""
+    deaths: int = 0
+    resumptions: int = 0
+
+    def judge(self, error: BatonError, *, granted: bool, now_s: float) -> Verdict:
+        """Count the failure of an attempt. Raises what the client is told where nothing more is tried."""
+        if not granted:
+            if error.reason in PLACE_AGAIN and now_s < self.give_up_s:
+                return Verdict.PLACE_AGAIN
+            raise error
+        if error.reason not in RESUMABLE:
+            raise error
+        self.deaths += error.reason in DEATHS
+        if self.deaths >= self.config.deaths_max or self.resumptions >= self.config.resumptions_max:
+            raise BatonError(
+                Reason.ATTEMPTS_SPENT,
+                f"{self.resumptions + 1} attempts at this request have failed, {self.deaths} of them with the death of "
+                f"a node, and it may be the request that does it. The last one: {error.message}",
+            ) from error
+        self.resumptions += 1
+        self.give_up_s = now_s + self.config.resume_wait_ms_max / 1000
+        return Verdict.RESUME
+
+
+class ResumptionPace:
+    """A bucket of `resumptions_burst` turns that fills at `resumptions_per_s`, one router's share of both."""
+
+    def __init__(self, config: RetryConfig, *, now_s: float) -> None:
+        self._config = config
+        self._turns = float(config.resumptions_burst)
+        self._counted_s = now_s
+        self.routers = 1
+        """In the cluster, this one counted."""
+
+    def take_turn(self, now_s: float) -> float:
+        """The next turn is the caller's; how many seconds it has to wait for it.
+
+        Raises BatonError ATTEMPTS_SPENT where too many are waiting.
+        """
+        rate = self._config.resumptions_per_s / self.routers
+        burst = max(1.0, self._config.resumptions_burst / self.routers)
+        self._turns = min(burst, self._turns + (now_s - self._counted_s) * rate)
+        self._counted_s = now_s
+        if self._turns - 1 < -self._config.resumptions_waiting_max:
+            raise BatonError(
+                Reason.ATTEMPTS_SPENT,
+                f"A node with this request was lost, and {self._config.resumptions_waiting_max} other requests wait to "
+                "be resumed already (resumptions_waiting_max).",
+                retry_after_ms=int(-self._turns / rate * 1000) + 1,
+            )
+        self._turns -= 1
+        return max(0.0, -self._turns / rate)

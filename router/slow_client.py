@@ -1,0 +1,49 @@
+"""What becomes of a client that does not read: it is cut off, before what it leaves takes room from others."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from baton.errors import BatonError, Reason
+
+
+def slow_client(unread: int) -> BatonError:
+    return BatonError(
+        Reason.SLOW_CLIENT,
+        f"The client has left {unread} tokens unread, more than are kept for it (client_tokens_unread_max); the "
+        "request was cancelled. Read faster, or ask for fewer tokens at a time.",
+        metadata={"unread": str(unread)},
+    )
+
+
+class ClientGuard:
+    """Around everything that writes to one client: `cut_off` ends it, even in a write that waits for the client.
+
+    Raises the error given to `cut_off` at its end. One event loop; for one task.
+    """
+
+    def __init__(self) -> None:
+        self._scope = asyncio.timeout(None)
+        self._error: BatonError | None = None
+        self._over = False
+
+    def cut_off(self, error: BatonError) -> None:
+        """The first call counts; nothing happens once the block is over."""
+        if self._error is None and not self._over:
+            self._error = error
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def __aenter__(self) -> ClientGuard:
+        await self._scope.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over = True
+        try:
+            await self._scope.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            assert self._error is not None
+            raise self._error from None

@@ -1,0 +1,73 @@
+"""A mixed node is drained, told to end, or loses its decode node under load: nothing fails, all tokens are right."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster_harness import (
+    RunningCluster,
+    assert_conserved,
+    mock_spec,
+    mock_tokens,
+    random_prompt,
+    running,
+    wait_for,
+)
+from tests.drain_harness import SLOW, answers_come, drain_under_load, end_under_load, loaded
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    """Two mixed nodes and nothing else. Of the load's prompts half run where they come in, half are handed over."""
+    spec = mock_spec(prefill=0, decode=0, mixed=2, blocks=600, both=SLOW, mixed_flags={"handoff_tokens_min": 64})
+    with running(spec) as cluster:
+        yield cluster
+        cluster.run(assert_conserved(cluster))
+
+
+def test_a_mixed_node_is_drained_under_load(cluster: RunningCluster) -> None:
+    """It is prefill and decode node of many requests at the moment, handed over from it and to it, and kept."""
+    cluster.run(drain_under_load(cluster, "mixed-1"))
+
+
+def test_sigterm_is_the_same_drain(cluster: RunningCluster) -> None:
+    """The other one, in the same way; what it still hands over finds a node that is there."""
+    cluster.run(end_under_load(cluster, "mixed-0"))
+
+
+def test_the_last_decode_node_is_killed() -> None:
+    """Requests that it has die with it; those asked for afterwards run on the mixed node, all of them, from the first
+    on. The mixed node holds nothing of those that died."""
+    spec = mock_spec(prefill=0, decode=1, mixed=1, blocks=600, both=SLOW, mixed_flags={"handoff_tokens_min": 64})
+    with running(spec) as cluster:
+
+        async def scenario() -> None:
+            rng = random.Random(51)
+            prompts = [random_prompt(rng, 300) for _ in range(8)]
+            calls = [asyncio.create_task(cluster.client.generate(p, max_tokens=400)) for p in prompts]
+
+            async def under_way() -> bool:
+                return (await cluster.status("decode-0")).requests == len(calls)
+
+            await wait_for(under_way, "all requests to be with the decode node", story=cluster.story)
+            cluster.set_down("decode-0")
+            cluster.cluster.send_signal("decode-0", signal.SIGKILL)
+            await cluster.cluster.wait_exit("decode-0")
+            after = [random_prompt(rng, 300) for _ in range(12)]
+            answers = await asyncio.gather(*(cluster.client.generate(p, max_tokens=20) for p in after))
+            for prompt, answer in zip(after, answers, strict=True):
+                assert answer.ids == mock_tokens(prompt, 20)
+                assert (answer.stats.prefill_node, answer.stats.transport) == ("mixed-0", "local")
+            for outcome in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(outcome, Exception), "it cannot have been answered"
+            await assert_conserved(cluster)
+            async with loaded(cluster) as load:
+                await answers_come(cluster, load, 20)
+            await assert_conserved(cluster)
+
+        cluster.run(scenario())

@@ -1,0 +1,105 @@
+"""Messages of a gRPC request on their way to token ids: what is wrong is named by its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from batonpb import inference_pb2
+
+from baton.errors import BatonError, Reason
+from engine.demo_model import BOS_ID, DemoModelParams, write_demo_model
+from router.chat import MESSAGES_MAX, ChatEncoder
+from router.chat_template import ChatTemplate
+from router.text import TextCodec
+
+CHARS_MAX = 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    write_demo_model(folder, DemoModelParams(num_layers=1, hidden_size=32, num_heads=2, head_dim=16, vocab_size=600))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder(folder: Path) -> ChatEncoder:
+    return ChatEncoder(codec=TextCodec.load(folder), template=ChatTemplate.load(folder), chars_max=CHARS_MAX)
+
+
+def chat(*messages: tuple[str, str]) -> inference_pb2.Chat:
+    return inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    )
+
+
+def refused(encoder: ChatEncoder, *messages: tuple[str, str]) -> tuple[Reason, str | None, str]:
+    with pytest.raises(BatonError) as caught:
+        encoder.encode_proto(chat(*messages))
+    return caught.value.reason, caught.value.field, caught.value.message
+
+
+def test_the_template_makes_the_prompt(encoder: ChatEncoder, folder: Path) -> None:
+    """The ids are those of the rendered text, which asks for the next answer; the HTTP side's dicts give the same."""
+    messages = [("system", "Be brief."), ("user", "Where?"), ("assistant", ""), ("user", "When?")]
+    ids = list(encoder.encode_proto(chat(*messages)))
+    text = "<|begin|>system: Be brief.\nuser: Where?\nassistant: \nuser: When?\nassistant:"
+    assert ids == list(TextCodec.load(folder).encode_rendered(text))
+    assert ids[0] == BOS_ID
+    as_dicts = [{"role": role, "content": content} for role, content in messages]
+    assert list(encoder.encode(as_dicts, {"add_generation_prompt": True})) == ids
+
+
+def test_no_message(encoder: ChatEncoder) -> None:
+    assert refused(encoder)[:2] == (Reason.EMPTY_PROMPT, "chat.messages")
+
+
+def test_an_unknown_role(encoder: ChatEncoder) -> None:
+    """Named with its place, cut to a length that fits a message."""
+    reason, field, message = refused(encoder, ("user", "a"), ("narrator" * 100, "b"))
+    assert (reason, field) == (Reason.BAD_FIELD, "chat.messages.1.role")
+    assert message == (
+        f"messages[1] has the role '{'narrator' * 5}'; roles are system, developer, user, assistant, tool."
+    )
+    assert refused(encoder, ("", "a"))[:2] == (Reason.BAD_FIELD, "chat.messages.0.role")
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_an_empty_message(encoder: ChatEncoder, role: str) -> None:
+    """An answer may be empty; nothing else."""
+    assert refused(encoder, ("user", "a"), ("assistant", ""), (role, "")) == (
+        Reason.BAD_FIELD,
+        "chat.messages.2.content",
+        "messages[2] is empty; only an assistant's may be.",
+    )
+
+
+def test_too_many_messages(encoder: ChatEncoder) -> None:
+    reason, field, message = refused(encoder, *[("user", "a")] * (MESSAGES_MAX + 1))
+    assert (reason, field) == (Reason.PROMPT_TOO_LONG, "chat.messages")
+    assert str(MESSAGES_MAX) in message
+
+
+def test_too_many_characters(encoder: ChatEncoder) -> None:
+    """Before the template sees them, and after: what it adds counts."""
+    for content in ("a" * (CHARS_MAX + 1), "a" * CHARS_MAX):
+        assert refused(encoder, ("user", content))[:2] == (Reason.PROMPT_TOO_LONG, "chat.messages")
+
+
+def test_a_template_that_refuses(folder: Path, tmp_path: Path) -> None:
+    """Some templates take no system message: their own words come through, with the field of this API."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message, please') }}")
+    encoder = ChatEncoder(codec=TextCodec.load(folder), template=ChatTemplate.load(tmp_path), chars_max=CHARS_MAX)
+    reason, field, message = refused(encoder, ("system", "a"))
+    assert (reason, field) == (Reason.BAD_FIELD, "chat.messages")
+    assert "no system message, please" in message
+
+
+def test_no_template(folder: Path) -> None:
+    """A router without a model, or with a model that has no template, says what to send instead."""
+    for codec in (None, TextCodec.load(folder)):
+        encoder = ChatEncoder(codec=codec, template=None, chars_max=CHARS_MAX)
+        assert refused(encoder, ("user", "a"))[:2] == (Reason.NO_CHAT_TEMPLATE, "chat.messages")

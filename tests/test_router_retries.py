@@ -1,0 +1,140 @@
+"""Which failed attempts are placed again, which are resumed, and at what pace. Pure: no clock, no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import BatonError, InvalidField, Reason
+from router.retries import DEATHS, PLACE_AGAIN, RESUMABLE, ResumptionPace, Retries, RetryConfig, Verdict
+
+CLIENTS_OWN = frozenset(
+    {
+        Reason.EMPTY_PROMPT,
+        Reason.PROMPT_TOO_LONG,
+        Reason.TOKEN_OUT_OF_RANGE,
+        Reason.SAMPLING_OUT_OF_RANGE,
+        Reason.BAD_FIELD,
+        Reason.UNKNOWN_MODEL,
+        Reason.REQUEST_EXISTS,
+        Reason.DEADLINE,
+        Reason.CANCELLED,
+    }
+)
+
+
+def by_name(reasons: Iterable[Reason]) -> list[Reason]:
+    return sorted(reasons, key=lambda reason: reason.value)
+
+
+def failed(reason: Reason) -> BatonError:
+    return BatonError(reason, "It failed.")
+
+
+def retries(**config: Any) -> Retries:
+    return Retries(config=RetryConfig(**config), give_up_s=10.0)
+
+
+@pytest.mark.parametrize("reason", by_name(PLACE_AGAIN))
+def test_nobody_had_taken_it(reason: Reason) -> None:
+    """It is placed again while there is time, however often, and no death is counted."""
+    job = retries()
+    for _ in range(50):
+        assert job.judge(failed(reason), granted=False, now_s=9.9) is Verdict.PLACE_AGAIN
+    assert (job.deaths, job.resumptions) == (0, 0)
+    with pytest.raises(BatonError) as refused:
+        job.judge(failed(reason), granted=False, now_s=10.0)
+    assert refused.value.reason is reason
+
+
+@pytest.mark.parametrize("granted", [False, True])
+@pytest.mark.parametrize("reason", by_name(CLIENTS_OWN))
+def test_the_clients_own_error_is_never_tried_again(reason: Reason, granted: bool) -> None:
+    with pytest.raises(BatonError) as refused:
+        retries().judge(failed(reason), granted=granted, now_s=0.0)
+    assert refused.value.reason is reason
+
+
+@pytest.mark.parametrize("reason", by_name(DEATHS))
+def test_the_second_death_is_the_last(reason: Reason) -> None:
+    """A request that two nodes have died with may be what kills them."""
+    job = retries()
+    assert job.judge(failed(reason), granted=True, now_s=3.0) is Verdict.RESUME
+    assert (job.deaths, job.resumptions, job.give_up_s) == (1, 1, 33.0)
+    with pytest.raises(BatonError, match=r"2 of them with the death of a node.*It failed") as spent:
+        job.judge(failed(reason), granted=True, now_s=4.0)
+    assert spent.value.reason is Reason.ATTEMPTS_SPENT
+
+
+@pytest.mark.parametrize("reason", by_name(RESUMABLE - DEATHS))
+def test_handoffs_that_fail_on_living_nodes(reason: Reason) -> None:
+    """They are no deaths, and have a limit of their own."""
+    job = retries(resumptions_max=3)
+    for _ in range(3):
+        assert job.judge(failed(reason), granted=True, now_s=0.0) is Verdict.RESUME
+    with pytest.raises(BatonError) as spent:
+        job.judge(failed(reason), granted=True, now_s=0.0)
+    assert (spent.value.reason, job.deaths) == (Reason.ATTEMPTS_SPENT, 0)
+
+
+def test_a_resumption_may_look_for_nodes_for_a_time_of_its_own() -> None:
+    """The time to place a new request is long over when its node dies."""
+    job = retries(resume_wait_ms_max=5_000)
+    assert job.judge(failed(Reason.PEER_UNREACHABLE), granted=True, now_s=100.0) is Verdict.RESUME
+    assert job.judge(failed(Reason.NO_DECODE_NODE), granted=False, now_s=104.9) is Verdict.PLACE_AGAIN
+    with pytest.raises(BatonError) as nobody:
+        job.judge(failed(Reason.NO_DECODE_NODE), granted=False, now_s=105.0)
+    assert nobody.value.reason is Reason.NO_DECODE_NODE
+
+
+def test_a_burst_goes_at_once_and_the_rest_at_the_pace() -> None:
+    pace = ResumptionPace(RetryConfig(resumptions_burst=4, resumptions_per_s=10), now_s=0.0)
+    assert [pace.take_turn(0.0) for _ in range(6)] == [0, 0, 0, 0, 0.1, 0.2]
+    assert pace.take_turn(1.2) == 0, "a second later it has filled up"
+
+
+def test_two_routers_share_the_pace() -> None:
+    pace = ResumptionPace(RetryConfig(resumptions_burst=4, resumptions_per_s=10), now_s=0.0)
+    pace.routers = 2
+    assert [pace.take_turn(0.0) for _ in range(4)] == [0, 0, 0.2, 0.4]
+
+
+def test_too_many_wait_for_their_turn() -> None:
+    """One more is refused, and told when to come back."""
+    pace = ResumptionPace(RetryConfig(resumptions_burst=1, resumptions_per_s=10, resumptions_waiting_max=2), now_s=0.0)
+    assert [pace.take_turn(0.0) for _ in range(3)] == [0, 0.1, 0.2]
+    with pytest.raises(BatonError, match="resumptions_waiting_max") as full:
+        pace.take_turn(0.0)
+    assert (full.value.reason, full.value.retry_after_ms) == (Reason.ATTEMPTS_SPENT, 201)
+    assert pace.take_turn(0.1) == pytest.approx(0.2), "the refused one has no turn"
+
+
+@given(
+    gaps_s=st.lists(st.floats(0, 2), min_size=1, max_size=60),
+    burst=st.integers(1, 20),
+    rate=st.integers(1, 50),
+    routers=st.integers(1, 5),
+)
+def test_the_pace_is_kept_over_any_time(gaps_s: list[float], burst: int, rate: int, routers: int) -> None:
+    """Whenever they ask: from any turn on, no more turns begin within a time than the burst and the rate allow."""
+    config = RetryConfig(resumptions_burst=burst, resumptions_per_s=rate)
+    pace = ResumptionPace(config, now_s=0.0)
+    pace.routers = routers
+    now_s, begins = 0.0, []
+    for gap_s in gaps_s:
+        now_s += gap_s
+        begins.append(now_s + pace.take_turn(now_s))
+    for first, begin_s in enumerate(begins):
+        for last in range(first, len(begins)):
+            allowed = max(1.0, burst / routers) + (begins[last] - begin_s) * rate / routers
+            assert last - first + 1 <= allowed + 1 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["deaths_max", "resumptions_max", "resumptions_per_s", "resolve_ms_max"])
+def test_limits_are_positive(name: str) -> None:
+    with pytest.raises(InvalidField, match=name):
+        RetryConfig(**{name: 0})
