@@ -16,6 +16,7 @@ COPY kvtransfer kvtransfer
 COPY cachestore cachestore
 COPY prefill_node prefill_node
 COPY decode_node decode_node
+COPY mixed_node mixed_node
 COPY router router
 COPY cli cli
 RUN /opt/baton/bin/pip install -c constraints.txt '.[redis]'

@@ -43,7 +43,9 @@ STAGES = {
     ),
     "sealed": Stage(closed=(Point.COMMIT_ARRIVED,), reached=(Point.SEAL_LANDED, Point.COMMIT_ARRIVED), tokens=1),
     "commit-sent": Stage(closed=(Point.SEAL,), reached=(Point.SEAL, Point.COMMIT_TAKEN), tokens=1),
-    "commit-answered": Stage(closed=(Point.COMMIT_ANSWERED,), reached=(Point.COMMIT_ANSWERED,), tokens=1),
+    "commit-answered": Stage(
+        closed=(Point.COMMIT_ANSWERED,), reached=(Point.COMMIT_ANSWERED,), tokens=1, max_tokens=2000
+    ),
     "decoding": Stage(reached=(), tokens=4, max_tokens=2000),
     "last-token": Stage(closed=(Point.LAST_TOKEN,), reached=(Point.LAST_TOKEN,), tokens=1, max_tokens=3),
 }
