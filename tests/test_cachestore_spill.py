@@ -227,9 +227,13 @@ def test_what_is_pinned_stays_on_the_device() -> None:
     node.step()
     assert cache.pinned_of(chain) == 2
     pinned = cache.match(prompt_of(2, 9), b"", 2)
+    young = node.entered["young"]
+    assert node.spill._running(young, 0, pressure=True).spillable == len(young.block_table) - 2
     on_device = set()
     while node.engine.has_work:
         node.step()
+        copied = [block for copy, _ in node.copier.waiting for block in copy.device]
+        assert not set(pinned) & set(copied)
         node.copier.finish_all()
         node.check()
         parked = node.spill._parked.get(key_of("young"))
