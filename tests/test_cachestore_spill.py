@@ -212,10 +212,11 @@ def test_a_block_that_is_found_in_the_cache_during_its_copy_stays() -> None:
 
 
 def test_what_is_pinned_stays_on_the_device() -> None:
-    """The old one needs all blocks but two, and those of the young one's prompt are pinned: everything else of the
-    young one leaves, and the old one finishes beside the two."""
-    node = SpillNode(num_blocks=11, host_blocks=14)
+    """The old one needs all blocks but two, and those of the youngest one's prompt are pinned: everything else of the
+    two others leaves, and the old one finishes beside the two."""
+    node = SpillNode(num_blocks=11, host_blocks=24)
     assert node.enter("old", prompt_of(1, 9), params_of(28))
+    assert node.enter("middle", prompt_of(3, 9), params_of(28))
     assert node.enter("young", prompt_of(2, 9), params_of(36))
     node.step()
     cache = node.blocks.prefix_cache
@@ -241,7 +242,7 @@ def test_what_is_pinned_stays_on_the_device() -> None:
             assert [unit.device for unit in parked.units[:2]] == pinned
             on_device.add(sum(unit.device is not None for unit in parked.units))
     assert min(on_device) == 2
-    for name, number in (("old", 1), ("young", 2)):
+    for name, number in (("old", 1), ("middle", 3), ("young", 2)):
         tokens = [e.token for e in node.events if e.seq is node.entered[name] and e.token is not None]
         assert tokens == reference(prompt_of(number, 9), 28)
     cache.unpin(chain)
