@@ -30,7 +30,8 @@ class SpillConfig:
     """Overcommit of the device pool, and the host memory behind it."""
 
     host_blocks: int = field(
-        default=0, metadata={"help": "blocks of host memory that running sequences may spill to; 0: no overcommit"}
+        default=0,
+        metadata={"help": "blocks of host memory that a decode node's sequences may spill to; 0: no overcommit"},
     )
     headroom_blocks: int = field(
         default=4,
