@@ -35,6 +35,13 @@ check: $(READY)  ## lint, format, types, direction of imports
 explore: $(READY)  ## walk the ownership protocol's states with larger bounds than the tests do (minutes)
 	@$(BIN)/python -m tests.explorer --large
 
+SEED ?= 1
+STEPS ?= 1000
+PROFILE ?= small
+.PHONY: sim
+sim: $(READY)  ## simulate a cluster under faults: SEED=n STEPS=m, PROFILE=small|pair|routers|wide, GAP=s between faults
+	@$(BIN)/python -m tests.sim --seed $(SEED) --steps $(STEPS) --profile $(PROFILE) $(if $(GAP),--fault-gap-s $(GAP)) $(FLAGS)
+
 .PHONY: proto
 proto: $(READY)  ## generate proto/batonpb from proto/*.proto
 	@PYTHON=$(BIN)/python proto/generate.sh

@@ -127,6 +127,13 @@ end
 if redis.call('PTTL', META) < keep_ms then redis.call('PEXPIRE', META, 3 * keep_ms) end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', EXPIRY, '-inf', now_ms)) do drop(name) end
 redis.call('ZREMRANGEBYSCORE', GONE, '-inf', now_ms)
+-- Nothing is kept for longer than keep_ms: where it seems so, the server's clock was set back.
+local latest_ms = string.format('%.0f', math.ceil(now_ms + keep_ms))
+for _, key in ipairs({EXPIRY, GONE}) do
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', key, '(' .. latest_ms, '+inf')) do
+    redis.call('ZADD', key, latest_ms, member)
+  end
+end
 
 if operation == 'push' then
   return push(ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], tonumber(ARGV[11]))

@@ -78,6 +78,8 @@ class NodeLoad:
     """Running sequences whose KV is not all on the device now."""
     host_blocks_filled: int = 0
     host_blocks_free: int = 0
+    transports_given_up: int = 0
+    """Transports no longer offered to some peer, counted over the peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +200,7 @@ def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
         parked_requests=load.parked_requests,
         host_blocks_filled=load.host_blocks_filled,
         host_blocks_free=load.host_blocks_free,
+        transports_given_up=load.transports_given_up,
     )
 
 
@@ -220,6 +223,7 @@ def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
         parked_requests=message.parked_requests,
         host_blocks_filled=message.host_blocks_filled,
         host_blocks_free=message.host_blocks_free,
+        transports_given_up=message.transports_given_up,
     )
 
 

@@ -41,7 +41,7 @@ class DevicePool:
     region: Region
     layout: Layout
     model: ModelInfo
-    host: HostMemory | None
+    host: HostMemory | None = None
     """None without overcommit."""
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ class DecodeNode:
             async with asyncio.timeout_at(job.deadline_s):
                 if not job.kept:
                     if not await asyncio.shield(job.committed) or not self._resume(job):
-                        return  # revoked or cancelled first: the receiver has dropped what it held
+                        return  # revoked, or cancelled (before or just after the commit): the receiver has let go
                     self.streams.open(output)
                 await output.ended.wait()
         except TimeoutError:

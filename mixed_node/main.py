@@ -150,7 +150,7 @@ async def _run(
         peers.add_status(message)
         add_counters(receiver, message)
 
-    runtime.model, runtime.load = pool.model, node.load
+    runtime.model, runtime.load = pool.model, lambda: peers.add_load(node.load())
     runtime.transports = tuple(t.value for t in receiver.ports.transports)
     runtime.status, runtime.upkeep = status, upkeep
     runtime.holds = lambda: node.holds(peers.holds())

@@ -89,7 +89,7 @@ async def _run(
     def holds() -> Holdings:
         return dataclasses.replace(peers.holds(), requests=node.requests)
 
-    runtime.model, runtime.load = pool.model, node.load
+    runtime.model, runtime.load = pool.model, lambda: peers.add_load(node.load())
     runtime.transports = tuple(t.value for t in config.transports)
     runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
     serve_prefixes(runtime, pool)

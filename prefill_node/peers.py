@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import OrderedDict
 
 from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
@@ -11,7 +12,7 @@ from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, Pair
 from baton.runtime import NodeRuntime
-from baton.wire import NodeRecord, Role, model_to_proto
+from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.negotiation import Offers, host_identity
@@ -124,8 +125,16 @@ class Peers:
                 transports_given_up=[t.value for t in peer.offers.dropped],
                 link_failures=peer.link_failures,
             )
-        given_up = sum(len(peer.offers.dropped) for peer in self._peers.values())
-        message.counters.add(name="transports given up", value=given_up)
+        message.counters.add(name="transports given up", value=self.transports_given_up)
+
+    @property
+    def transports_given_up(self) -> int:
+        """Counted over the peers there are."""
+        return sum(len(peer.offers.dropped) for peer in self._peers.values())
+
+    def add_load(self, load: NodeLoad) -> NodeLoad:
+        """What the directory is told, and the router's metrics with it."""
+        return dataclasses.replace(load, transports_given_up=self.transports_given_up)
 
     def follow_directory(self) -> None:
         """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.

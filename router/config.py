@@ -27,7 +27,9 @@ class RouterConfig:
     http_send_buffer_bytes: int = field(
         default=131_072, metadata={"help": "bytes that the kernel may keep of what an HTTP client has not read"}
     )
-    http_body_ms_max: int = field(default=60_000, metadata={"help": "how long the body of an HTTP call may take"})
+    http_body_ms_max: int = field(
+        default=60_000, metadata={"help": "how long the head of an HTTP call may take, and then its body"}
+    )
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import h11
 import uvicorn
 from batonpb import inference_pb2
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,6 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
@@ -107,9 +110,8 @@ class OpenAiApp:
         timeout_s = self._config.rpc.public_deadline_ms_default / 1000
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         if not call.requests[0].sampling.HasField("seed"):
-            seed = self._rng.getrandbits(64)
-            for each in call.requests:
-                each.sampling.seed = seed
+            for each in call.requests:  # one for all answers to a prompt, which the choice tells apart
+                each.sampling.seed = self._rng.getrandbits(64)
 
         def events(cut_off: CutOff) -> Events:
             def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
@@ -164,11 +166,14 @@ class OpenAiApp:
 class HttpServer:
     """Serves an app on the running loop. `start` once, then `stop`."""
 
-    def __init__(self, app: Starlette, config: RouterConfig) -> None:
+    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+        self._app = app
+        self._connections_max = config.http_connections_max
         self._server = _Server(
             uvicorn.Config(
-                app,
-                http="h11",
+                self._answer,
+                interface="asgi3",
+                http=_protocol(config.http_body_ms_max / 1000),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -176,7 +181,6 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=config.http_connections_max,
                 timeout_graceful_shutdown=max(1, config.stop_grace_ms // 1000),
             )
         )
@@ -203,6 +207,45 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait([self._task])
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """uvicorn has such a limit too, but says no in plain text and without a time to come back."""
+        if len(self._server.server_state.connections) <= self._connections_max:
+            await self._app(scope, receive, send)
+            return
+        text = f"This router has {self._connections_max} HTTP connections already, the limit."
+        response = error_response(BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000))
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
+
+def _protocol(head_s_max: float) -> type[H11Protocol]:
+    class Protocol(H11Protocol):
+        """A connection that does not bring the whole head of a request in time is closed; uvicorn would keep it."""
+
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._late = self.loop.call_later(head_s_max, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._in_time()
+            elif self._late is None:
+                self._late = self.loop.call_later(head_s_max, self.transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._in_time()
+            super().connection_lost(exc)
+
+        def _in_time(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return Protocol
 
 
 class _Server(uvicorn.Server):

@@ -31,6 +31,10 @@ class RouterMetrics(RequestObserver):
             "baton_requests", "Requests that have ended, by outcome: stop, length, cancelled or the error's reason.",
             ["outcome"], registry=registry,
         )  # fmt: skip
+        self.resumptions = Counter(
+            "baton_resumptions", "Attempts that failed after their grant, and were taken up on other nodes.",
+            registry=registry,
+        )  # fmt: skip
         self.queued = Gauge("baton_requests_queued", "Requests without their first token yet.", registry=registry)
         self.running = Gauge("baton_requests_running", "Requests between first and last token.", registry=registry)
         self.ttft_s = Histogram(
@@ -115,6 +119,9 @@ class _Observed(ObservedRequest):
     def failed(self, reason: Reason) -> None:
         self._outcome = reason.value.lower()
 
+    def resumed(self) -> None:
+        self._metrics.resumptions.inc()
+
     def ended(self) -> None:
         (self._metrics.running if self._has_token else self._metrics.queued).dec()
         self._metrics.requests.labels(self._outcome).inc()
@@ -155,3 +162,11 @@ class _BlockCollector(Collector):
             parked.add_metric(labels, record.load.parked_requests)
         yield host
         yield parked
+        given_up = GaugeMetricFamily(
+            "baton_node_transports_given_up",
+            "Transports that the node no longer offers to some peer because they kept failing, over its peers.",
+            labels=["node", "role"],
+        )
+        for record in self._nodes():
+            given_up.add_metric([record.name, record.role.name.lower()], record.load.transports_given_up)
+        yield given_up

@@ -66,6 +66,7 @@ class Job:
     """Prefill processes that did not answer this request."""
     token_times_s: list[float] = field(default_factory=list)
     block_size: int = 0
+    observed: ObservedRequest = field(default_factory=ObservedRequest)
     on_put: Callable[[Inbox], None] | None = None
 
 
@@ -137,16 +138,17 @@ class RouterNode:
         called once the client has left too much unread; it is to close the iterator.
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
-        if self.requests >= self.config.requests_max:
-            raise BatonError(
-                Reason.TOO_MANY_CALLS,
-                f"This router has {self.requests} requests already, the limit.",
-                retry_after_ms=self.config.placement_retry_ms,
-            )
-        self.requests += 1
         observed = self._observer.received(self._loop.time())
+        self.requests += 1
         try:
+            if self.requests > self.config.requests_max:
+                raise BatonError(
+                    Reason.TOO_MANY_CALLS,
+                    f"This router has {self.config.requests_max} requests already, the limit.",
+                    retry_after_ms=self.config.placement_retry_ms,
+                )
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
+            job.observed = observed
             if cut_off is not None:
                 job.on_put = self._unread_limit(observed, cut_off)
             yield _started(job)
@@ -216,6 +218,7 @@ class RouterNode:
             if verdict is Verdict.RESUME:
                 looks = 0
                 job.stats.resumptions += 1
+                job.observed.resumed()
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
                 await self._pause(looks)

@@ -15,6 +15,9 @@ class ObservedRequest:
     def tokens(self, now_s: float, count: int) -> None:
         """So many tokens came at once."""
 
+    def resumed(self) -> None:
+        """A node was lost with it; the rest of the answer is computed elsewhere."""
+
     def finished(self, reason: common_pb2.FinishReason, stats: inference_pb2.RequestStats) -> None:
         """The client has all of the answer."""
 

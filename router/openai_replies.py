@@ -30,6 +30,8 @@ STATUS_OF: Final = {
     Code.DEADLINE_EXCEEDED: 504,
 }
 """HTTP status; 500 for the rest. ABORTED asks to send the request again, which 503 does too."""
+_OF_THE_CLUSTER: Final = frozenset({Reason.INCARNATION_MISMATCH, Reason.INCOMPATIBLE_NODE})
+"""Preconditions that nodes fail, not the request: 503."""
 _FINISH: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 TokenText = Callable[[int], str]
@@ -37,7 +39,7 @@ Json = dict[str, Any]
 
 
 def error_status(error: BatonError) -> int:
-    return STATUS_OF.get(error.code, 500)
+    return 503 if error.reason in _OF_THE_CLUSTER else STATUS_OF.get(error.code, 500)
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
@@ -53,6 +55,8 @@ def error_json(error: BatonError, *, chat: bool = False) -> Json:
     param = None if error.field is None else error.field.removeprefix("sampling.")
     if param in ("text", "token_ids"):
         param = "messages" if chat else "prompt"
+    elif chat and error.field == "sampling.logprobs":
+        param = "top_logprobs"
     code = "model_not_found" if error.reason is Reason.UNKNOWN_MODEL else error.reason.value.lower()
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 

@@ -34,7 +34,11 @@ class TextCodec:
                 field="model",
             )
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            tokenizer = Tokenizer.from_file(str(path))
+            # What a training run has left in the file would cut or stretch prompts without a word.
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            return cls(tokenizer)
         except Exception as error:
             raise BatonError(
                 Reason.MODEL_BROKEN, f"{path} is not a usable tokenizer: {error}.", field="model"
@@ -50,9 +54,10 @@ class TextCodec:
         return ids
 
     def token_text(self, token: int) -> str:
-        """One token by itself, special ones too; U+FFFD stands for bytes that are no whole character."""
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
+        """One token as it reads behind others, special ones too; U+FFFD stands for bytes that are no character."""
+        alone: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        twice: str = self._tokenizer.decode([token, token], skip_special_tokens=False)
+        return twice.removeprefix(alone) if _REPLACEMENT not in alone else alone
 
     def stream(self) -> TextStream:
         return TextStream(self._tokenizer)
@@ -62,7 +67,11 @@ class TextStream:
     """Turns the tokens of one answer into text as they come, never half a character.
 
     Decodes from a little before the last point where the text was whole, so that tokens which only read right after
-    their predecessor (a leading space) do. No token is decoded more than a bounded number of times.
+    their predecessor (a leading space) do. No token is decoded more than a bounded number of times. The answer goes on
+    from its prompt, so its first token is decoded behind another one too: some decoders drop a space at the beginning.
+
+    Tokenizers with byte fallback (Llama 2, Mistral) read a run of byte tokens as one: while the character at its end is
+    unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -71,36 +80,60 @@ class TextStream:
         self._ids: list[int] = []
         self._prefix = 0  # decoding starts at this token
         self._whole = 0  # up to this token the text was whole, at the end of some push
-        self._shown = 0  # characters of decode(ids[prefix:]) that have been given out
+        self._shown = ""  # what has been given out of decode(ids[prefix:]), which begins with it
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that became whole with these tokens; what may be the beginning of a character is held back."""
-        self._ids.extend(token for token in ids if token not in self._special)
-        now = self._decode(self._prefix)
-        settled = len(now) - _unsettled(now)
-        new = now[self._shown : settled]
-        self._shown = max(self._shown, settled)
+        return "".join(self._push(token) for token in ids if token not in self._special)
+
+    def _push(self, token: int) -> str:
+        if not self._ids:
+            self._begin(token)
+        self._ids.append(token)
+        now, settled = self._look()
+        if not now.startswith(self._shown) or _REPLACEMENT in now[len(self._shown) : settled]:
+            self._start_at_whole()
+            now, settled = self._look()
+        new = now[len(self._shown) : settled]
+        self._shown = now[:settled]
         if new and settled == len(now):
             self._prefix, self._whole = self._whole, len(self._ids)
-            self._shown = len(self._decode(self._prefix))
+            self._shown = self._decode(self._prefix)
         elif len(self._ids) - self._prefix > WINDOW_TOKENS_MAX:
             self._shorten(now)
         return new
 
+    def _look(self) -> tuple[str, int]:
+        """The text as it reads now, and how much of it will not change any more."""
+        now = self._decode(self._prefix)
+        return now, max(len(self._shown), len(now) - _unsettled(now))
+
+    def _start_at_whole(self) -> None:
+        self._shown = self._shown[len(self._decode(self._prefix, self._whole)) :]
+        self._prefix = self._whole
+
+    def _begin(self, token: int) -> None:
+        """Let something come before: the token itself will do, unless it is a part of a character."""
+        self._ids = [token]
+        self._shown = self._decode(0)
+        self._whole = 1
+        if _REPLACEMENT in self._shown:
+            self._ids, self._shown, self._whole = [], "", 0
+
     def flush(self) -> str:
         """What was held back, when nothing more comes."""
-        rest = self._decode(self._prefix)[self._shown :]
+        rest = self._decode(self._prefix)[len(self._shown) :]
         self._prefix = self._whole = len(self._ids)
-        self._shown = 0
+        self._shown = ""
         return rest
 
     def _shorten(self, now: str) -> None:
         """The text has not been whole for long (bytes that are no UTF-8): start later, where that changes nothing."""
         for start in range(len(self._ids) - 1, len(self._ids) - WINDOW_TOKENS_MAX, -1):
             before = self._decode(self._prefix, start)
-            if len(before) <= self._shown and before + self._decode(start) == now:
+            if len(before) <= len(self._shown) and before + self._decode(start) == now:
                 self._prefix = self._whole = start
-                self._shown -= len(before)
+                self._shown = self._shown[len(before) :]
                 return
 
     def _decode(self, start: int, stop: int | None = None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from batonpb import directory_pb2
@@ -78,6 +79,33 @@ def test_an_emptied_redis_takes_nobody_away(server: RedisServer, admin: Redis) -
                 error = await refused(anext(snapshots))
                 assert error.reason is Reason.PEER_UNREACHABLE
                 assert "restarted or emptied" in error.message
+
+    run(server.address, scene)
+
+
+def test_a_clock_that_was_set_back_keeps_nobody(server: RedisServer, admin: Redis) -> None:
+    """The server's clock goes an hour back after a node has registered, and another has left, and both processes have
+    died: names and incarnations are held for the longest time to live, not for the hour more."""
+    _meta, _records, expiry, _versions, _left, gone = KEYS
+    ttl_ms_max = 60_000
+
+    def until_ms(key: str) -> dict[bytes, float]:
+        found: Any = admin.zrange(key, 0, -1, withscores=True)
+        return dict(found)
+
+    async def scene(directory: RedisDirectory) -> None:
+        await directory.push(record(), ttl_ms=LONG_MS)
+        await directory.remove(NodeName("left"), Incarnation(9))
+        for key in (expiry, gone):
+            admin.zadd(key, {name: at_ms + 3_600_000 for name, at_ms in until_ms(key).items()})
+        error = await refused(directory.push(record(incarnation=2, endpoint="elsewhere:1"), ttl_ms=LONG_MS))
+        assert error.reason is Reason.NAME_IN_USE
+        assert error.retry_after_ms is not None
+        assert error.retry_after_ms <= ttl_ms_max + 1
+        seconds, microseconds = admin.time()
+        for key in (expiry, gone):
+            (at_ms,) = until_ms(key).values()
+            assert at_ms <= seconds * 1_000 + microseconds / 1_000 + ttl_ms_max + 1
 
     run(server.address, scene)
 

@@ -60,6 +60,19 @@ def test_an_idle_node_is_drained_at_once() -> None:
     play(Holdings(grants_received=2, grants_quarantined=2), scene)
 
 
+def test_a_proof_that_no_longer_holds_is_none() -> None:
+    """A call that was on its way when the proof was given: DRAINED, but not safe to delete until it has ended."""
+
+    async def scene(node: Node) -> None:
+        node.drain.order(LifecycleEvent.DRAIN, "")
+        node.holds = Holdings(requests=1)
+        assert (node.lifecycle.state, node.drain.safe_to_delete) == (Lifecycle.DRAINED, False)
+        node.holds = Holdings()
+        assert node.drain.safe_to_delete
+
+    play(Holdings(), scene)
+
+
 @pytest.mark.parametrize(
     "what", ["requests", "answers_unacknowledged", "grants_received", "grants_written", "unacknowledged_writes"]
 )

@@ -115,7 +115,8 @@ def test_prefix_hits_on_both_sides_change_nothing(served: Served, record_propert
     base = random_prompt(rng, 10 * size - 8)  # its answer fills a block that only decode nodes have
     sent = send_until_everywhere(served, base)
     cold = next(a for a in sent if a.stats.blocks_skipped == 0)
-    assert (cold.stats.blocks_written, sent[0].stats.prompt_tokens_cached) == (10, 0)
+    assert cold.stats.blocks_written == 10
+    assert any(answer.stats.prompt_tokens_cached == 0 for answer in sent), "somebody was the first"
 
     again = served.ask([base], at_once=1)
     assert (again[0].stats.blocks_skipped, again[0].stats.blocks_written) == (9, 1)

@@ -166,6 +166,15 @@ def test_several_answers_stop_and_logprobs(client: openai.OpenAI, cluster: Runni
     cluster.run(assert_conserved(cluster))
 
 
+def test_the_same_prompt_twice_is_drawn_twice(client: openai.OpenAI) -> None:
+    """Without a seed, answers to equal prompts of one call differ as those of two calls would; with one they do not."""
+    asked: dict[str, Any] = {"max_tokens": 16, "temperature": 2.0, "extra_body": {"ignore_eos": True}}
+    drawn = client.completions.create(model="tiny", prompt=[PROMPT] * 3, n=2, **asked)
+    assert len({choice.text for choice in drawn.choices}) == 6
+    seeded = client.completions.create(model="tiny", prompt=[PROMPT] * 2, seed=5, **asked)
+    assert len({choice.text for choice in seeded.choices}) == 1
+
+
 def test_many_async_calls_at_once(cluster: RunningCluster, endpoint: str) -> None:
     """Streams and whole answers side by side on one async client: each gets its own, then nothing is held."""
 
@@ -211,7 +220,7 @@ def test_many_async_calls_at_once(cluster: RunningCluster, endpoint: str) -> Non
         (True, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", None),
         (True, {"tools": [{"type": "function"}]}, 400, "tools", "bad_field"),
         (True, {"top_logprobs": 3}, 400, "top_logprobs", "bad_field"),
-        (True, {"logprobs": True, "top_logprobs": 21}, 400, "logprobs", "sampling_out_of_range"),
+        (True, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "sampling_out_of_range"),
     ],
 )
 def test_what_is_wrong_is_an_openai_error(
@@ -256,13 +265,17 @@ def test_unknown_fields_and_nulls_are_accepted(endpoint: str) -> None:
     assert answer["id"] == f"cmpl-{headers['x-request-id']}"
 
 
-def test_a_full_router_says_when_to_come_back(client: openai.OpenAI, cluster: RunningCluster) -> None:
-    """More answers than the router takes: 429 with a time, for all of the call, and nothing of it is left."""
+def test_a_full_router_says_when_to_come_back(client: openai.OpenAI, cluster: RunningCluster, endpoint: str) -> None:
+    """More answers than the router takes: 429 with a time, for all of the call, and nothing of it is left. The metrics
+    count those that were refused."""
+    refused = 'baton_requests_total{outcome="too_many_calls"}'
+    before = metrics_of(endpoint).get(refused, 0.0)
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model="tiny", prompt=[[1, 2], [3]], n=REQUESTS_MAX, **GREEDY)
     assert caught.value.type == "rate_limit_error"
     assert int(caught.value.response.headers["retry-after"]) >= 1
     cluster.run(assert_conserved(cluster))
+    assert metrics_of(endpoint)[refused] > before
 
 
 def metrics_of(endpoint: str) -> dict[str, float]:

@@ -39,6 +39,7 @@ class Answers:
             yield Event(finished=inference_pb2.Finished())
         finally:
             self.open -= 1
+            self.story.append(f"{name} ends")
 
 
 def test_each_answer_comes_whole_and_in_order() -> None:
@@ -56,7 +57,7 @@ def test_each_answer_comes_whole_and_in_order() -> None:
 
 
 def test_the_first_answer_goes_ahead() -> None:
-    """The others begin only when its second token is there: the prompt has been handed over by then."""
+    """The others begin when its second token is there, for the prompt has been handed over by then, and no later."""
 
     async def read() -> list[str]:
         answers = Answers()
@@ -67,7 +68,7 @@ def test_the_first_answer_goes_ahead() -> None:
 
     story = asyncio.run(read())
     for name in ("a1", "a2"):
-        assert story.index("a0 1") < story.index(f"{name} begins")
+        assert story.index("a0 1") < story.index(f"{name} begins") < story.index("a0 ends")
 
 
 @pytest.mark.parametrize("fails", [("a", 0), ("a", 2), ("b", 1)])

@@ -162,6 +162,21 @@ def test_templates_are_found_where_models_have_them(tmp_path: Path) -> None:
     assert own.render([{"role": "user", "content": "<é>"}], {}) == '[{"role": "user", "content": "<é>"}]True'
 
 
+@pytest.mark.parametrize("reason", [Reason.INCARNATION_MISMATCH, Reason.INCOMPATIBLE_NODE])
+def test_trouble_between_nodes_is_not_the_clients_fault(reason: Reason) -> None:
+    """A node that has just restarted, or none that fits: the client is to come again, not to correct its request."""
+    error = BatonError(reason, "No node fits.")
+    assert (error_status(error), error_json(error)["error"]["type"]) == (503, "server_error")
+
+
+def test_alternatives_of_a_chat_go_by_their_own_name() -> None:
+    """Both endpoints ask for them in one field of ours, that chat calls top_logprobs; its logprobs is a switch."""
+    error = BatonError(Reason.SAMPLING_OUT_OF_RANGE, "Too many.", field="sampling.logprobs")
+    assert [error_json(error, chat=chat)["error"]["param"] for chat in (False, True)] == ["logprobs", "top_logprobs"]
+    switch = BatonError(Reason.BAD_FIELD, "It must be true or false.", field="logprobs")
+    assert error_json(switch, chat=True)["error"]["param"] == "logprobs"
+
+
 def test_a_chat_has_the_tokens_that_transformers_gives_it(tmp_path: Path) -> None:
     """The demo model's own template: the same ids, special tokens, trimmed texts and all."""
     from transformers import AutoTokenizer

@@ -91,6 +91,53 @@ def test_garbage_does_not_hold_the_stream_back() -> None:
     assert pieces == ["", "", "", *[REPLACEMENT] * 997, REPLACEMENT * 3]
 
 
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 and Mistral have it: a few words, and a token for each byte of all other characters."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁the": 256, "a": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@given(pieces=st.lists(st.sampled_from(["▁the", "a", "🦊", "你", "é", "\n", " "]), max_size=20), size=st.integers(1, 5))
+def test_characters_of_single_bytes_follow_each_other(pieces: list[str], size: int) -> None:
+    """Byte fallback decodes a run of bytes whole or not at all: a character given out stays, and the next one comes.
+    All of it is text as it reads behind a prompt."""
+    tokenizer = byte_fallback()
+    words = tokenizer.get_vocab()
+    ids = [token for piece in pieces for token in ([words[piece]] if piece in words else list(piece.encode()))]
+    stream = TextCodec(tokenizer).stream()
+    streamed = [*(stream.push(batch) for batch in cut(ids, [size])), stream.flush()]
+    assert "a" + "".join(streamed) == tokenizer.decode([words["a"], *ids])
+    assert not any(REPLACEMENT in piece for piece in streamed)
+
+
+def test_two_foxes_of_single_bytes_come_with_their_last_bytes() -> None:
+    """The second one behind another fox, or behind a space that is a byte too."""
+    for ahead in ("🦊", " "):
+        stream = TextCodec(byte_fallback()).stream()
+        stream.push(list(ahead.encode()))
+        assert [stream.push([byte]) for byte in "🦊".encode()] == ["", "", "", "🦊"]
+
+
+def test_bytes_that_are_no_character_do_not_take_back_what_was_said() -> None:
+    """A fox is out, then come bytes that begin nothing: each is a replacement, and later words are whole."""
+    stream = TextCodec(byte_fallback()).stream()
+    pieces = [*(stream.push([token]) for token in [*"🦊".encode(), *[0x80] * 100, 257]), stream.flush()]
+    assert "".join(pieces) == "🦊" + REPLACEMENT * 100 + "a"
+
+
+def test_the_space_between_prompt_and_answer_stays() -> None:
+    """Decoders of Llama 2 drop a space at the beginning, which an answer is not: its first word keeps it, and so do the
+    texts of tokens that log-probabilities name."""
+    codec = TextCodec(byte_fallback())
+    stream = codec.stream()
+    assert [stream.push([256]), stream.push([257]), stream.push([256]), stream.flush()] == [" the", "a", " the", ""]
+    assert [codec.token_text(token) for token in (256, 257, 0x0A, 0x80)] == [" the", "a", "\n", REPLACEMENT]
+
+
 class Decoded:
     """A tokenizer that remembers how many tokens each call of `decode` got."""
 
@@ -155,3 +202,15 @@ def test_a_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     assert list(codec.encode("Hé")) == TOKENIZER.encode("Hé").ids
     stream = codec.stream()
     assert stream.push(codec.encode("Hé")) + stream.flush() == "Hé"
+
+
+def test_settings_of_a_training_run_change_no_prompt(tmp_path: Path) -> None:
+    """A fine-tuned model's tokenizer.json may say how long its training texts were: prompts are neither cut nor padded,
+    as with transformers."""
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec.load(tmp_path)
+    for text in ("a river", "a"):
+        assert list(codec.encode(text)) == list(codec.encode_rendered(text)) == list(CODEC.encode(text))

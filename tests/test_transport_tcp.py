@@ -213,6 +213,28 @@ def test_completions_wait_for_the_acknowledgement() -> None:
     run(test())
 
 
+def test_what_was_never_acknowledged_completes_with_the_link() -> None:
+    """The receiver takes nothing in, and the connection breaks: the sources are let go of, uncopied, and the loss comes
+    after that."""
+
+    async def test() -> None:
+        async with receiving() as r:
+            source_U8, events = np.full(REGION_NBYTES, 5, np.uint8), Recorder()
+            link = await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, asyncio.get_running_loop())
+            r.port.allow(PAIR, EPOCH, GRANT, Everything())
+            (stream,) = r.port._streams(PAIR)
+            with stream._landing:
+                link.post(GRANT, ops_of([0], [0], [1000]))
+                await wait_until(lambda: link._queue.on_the_way(GRANT))
+                assert events.completed == []
+                link._streams[0].sock.shutdown(socket.SHUT_RDWR)
+                await events.until(lambda e: bool(e.lost))
+                assert events.completed == [(GRANT, 1, 1000, False)]
+            await r.events.until(lambda e: bool(e.gone))
+
+    run(test())
+
+
 def test_one_pair_cannot_use_the_grant_of_another() -> None:
     """A grant of another pair, or of another epoch, is as good as none."""
 

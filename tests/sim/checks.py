@@ -1,0 +1,130 @@
+"""What must hold in every state, and once the faults are over. Reads the nodes' books; trusts none of their sums."""
+
+from __future__ import annotations
+
+from baton.ids import BlockId
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver_grants import GrantState
+from tests.sim.cluster import Kind, Process, SimCluster
+
+_OVER = (GrantState.FENCED, GrantState.RELEASED)
+
+
+def check_now(cluster: SimCluster) -> None:
+    """Conservation and bounds, of every node that lives."""
+    for process in cluster.processes.values():
+        if process.alive:
+            check_process(process)
+
+
+def check_process(process: Process) -> None:
+    problem = _bounds(process)
+    if problem is None and process.ledger is not None:
+        problem = conservation(process.ledger)
+    if problem is None and process.decode is not None:
+        problem = _grants_and_blocks(process)
+    if problem is not None:
+        process.cluster.violation(f"{process.name}: {problem}")
+
+
+def conservation(ledger: Ledger) -> str | None:
+    """Each block in one class, the classes sum to the region, the free list is what nobody has."""
+    free = set(ledger._free)
+    if len(free) != len(ledger._free):
+        return "a block is twice in the free list"
+    promised = sum(ledger._promises.values())
+    owned = zip(ledger._holds, ledger._writer, ledger._cached, ledger._quarantined, strict=True)
+    idle = 0
+    for block, (holds, writer, cached, quarantined) in enumerate(owned):
+        nobody = not holds and writer is None and not cached
+        if nobody is not (block in free):
+            return f"block {block}: {holds} holds, writer {writer!r}, cached {cached}, in the free list: {not nobody}"
+        if quarantined and writer is None:
+            return f"block {block} is quarantined and has no writer"
+        if holds < 0 or (writer is not None and cached):
+            return f"block {block}: {holds} holds, writer {writer!r}, cached {cached}"
+        idle += not holds and writer is None
+    if promised > idle:
+        return f"{promised} blocks promised, {idle} could be given"
+    return None
+
+
+def _grants_and_blocks(process: Process) -> str | None:
+    """Every writer-owned block belongs to a grant that is not over, and to one only."""
+    assert process.decode is not None and process.ledger is not None
+    if not hasattr(process.decode, "receiver"):
+        return None
+    grants = process.decode.receiver.grants
+    owned = {}
+    for grant in grants._grants.values():
+        if grant.state in _OVER or grant.state is GrantState.COMMITTED:
+            continue
+        for block in grant.blocks:
+            if block in owned:
+                return f"block {block} is in two grants"
+            owned[block] = grant.id
+    for number, writer in enumerate(process.ledger._writer):
+        block = BlockId(number)
+        if writer != owned.get(block):
+            return f"block {block} has writer {writer!r} in the ledger, {owned.get(block)!r} among the grants"
+    return None
+
+
+def _bounds(process: Process) -> str | None:
+    """Named limits are kept."""
+    found: list[tuple[str, int, int]] = []
+    if process.server is not None:
+        found.append(("calls served", process.server.edge._running, process.server.limits.rpcs_max))
+    if process.router is not None:
+        found.append(("requests", process.router.requests, process.router.config.requests_max))
+    if process.prefill is not None:
+        config = process.prefill.config
+        found.append(("queue", len(process.prefill._queue), config.queue_max))
+        found.append(("admitted", len(process.prefill._admitted), config.engine.sequences_max))
+    if process.decode is not None and hasattr(process.decode, "receiver"):
+        decode, limits = process.decode, process.decode.receiver.grants.limits
+        found.append(("requests", decode.requests, decode.config.requests_max))
+        found.append(("finished", len(decode.streams.finished), decode.config.finished_max))
+        found.append(("tombstones", len(decode.receiver.grants._dead_attempts), limits.tombstones_max))
+    for what, count, limit in found:
+        if count > limit:
+            return f"{what}: {count}, the limit is {limit}"
+    return None
+
+
+def what_is_left(cluster: SimCluster) -> dict[str, str]:
+    """What keeps a cluster from being quiet, by node. Empty when nothing is left but caches."""
+    left = {}
+    for name, process in cluster.processes.items():
+        if process.kind is Kind.CLIENT:
+            continue
+        told = _left(process) if process.alive and process.ready else "not ready"
+        if told:
+            left[name] = told
+    return left
+
+
+def _left(process: Process) -> str:
+    runtime = process.runtime
+    if runtime is None:
+        return ""
+    told = [f"{what} {count}" for what, count in runtime.holds().left().items()]
+    if process.decode is not None:
+        receiver = process.decode.receiver
+        told += [f"{s.value} {n}" for s, n in receiver.grants.states().items() if n and s not in _OVER]
+        if process.decode.streams._outputs:
+            told.append("outputs")
+        if receiver._timers:
+            told.append(f"timers {len(receiver._timers)}")
+    if process.peers is not None:
+        told += [f"handoffs {len(peer._handoffs)}" for peer in process.peers.all() if peer._handoffs]
+        told += [f"link {link.number} busy" for link in process.links if not link.idle]
+    if process.router is not None and process.router._inboxes:
+        told.append(f"inboxes {len(process.router._inboxes)}")
+    if process.ledger is not None:
+        counts = process.ledger.counts()
+        if counts.cached + counts.free != counts.total or counts.promised:
+            told.append(f"blocks {counts}")
+    if runtime.membership.stale:
+        told.append("directory stale")
+    return ", ".join(told)

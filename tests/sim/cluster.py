@@ -1,0 +1,344 @@
+"""Starts and ends simulated processes: the product's own `serve` functions, with the world's parts in place of the
+machine's. What they take from the machine (clock, randomness, gRPC, sockets, memory) is replaced by name while the
+simulation runs, and made for the process whose loop is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import baton.runtime
+import cli.directory
+import decode_node.main
+import decode_node.service
+import engine.loop
+import prefill_node.main
+import router.main
+from baton.errors import BatonError, Reason
+from baton.ids import GrantId, Pair
+from baton.runtime import NodeRuntime
+from decode_node.node import DecodeNode
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver import Receiver
+from kvtransfer.transport import TransportName
+from prefill_node.main import Peers
+from prefill_node.node import PrefillNode
+from router.node import RouterNode
+from tests.sim.calls import Call
+from tests.sim.data import SimLink, SimPort
+from tests.sim.engine import make_pool
+from tests.sim.ghosts import watch_decode, watch_receiver
+from tests.sim.links import SimShmLink, SimTcpLink
+from tests.sim.loop import ProcessLoop, ProcessState, World
+from tests.sim.network import Network
+from tests.sim.profiles import (
+    DIRECTORY,
+    DIRECTORY_ENDPOINT,
+    Profile,
+    decode_config,
+    prefill_config,
+    router_config,
+)
+from tests.sim.rpc import SimChannels, SimServer, break_connections
+
+PACE_S = 0.000_3
+RESTART_S = 0.5
+"""How long at most a process that has ended by itself stays away."""
+
+
+class Kind(Enum):
+    DIRECTORY = "directory"
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    CLIENT = "client"
+
+
+class Process:
+    """One start of one node. Everything that it has of the simulated world."""
+
+    def __init__(self, cluster: SimCluster, name: str, kind: Kind, loop: ProcessLoop, start: int) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.kind = kind
+        self.loop = loop
+        self.start = start
+        self.host = cluster.hosts.get(name, name)
+        self.network = cluster.network
+        self.server: SimServer | None = None
+        self.calls_out: dict[Call, None] = {}
+        self.calls_in: dict[Call, None] = {}
+        """Calls made to it, those that have not arrived yet included."""
+        self.ports: list[SimPort] = []
+        self.links: list[SimLink] = []
+        self.region: Any = b""
+        self.record_bytes = 1
+        self.pace_s = PACE_S
+        """About how long its data links take for one batch."""
+        self.ledger: Ledger | None = None
+        self.runtime: NodeRuntime | None = None
+        self.router: RouterNode | None = None
+        self.prefill: PrefillNode | None = None
+        self.decode: DecodeNode | None = None
+        self.receiver: Receiver | None = None
+        self.peers: Peers | None = None
+        self.ready = False
+        self.ended = False
+        self.stopping = asyncio.Event()
+        loop.sink = self
+
+    @property
+    def alive(self) -> bool:
+        return self.loop.state is not ProcessState.DEAD and not self.ended
+
+    def landed(self, grant: GrantId, pair: Pair, dst: int) -> None:
+        """A byte of a grant's write is about to land here: the block must be its writer's by the ledger."""
+        ledger = self.ledger
+        if ledger is None or self.loop.state is ProcessState.DEAD:
+            return
+        block = dst // self.record_bytes % ledger.num_blocks
+        owner = ledger._writer[block]
+        if owner != grant:
+            self.cluster.violation(
+                f"late write: {grant.hex()[:8]} of writer {pair.writer:x} lands in block {block} of {self.name}, "
+                f"whose writer is {owner.hex()[:8] if owner is not None else 'nobody'}"
+            )
+
+
+class SimCluster:
+    """Processes by name, the last start of each."""
+
+    def __init__(self, world: World, network: Network, profile: Profile, *, rng: Random) -> None:
+        self.world = world
+        self.network = network
+        self.profile = profile
+        self.rng = rng
+        self.processes: dict[str, Process] = {}
+        self.violations: list[str] = []
+        self.starts = 0
+        self.deaths = 0
+        self.resolves = 0
+        """Times a decode node was asked to Resolve."""
+        self.kinds: dict[str, Kind] = {DIRECTORY: Kind.DIRECTORY}
+        for kind, count in (
+            (Kind.ROUTER, profile.routers),
+            (Kind.PREFILL, profile.prefill),
+            (Kind.DECODE, profile.decode),
+        ):
+            for index in range(count):
+                self.kinds[f"{kind.value}-{index}"] = kind
+        self.hosts = {name: f"host-{rng.randrange(profile.hosts)}" for name in self.kinds}
+        self._endpoints = dict.fromkeys(self.kinds, 7000)
+
+    def names(self, *kinds: Kind) -> list[str]:
+        return [name for name, kind in self.kinds.items() if not kinds or kind in kinds]
+
+    def violation(self, text: str) -> None:
+        self.violations.append(f"{self.world.now_s:.6f} {text}")
+        self.world.stop()
+
+    def start_all(self) -> None:
+        for name in self.kinds:
+            self.start(name)
+
+    def new_process(self, name: str, kind: Kind, *, rate: float = 1.0, offset_s: float = 0.0) -> Process:
+        self.starts += 1
+        loop = ProcessLoop(  # type: ignore[abstract]  # what is missing is not used
+            self.world, name, Random(self.rng.getrandbits(64)), rate=rate, offset_s=offset_s
+        )
+        return Process(self, name, kind, loop, self.starts)
+
+    def start(self, name: str) -> None:
+        """Start a node that is not running; another process under the same name."""
+        kind = self.kinds[name]
+        old = self.processes.get(name)
+        assert old is None or not old.alive, name
+        rate = 1 + self.rng.uniform(-0.01, 0.01)
+        process = self.new_process(name, kind, rate=rate, offset_s=self.rng.uniform(0, 1e6))
+        self.processes[name] = process
+        if kind is not Kind.DIRECTORY and self.rng.random() < 0.2:
+            self._endpoints[name] += 1  # as a pod that comes back with another address
+        asyncio.events._set_running_loop(process.loop)
+        try:
+            task = process.loop.create_task(self._serve(process), name=f"serve-{name}")
+        finally:
+            asyncio.events._set_running_loop(None)
+        del task
+
+    async def _serve(self, process: Process) -> None:
+        try:
+            await self._serve_function(process)
+        except BatonError as error:
+            if error.reason is Reason.INTERNAL:
+                self.violation(f"{process.name} ended: {error!r} from {error.__cause__!r}")
+        process.ended = True
+        self.bury(process)
+        self.world.after(RESTART_S * self.rng.random(), self.revive, process.name)
+
+    def revive(self, name: str) -> None:
+        """Start it if it is not running: what a supervisor does."""
+        if not self.processes[name].alive:
+            self.start(name)
+
+    async def _serve_function(self, process: Process) -> None:
+        name, profile = process.name, self.profile
+        index = list(self.kinds).index(name) + 1
+        endpoint = f"10.0.0.{index}:{self._endpoints[name]}"
+
+        def on_ready(_endpoint: str) -> None:
+            process.ready = True
+
+        common: dict[str, Any] = {"stop": process.stopping, "on_ready": on_ready, "progress": _no_progress}
+        if process.kind is Kind.DIRECTORY:
+            await cli.directory.serve(
+                cli.directory.DirectoryProcessConfig(listen=DIRECTORY_ENDPOINT, service=profile.directory), **common
+            )
+        elif process.kind is Kind.ROUTER:
+            await router.main.serve(router_config(name, endpoint, profile), **common)
+        elif process.kind is Kind.PREFILL:
+            await prefill_node.main.serve(prefill_config(name, endpoint, profile), **common)
+        else:
+            await decode_node.main.serve(decode_config(name, endpoint, profile), **common)
+
+    def crash(self, name: str) -> None:
+        """SIGKILL: the kernel ends its connections; nothing of it runs from now on."""
+        process = self.processes[name]
+        if process.loop.state is ProcessState.STOPPED:
+            process.loop.state = ProcessState.RUNNING  # a stopped process can be killed, and its peers are told
+        if process.alive:
+            self.deaths += 1
+        self.bury(process)
+        process.loop.kill()
+
+    def bury(self, process: Process) -> None:
+        """What the kernel does when a process ends."""
+        break_connections(process, "the connection was reset", both_ends=False)
+        for link in list(process.links):
+            link.writer_died()
+        for port in process.ports:
+            if not port.closed:
+                port.closed = True
+                del self.network.data_ports[port.address]
+                for link in port.links.values():
+                    link.receiver_ended()
+        if process.server is not None:
+            process.server.unlisten()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The world's parts instead of the machine's, for as long as the simulation runs."""
+        with ExitStack() as stack:
+            for owner, name, replacement in _replacements(self):
+                stack.enter_context(patch.object(owner, name, replacement))
+            yield
+
+
+def current() -> Process:
+    """The process whose callback is running."""
+    process: Process = asyncio.get_running_loop().sink  # type: ignore[attr-defined]
+    return process
+
+
+class SimClock:
+    """`baton.clock.Clock` of the running process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def monotonic_s(self) -> float:
+        return self._loop.time()
+
+    def wall_s(self) -> float:
+        return self._loop.time()
+
+    async def sleep_s(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+
+
+class _NoThread:
+    """For `ThreadPoolExecutor`: the loop runs computations itself."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def shutdown(self, *, wait: bool) -> None:
+        pass
+
+
+def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
+    def channels(*, limits: Any) -> SimChannels:
+        return SimChannels(limits=limits, process=current())
+
+    def server(*, limits: Any, rng: Random) -> SimServer:
+        process = current()
+        process.server = SimServer(limits=limits, rng=rng, process=process)
+        return process.server
+
+    async def open_pool(config: Any, *, name: str, progress: Any) -> Any:
+        process, profile = current(), cluster.profile
+        pool = make_pool(config, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng)
+        process.region = memoryview(pool.region.array_U8)  # type: ignore[arg-type]  # a bytearray here
+        process.record_bytes = pool.layout.record_bytes
+        process.ledger = pool.ledger
+        return pool
+
+    def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any) -> SimPort:
+        return SimPort(transport=transport, process=current(), events=ports.port_events(transport))
+
+    async def can_bind(_listen: str) -> None:
+        pass
+
+    secrets = SimpleNamespace(
+        randbits=lambda bits: current().loop.rng.getrandbits(bits),
+        token_bytes=lambda count: current().loop.rng.randbytes(count),
+    )
+    capture = _capture
+    mains = (router.main, prefill_node.main, decode_node.main)
+    return [
+        (baton.runtime, "Channels", channels),
+        (baton.runtime, "RpcServer", server),
+        (baton.runtime, "check_can_bind", can_bind),
+        (cli.directory, "RpcServer", server),
+        (cli.directory, "SystemClock", SimClock),
+        (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
+        *((main, "SystemClock", SimClock) for main in mains),
+        *((main, "secrets", secrets) for main in mains),
+        *((main, "NodeRuntime", capture("runtime", NodeRuntime)) for main in mains),
+        (router.main, "RouterNode", capture("router", RouterNode)),
+        (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
+        (prefill_node.main, "Peers", capture("peers", Peers)),
+        (prefill_node.main, "open_device_pool", open_pool),
+        (prefill_node.main, "ShmWriterLink", SimShmLink),
+        (prefill_node.main, "TcpWriterLink", SimTcpLink),
+        (prefill_node.main, "host_identity", lambda: current().host),
+        (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
+        (decode_node.main, "Receiver", capture("receiver", Receiver, watch_receiver)),
+        (decode_node.main, "open_device_pool", open_pool),
+        (decode_node.main, "_open_port", open_port),
+        (decode_node.service, "host_identity", lambda: current().host),
+        (engine.loop, "ThreadPoolExecutor", _NoThread),
+    ]
+
+
+def _capture(
+    attribute: str, make: Callable[..., Any], watch: Callable[[Process, Any], None] | None = None
+) -> Callable[..., Any]:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        thing = make(*args, **kwargs)
+        setattr(current(), attribute, thing)
+        if watch is not None:
+            watch(current(), thing)
+        return thing
+
+    return made
+
+
+def _no_progress(_what: str, _done: int, _total: int) -> None:
+    pass

@@ -1,0 +1,293 @@
+"""What goes wrong, and when: drawn from the seed, one fault after another, some at the same time.
+
+Every fault ends by itself. `Faults.calm` ends all of them: cuts are healed, stopped processes continued, dead ones
+started again under their names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from tests.sim.cluster import PACE_S, Kind, SimCluster
+from tests.sim.load import Load
+from tests.sim.loop import ProcessState
+from tests.sim.network import Network
+from tests.sim.profiles import DIRECTORY
+from tests.sim.rpc import break_between
+
+KEEPALIVE_S = 15.0
+"""After so long without a sign of life gRPC ends a connection (ChannelLimits: interval and answer)."""
+AFTERMATH_S = 8.0
+"""How long after its end a fault may still cost requests: leases, lost streams, records that run out."""
+SERVING = (Kind.ROUTER, Kind.PREFILL, Kind.DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPlan:
+    """How often what happens. `weights` by the names of `Faults`' methods."""
+
+    mean_gap_s: float = 0.03
+    at_once_max: int = 5
+    weights: tuple[tuple[str, int], ...] = (
+        ("crash", 6),
+        ("stop", 6),
+        ("stop_long", 1),
+        ("cut", 3),
+        ("cut_one_way", 4),
+        ("cut_long", 1),
+        ("lose", 4),
+        ("duplicate", 4),
+        ("delay", 4),
+        ("reset_links", 4),
+        ("reset_calls", 3),
+        ("jump", 2),
+        ("slow", 2),
+        ("slow_data", 4),
+        ("lose_directory", 2),
+        ("shut_down", 1),
+    )
+
+
+class Faults:
+    """Draws and carries out faults on the world's clock."""
+
+    def __init__(self, cluster: SimCluster, network: Network, load: Load, plan: FaultPlan, *, rng: Random) -> None:
+        self.counts: Counter[str] = Counter()
+        self._cluster = cluster
+        self._network = network
+        self._load = load
+        self._plan = plan
+        self._rng = rng
+        self._on = False
+        self._active = 0
+        self._kinds = [name for name, weight in plan.weights for _ in range(weight)]
+
+    def begin(self) -> None:
+        self._on = bool(self._kinds)
+        self._next()
+
+    def _next(self) -> None:
+        if self._on:
+            self._cluster.world.after(self._rng.expovariate(1 / self._plan.mean_gap_s), self._strike)
+
+    def _strike(self) -> None:
+        if not self._on:
+            return
+        if self._active < self._plan.at_once_max:
+            kind = self._rng.choice(self._kinds)
+            self.counts[kind] += 1
+            act: Callable[[], None] = getattr(self, kind)
+            act()
+        self._next()
+
+    def calm(self) -> None:
+        """No more faults, and none at work."""
+        self._on = False
+        self._network.calm()
+        for name in self._cluster.names():
+            process = self._cluster.processes[name]
+            process.loop.slowness, process.pace_s = 1.0, PACE_S
+            process.loop.go_on()
+        self._active = 0
+        self._mark()
+        self.keep_up()
+
+    def keep_up(self) -> None:
+        """Whoever is dead is started again (called regularly once calm: a start may fail too)."""
+        for name in self._cluster.names():
+            self._cluster.revive(name)
+
+    # The span in which a request may have been hit.
+
+    def _mark(self) -> None:
+        self._load.disturbed = self._active > 0
+        self._load.disturbed_s = max(self._load.disturbed_s, self._cluster.world.now_s + AFTERMATH_S)
+
+    def _for_a_while(self, seconds: float, undo: Callable[[], None]) -> None:
+        self._active += 1
+        self._mark()
+
+        def over() -> None:
+            if self._on:
+                self._active -= 1
+                undo()
+                self._mark()
+
+        self._cluster.world.after(seconds, over)
+
+    def _victim(self, *kinds: Kind) -> str | None:
+        names = [
+            name
+            for name in self._cluster.names(*(kinds or SERVING))
+            if self._cluster.processes[name].loop.state is ProcessState.RUNNING and self._cluster.processes[name].alive
+        ]
+        return self._rng.choice(names) if names else None
+
+    def _pair(self) -> tuple[str, str] | None:
+        names = self._cluster.names()
+        one, other = self._rng.sample(names, 2)
+        return one, other
+
+    def _span_s(self) -> float:
+        return self._rng.choice((0.03, 0.3, 1.5)) * self._rng.random()
+
+    # Faults.
+
+    def crash(self, victim: str | None = None) -> None:
+        name = victim or self._victim(Kind.ROUTER, Kind.PREFILL, Kind.PREFILL, Kind.DECODE)
+        if name is None:
+            return
+        if self._cluster.kinds[name] is Kind.ROUTER:
+            self._load.router_ends[name] = self._cluster.world.now_s
+        self._cluster.crash(name)
+        self._for_a_while(
+            self._rng.choice((0.0, 0.02, 0.2, 1.0, 3.0)) * self._rng.random(), lambda: self._cluster.revive(name)
+        )
+
+    def shut_down(self) -> None:
+        """SIGINT: the orderly stop."""
+        name = self._victim(Kind.PREFILL, Kind.DECODE, Kind.ROUTER)
+        if name is None:
+            return
+        process = self._cluster.processes[name]
+        if self._cluster.kinds[name] is Kind.ROUTER:
+            self._load.router_ends[name] = self._cluster.world.now_s + 2.0
+        process.loop.call_soon(process.stopping.set)
+        self._mark()
+
+    def stop(self, seconds: float | None = None) -> None:
+        """SIGSTOP, and SIGCONT later."""
+        name = self._victim()
+        if name is None:
+            return
+        process = self._cluster.processes[name]
+        process.loop.halt()
+        span_s = seconds if seconds is not None else self._span_s()
+        if span_s > KEEPALIVE_S:
+            self._cluster.world.after(KEEPALIVE_S, self._keepalive, name, None)
+        self._for_a_while(span_s, process.loop.go_on)
+
+    def stop_long(self) -> None:
+        self.stop(10 + 10 * self._rng.random())
+
+    def cut(self, seconds: float | None = None, *, both: bool = True) -> None:
+        pair = self._pair()
+        if pair is None:
+            return
+        one, other = pair
+        self._network.cut(one, other)
+        if both:
+            self._network.cut(other, one)
+        span_s = seconds if seconds is not None else self._span_s()
+        if span_s > KEEPALIVE_S:
+            self._cluster.world.after(KEEPALIVE_S, self._keepalive, one, other)
+
+        def undo() -> None:
+            self._network.heal(one, other)
+            self._network.heal(other, one)
+
+        self._for_a_while(span_s, undo)
+
+    def cut_one_way(self) -> None:
+        self.cut(both=False)
+
+    def cut_long(self) -> None:
+        self.cut(10 + 10 * self._rng.random(), both=self._rng.random() < 0.5)
+
+    def _keepalive(self, one: str, other: str | None) -> None:
+        """Pings have not been answered for long enough: whoever still waits for this node gives the connection up."""
+        if not self._on:
+            return
+        victim = self._cluster.processes[one]
+        for process in list(self._cluster.processes.values()):
+            if process is victim or (other is not None and process.name != other) or not process.alive:
+                continue
+            break_between(process, victim, "keepalive unanswered")
+            break_between(victim, process, "keepalive unanswered")
+
+    def _weather(self, attribute: str, value: float) -> None:
+        """Some links are bad for a while."""
+        names = self._cluster.names()
+        links = []
+        for _ in range(self._rng.choice((1, 2, len(names)))):
+            one, other = self._rng.sample(names, 2)
+            links += [self._network.link(one, other), self._network.link(other, one)]
+        for link in links:
+            setattr(link, attribute, value)
+
+        def undo() -> None:
+            for link in links:
+                setattr(link, attribute, 0.0)
+
+        self._for_a_while(self._span_s(), undo)
+
+    def lose(self) -> None:
+        self._weather("loss", self._rng.choice((0.02, 0.1, 0.4)))
+
+    def duplicate(self) -> None:
+        self._weather("duplication", self._rng.choice((0.1, 0.5)))
+
+    def delay(self) -> None:
+        self._weather("delay_s_max", self._rng.choice((0.01, 0.1, 0.8)))
+
+    def reset_links(self) -> None:
+        """Data connections of a node break."""
+        name = self._victim(Kind.PREFILL)
+        if name is not None:
+            for link in list(self._cluster.processes[name].links):
+                link.reset("connection reset by peer")
+        self._mark()
+
+    def reset_calls(self) -> None:
+        """The gRPC connection between two nodes breaks."""
+        pair = self._pair()
+        if pair is not None:
+            one, other = (self._cluster.processes[name] for name in pair)
+            if one.alive and other.alive and one.loop.state is other.loop.state is ProcessState.RUNNING:
+                break_between(one, other, "connection reset by peer")
+                break_between(other, one, "connection reset by peer")
+        self._mark()
+
+    def jump(self) -> None:
+        """A clock leaps ahead."""
+        name = self._victim(*Kind)
+        if name is not None:
+            self._cluster.processes[name].loop.jump(self._rng.choice((0.1, 1.0, 5.0)) * self._rng.random())
+        self._mark()
+
+    def slow(self) -> None:
+        name = self._victim(Kind.PREFILL, Kind.DECODE)
+        if name is not None:
+            process = self._cluster.processes[name]
+            process.loop.slowness = self._rng.choice((3.0, 30.0))
+
+            def undo() -> None:
+                process.loop.slowness = 1.0
+
+            self._for_a_while(self._span_s(), undo)
+
+    def slow_data(self) -> None:
+        """The data links of a prefill node hardly get on."""
+        name = self._victim(Kind.PREFILL)
+        if name is not None:
+            process = self._cluster.processes[name]
+            process.pace_s = self._rng.choice((0.01, 0.1, 0.5))
+
+            def undo() -> None:
+                process.pace_s = PACE_S
+
+            self._for_a_while(self._span_s(), undo)
+
+    def lose_directory(self) -> None:
+        """It dies (and has forgotten everything when it comes back), or stops for a while."""
+        if self._victim(Kind.DIRECTORY) is None:
+            return
+        if self._rng.random() < 0.6:
+            self.crash(DIRECTORY)
+        else:
+            process = self._cluster.processes[DIRECTORY]
+            process.loop.halt()
+            self._for_a_while(4 * self._rng.random(), process.loop.go_on)

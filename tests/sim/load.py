@@ -1,0 +1,301 @@
+"""Clients: they ask, read, sometimes go away, and check every answer against the definition of the mock engine.
+
+Token k of an answer carries, where asked, the attempt that drew it as its log-probability: attempts may only rise along
+an answer. Outside the code under test but for the router's own gRPC service, which is all that a client sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
+
+from baton.errors import Reason
+from baton.rpc_client import ChannelLimits
+from baton.status import from_rpc_error
+from tests.sim.cluster import Kind, Process, SimCluster
+from tests.sim.engine import VOCAB, reference
+from tests.sim.profiles import (
+    BLOCK_SIZE,
+    OUTPUT_TOKENS_MAX,
+    OUTPUT_TOKENS_MIN,
+    PROMPT_TOKENS_MAX,
+    PROMPT_TOKENS_MIN,
+)
+from tests.sim.rpc import SimChannels
+
+DEADLINE_S = 60.0
+RETRY_S = 0.02
+SEEDS = 2
+"""Sampling seeds in use: each question has so many answers."""
+
+OVERLOAD = frozenset({Reason.DECODE_FULL, Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS})
+"""What a healthy cluster may answer too."""
+WRONG_AT_ALL_TIMES = frozenset(
+    {
+        Reason.INTERNAL,
+        Reason.UNRECOGNISED,
+        Reason.BAD_FIELD,
+        Reason.REQUEST_EXISTS,
+        Reason.PROMPT_TOO_LONG,
+        Reason.EMPTY_PROMPT,
+        Reason.NO_DEADLINE,
+        Reason.UNIMPLEMENTED,
+        Reason.SAMPLING_OUT_OF_RANGE,
+    }
+)
+"""No fault explains these."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadFigures:
+    """What came of the requests."""
+
+    asked: int = 0
+    ended: int = 0
+    complete: int = 0
+    left: int = 0
+    """Given up by the client itself."""
+    tokens: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
+    """By reason, those that a fault is the excuse of."""
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    prompt: tuple[int, ...]
+    salt: int
+    output_tokens: int
+    seed: int
+    logprobs: bool
+    leaves_after: int
+    """The client goes away after so many tokens; 0: it stays."""
+    reads_slowly_s: float
+
+
+class Load:
+    """`requests` requests, `profile.concurrency` at a time."""
+
+    def __init__(
+        self, cluster: SimCluster, *, requests: int, rng: Random, lost_allowed: bool, leavers: float = 0.04
+    ) -> None:
+        self.cluster = cluster
+        self.figures = LoadFigures()
+        self.disturbed_s = -1.0
+        """When the last fault was at work; `faults` keeps it."""
+        self.disturbed = False
+        self.router_ends: dict[str, float] = {}
+        """When each router last ended: its streams end with it."""
+        self.lost_allowed = lost_allowed
+        self._requests = requests
+        self._rng = rng
+        self._leavers = leavers
+        self._begun = 0
+        self._prompts = self._make_prompts(cluster.profile.prompts)
+        self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._clients: list[tuple[Process, SimChannels]] = []
+        self._workers = 0
+
+    @property
+    def over(self) -> bool:
+        return self._workers == 0 and self._begun >= self._requests
+
+    def ask_more(self, requests: int) -> None:
+        """More of them, by the same clients, after all others have ended."""
+        assert self.over
+        self._requests += requests
+        self._spawn_workers()
+
+    def begin(self) -> None:
+        profile = self.cluster.profile
+        for index in range(profile.clients):
+            process = self.cluster.new_process(f"client-{index}", Kind.CLIENT)
+            self.cluster.processes[process.name] = process
+            self._clients.append((process, SimChannels(limits=ChannelLimits(), process=process)))
+        self._spawn_workers()
+
+    def _spawn_workers(self) -> None:
+        profile = self.cluster.profile
+        for process, channels in self._clients:
+            asyncio.events._set_running_loop(process.loop)
+            try:
+                for _ in range(max(1, profile.concurrency // profile.clients)):
+                    self._workers += 1
+                    process.loop.create_task(self._work(process, channels), name="client")
+            finally:
+                asyncio.events._set_running_loop(None)
+
+    def _make_prompts(self, count: int) -> list[tuple[int, ...]]:
+        """Of a few shared beginnings (whole blocks, for the prefix caches) and endings of their own."""
+        rng = self._rng
+        beginnings = [
+            tuple(rng.randrange(1, VOCAB) for _ in range(BLOCK_SIZE * rng.randrange(1, 4)))
+            for _ in range(max(1, count // 8))
+        ]
+        prompts = []
+        for _ in range(count):
+            length = rng.randrange(PROMPT_TOKENS_MIN, PROMPT_TOKENS_MAX)
+            start = rng.choice(beginnings) if rng.random() < 0.5 else ()
+            prompts.append((*start[:length], *(rng.randrange(1, VOCAB) for _ in range(length - len(start)))))
+        return prompts
+
+    def _question(self) -> Question:
+        rng = self._rng
+        dice = rng.random()
+        return Question(
+            prompt=self._prompts[rng.randrange(len(self._prompts))],
+            salt=0,
+            output_tokens=rng.randrange(OUTPUT_TOKENS_MIN, OUTPUT_TOKENS_MAX + 1),
+            seed=rng.randrange(SEEDS),
+            logprobs=dice < 0.1,
+            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if dice > 1 - self._leavers else 0,
+            reads_slowly_s=0.01 if 0.1 < dice < 0.12 else 0.0,
+        )
+
+    def _answer(self, question: Question) -> list[int]:
+        key = question.prompt, question.seed
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = reference(question.prompt, question.seed, OUTPUT_TOKENS_MAX, BLOCK_SIZE)
+        return answer
+
+    async def _work(self, process: Process, channels: SimChannels) -> None:
+        rng, pause_s = self._rng, self.cluster.profile.pause_s
+        stubs: dict[str, inference_pb2_grpc.InferenceStub] = {}
+        await asyncio.sleep(rng.random() * 0.05)
+        while self._begun < self._requests:
+            name = rng.choice(self.cluster.names(Kind.ROUTER))
+            router = self.cluster.processes[name]
+            endpoint = router.runtime.endpoint if router.runtime is not None else ""
+            if not endpoint or not router.alive:
+                await asyncio.sleep(RETRY_S)
+                continue
+            if endpoint not in stubs:
+                stubs[endpoint] = inference_pb2_grpc.InferenceStub(channels.get(endpoint))
+            self._begun += 1
+            if await self._ask(process, router, stubs[endpoint], self._question()):
+                await asyncio.sleep(RETRY_S * (1 + rng.random()))
+            if pause_s > 0:
+                await asyncio.sleep(pause_s * rng.choice((0.01, 1.0, 3.0)) * rng.random())
+        self._workers -= 1
+
+    async def _ask(self, process: Process, router: Process, stub: Any, question: Question) -> bool:
+        """Whether the client had better wait before it asks again."""
+        figures = self.figures
+        figures.asked += 1
+        began_s = self.cluster.world.now_s
+        call = stub.Generate(_message(question), timeout=DEADLINE_S)
+        reader = _Reader(question, self._answer(question))
+        refused = False
+        try:
+            async for event in call:
+                reader.take(event)
+                if reader.wrong:
+                    break
+                if question.leaves_after and len(reader.tokens) >= question.leaves_after:
+                    call.cancel()
+                    figures.left += 1
+                    return False
+                if question.reads_slowly_s:
+                    await asyncio.sleep(question.reads_slowly_s)
+            if not reader.wrong and not reader.finished:
+                reader.wrong = "the stream ended without `finished` or an error"
+            if not reader.wrong:
+                figures.complete += 1
+        except grpc.aio.AioRpcError as error:
+            refused = True
+            self._judge(error, reader, router, began_s)
+        finally:
+            figures.ended += 1
+            figures.tokens += len(reader.tokens)
+            if reader.wrong:
+                self.cluster.violation(f"wrong answer from {router.name}: {reader.wrong}")
+        return refused
+
+    def _judge(self, error: grpc.aio.AioRpcError, reader: _Reader, router: Process, began_s: float) -> None:
+        """Is there an excuse for this error?"""
+        failure = from_rpc_error(error)
+        reason = failure.reason
+        if reader.finished and reason is Reason.PEER_UNREACHABLE and self._excused(router, began_s):
+            self.figures.complete += 1  # the whole answer is here; the connection broke under its status
+        elif reader.finished:
+            reader.wrong = f"an error after `finished`: {failure!r}"
+        elif reason in WRONG_AT_ALL_TIMES:
+            reader.wrong = f"an error that nothing explains: {failure!r}"
+        elif reason in OVERLOAD and not reader.tokens:
+            self.figures.refused[reason.value] += 1
+        elif self._excused(router, began_s):
+            self.figures.lost[reason.value] += 1
+        else:
+            reader.wrong = f"an error without a fault: {failure!r} after {len(reader.tokens)} tokens"
+
+    def _excused(self, router: Process, began_s: float) -> bool:
+        if self.lost_allowed:
+            return self.disturbed or self.disturbed_s >= began_s
+        # Only the end of its router, or of the way to it, may end a request.
+        return not router.alive or self.router_ends.get(router.name, -1.0) >= began_s
+
+
+class _Reader:
+    """One answer as it comes in."""
+
+    def __init__(self, question: Question, answer: list[int]) -> None:
+        self.question = question
+        self.tokens: list[int] = []
+        self.wrong = ""
+        self.finished = False
+        self._answer = answer
+        self._started = False
+        self._attempt = 0
+
+    def take(self, event: inference_pb2.GenerateEvent) -> None:
+        kind = event.WhichOneof("event")
+        if self.finished:
+            self.wrong = f"{kind} after `finished`"
+        elif kind == "tokens":
+            self._take_tokens(event.tokens)
+        elif kind == "finished":
+            self.finished = True
+            self._check_whole(event.finished)
+        elif self._started:
+            self.wrong = "`started` twice"
+        else:
+            self._started = True
+
+    def _take_tokens(self, message: inference_pb2.Tokens) -> None:
+        at, ids = len(self.tokens), list(message.ids)
+        if message.first_index != at:
+            self.wrong = f"token index {message.first_index} where {at} is next"
+        elif ids != self._answer[at : at + len(ids)]:
+            self.wrong = f"tokens {ids} at index {at}, by definition {self._answer[at : at + len(ids)]}"
+        self.tokens += ids
+        if self.question.logprobs:
+            if len(message.logprobs) != len(ids):
+                self.wrong = f"{len(message.logprobs)} log-probabilities for {len(ids)} tokens"
+            for logprob in message.logprobs:
+                attempt = round(-1 - logprob.logprob)
+                if attempt < self._attempt:
+                    self.wrong = f"a token of attempt {attempt} after one of attempt {self._attempt}"
+                self._attempt = attempt
+
+    def _check_whole(self, finished: inference_pb2.Finished) -> None:
+        if len(self.tokens) != self.question.output_tokens:
+            self.wrong = f"{len(self.tokens)} tokens of {self.question.output_tokens}"
+        elif finished.reason != common_pb2.FINISH_REASON_LENGTH:
+            self.wrong = f"finished with reason {finished.reason}"
+        elif finished.stats.output_tokens != len(self.tokens):
+            self.wrong = f"the statistics count {finished.stats.output_tokens} tokens of {len(self.tokens)}"
+
+
+def _message(question: Question) -> inference_pb2.GenerateRequest:
+    sampling = inference_pb2.Sampling(temperature=0.0, seed=question.seed, max_tokens=question.output_tokens)
+    if question.logprobs:
+        sampling.logprobs = 0
+    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=question.prompt), sampling=sampling)

@@ -1,0 +1,129 @@
+"""Guards of the product taken out one at a time. A suite of seeds that finds nothing wrong with these is worth nothing.
+
+Each mutant is a replacement by name, in force for one run. Machines without a guard are those of `tests.explorer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import decode_node.receiving
+import prefill_node.peers
+from baton.ids import Epoch, GrantId, Pair, RequestKey
+from decode_node.node import DecodeNode
+from kvtransfer.grant_messages import FencePair, PairFenced
+from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_grants import ReceiverGrants
+from kvtransfer.receiver_ports import ReceiverPorts
+from router.subscriptions import Inbox
+from tests.explorer import mutants as machines
+
+Replacement = tuple[Any, str, Any]
+
+
+def _receiver(machine: type[ReceiverGrants]) -> Sequence[Replacement]:
+    return [(decode_node.receiving, "ReceiverGrants", machine)]
+
+
+def _writer(machine: type) -> Sequence[Replacement]:
+    return [(prefill_node.peers, "WriterGrants", machine)]
+
+
+def _fence_without_evidence() -> Sequence[Replacement]:
+    """A fence that is over as soon as it is asked for."""
+    real = Receiver.__init__
+
+    def init(self: Receiver, **kwargs: Any) -> None:
+        real(self, **kwargs)
+
+        def fence(instruction: FencePair) -> None:
+            self.ports.fence(instruction.pair, instruction.epoch)
+            self._handle(PairFenced(pair=instruction.pair, epoch=instruction.epoch))
+
+        self._actions[FencePair] = fence
+
+    return [(Receiver, "__init__", init)]
+
+
+def _forbid_nothing(_self: ReceiverPorts, _grant: GrantId) -> None:
+    """What a grant opened stays open: only the epoch of a connection is looked at."""
+
+
+def _same_epoch(_self: ReceiverGrants, _pair: Pair) -> Epoch:
+    """The pair's epoch does not rise at a fence."""
+    return Epoch(0)
+
+
+def _put_all(self: Inbox, first_index: int, ids: list[int], logprobs: Sequence[Any] = ()) -> None:
+    """Tokens that are here already are taken again."""
+    del first_index
+    self.tokens.extend(ids)
+    self.logprobs.extend(logprobs)
+    self.news.set()
+
+
+def _resolve_nothing(_self: DecodeNode, _key: RequestKey) -> bool:
+    """Resolve leaves no tombstone, and knows nothing."""
+    return False
+
+
+def _no_look_after_commit() -> Sequence[Replacement]:
+    """A request that was cancelled in the moment of its commit is run (the node once did this)."""
+    real = ReceiverGrants.take_over
+
+    def take_over(self: ReceiverGrants, grant_id: GrantId) -> bool:
+        real(self, grant_id)
+        return True
+
+    return [(ReceiverGrants, "take_over", take_over)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """`seed` is one that catches it, tried first."""
+
+    replaced: Callable[[], Sequence[Replacement]]
+    seed: int = 1
+    by_resuming: bool = False
+    """Nothing calls what is mutated before routers resume requests on other nodes."""
+
+
+MUTANTS: dict[str, Mutant] = {
+    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=40),
+    "fence: a lease that has run out frees the blocks": Mutant(
+        replaced=lambda: _receiver(machines.FreeOnTimeout), seed=3
+    ),
+    "fence: so do unanswered Revokes": Mutant(replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=50),
+    "fence: only epochs are looked at": Mutant(replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=30),
+    "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal)),
+    "fence: the writer lets go before its writes have drained": Mutant(
+        replaced=lambda: _writer(machines.LetGoUndrained), seed=54
+    ),
+    "epoch: never rises": Mutant(replaced=lambda: [(ReceiverGrants, "epoch", _same_epoch)], seed=11),
+    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=73),
+    "tombstone: none for cancelled attempts": Mutant(
+        replaced=lambda: _receiver(machines.NoDeadAttempts), by_resuming=True
+    ),
+    "dedupe: token indices are not looked at": Mutant(replaced=lambda: [(Inbox, "put", _put_all)]),
+    "resolve: leaves no tombstone": Mutant(
+        replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], by_resuming=True
+    ),
+    "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=45),
+}
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """The product with one guard less."""
+    patches = [patch.object(owner, attribute, value) for owner, attribute, value in MUTANTS[name].replaced()]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()

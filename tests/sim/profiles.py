@@ -1,0 +1,144 @@
+"""Sizes and times of simulated clusters.
+
+Times are those of a cluster in a hurry: leases, heartbeats and limits are shorter than the product's defaults, in about
+the same proportions, so that a short run sees each of them pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.directory_service import DirectoryConfig
+from baton.membership import MembershipConfig
+from decode_node.config import DecodeConfig
+from engine.build import EngineConfig, EngineKind
+from kvtransfer.receiver import ReceiverConfig
+from kvtransfer.writer import WriterConfig
+from prefill_node.config import PrefillConfig
+from router.config import RouterConfig
+from tests.sim.network import NetworkTimes
+
+DIRECTORY = "directory"
+DIRECTORY_ENDPOINT = "10.0.0.1:7070"
+BLOCK_SIZE = 16
+CHUNK_TOKENS = 16
+PROMPT_TOKENS_MIN = 3 * CHUNK_TOKENS + 1
+"""So that every prompt takes at least four chunks."""
+PROMPT_TOKENS_MAX = 5 * CHUNK_TOKENS
+OUTPUT_TOKENS_MIN = 32
+OUTPUT_TOKENS_MAX = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """How big a cluster is and how fast its parts are."""
+
+    name: str
+    routers: int
+    prefill: int
+    decode: int
+    hosts: int
+    """Machines that the nodes are spread over; two on one machine use shm, others tcp."""
+    clients: int = 1
+    concurrency: int = 12
+    """Requests under way at a time."""
+    pause_s: float = 0.3
+    """About how long a client waits before it asks again: the longer, the more happens between two requests."""
+    prefill_blocks: int = 64
+    decode_blocks: int = 120
+    decode_sequences: int = 16
+    step_s: float = 0.000_8
+    token_s: float = 0.000_02
+    network: NetworkTimes = NetworkTimes()
+    fault_gap_s: float = 0.03
+    """Mean time between two faults."""
+    faults_at_once_max: int = 5
+    prompts: int = 24
+    """Different prompts; some share a beginning."""
+    membership: MembershipConfig = field(
+        default_factory=lambda: MembershipConfig(
+            heartbeat_ms=400, ttl_ms=1_600, directory_wait_ms_max=30_000, backoff_ms_min=50, backoff_ms_max=500
+        )
+    )
+    directory: DirectoryConfig = field(
+        default_factory=lambda: DirectoryConfig(watch_interval_ms=50, expire_interval_ms=200)
+    )
+
+
+SMALL = Profile(name="small", routers=1, prefill=2, decode=2, hosts=3)
+PAIR = Profile(
+    name="pair", routers=1, prefill=1, decode=1, hosts=1, concurrency=8, fault_gap_s=0.15, faults_at_once_max=2
+)
+ROUTERS = Profile(name="routers", routers=2, prefill=3, decode=2, hosts=4, concurrency=16)
+WIDE = Profile(
+    name="wide",
+    routers=2,
+    prefill=16,
+    decode=2,
+    hosts=6,
+    clients=4,
+    concurrency=160,
+    prefill_blocks=96,
+    decode_blocks=900,
+    decode_sequences=96,
+    pause_s=0.0,
+    fault_gap_s=0.1,
+    prompts=512,
+    step_s=0.000_5,
+    token_s=0.000_005,
+    network=NetworkTimes(delay_s_min=0.001, delay_s_max=0.003, client_s=0.01),
+)
+PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE)}
+
+
+def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:
+    return RouterConfig(
+        name=name,
+        listen=endpoint,
+        directory=DIRECTORY_ENDPOINT,
+        membership=profile.membership,
+        decode_lost_ms=600,
+        cancel_ms_max=300,
+        placement_wait_ms_max=5_000,
+        stop_grace_ms=500,
+    )
+
+
+def prefill_config(name: str, endpoint: str, profile: Profile) -> PrefillConfig:
+    return PrefillConfig(
+        name=name,
+        listen=endpoint,
+        directory=DIRECTORY_ENDPOINT,
+        membership=profile.membership,
+        engine=EngineConfig(
+            kind=EngineKind.MOCK,
+            block_size=BLOCK_SIZE,
+            num_blocks=profile.prefill_blocks,
+            tokens_per_step_max=CHUNK_TOKENS,
+            sequences_max=8,
+        ),
+        writer=WriterConfig(reserve_ms_max=150, call_ms_max=250, retry_ms_min=5, retry_ms_max=100, stall_ms_max=2_000),
+        stop_grace_ms=500,
+    )
+
+
+def decode_config(name: str, endpoint: str, profile: Profile) -> DecodeConfig:
+    return DecodeConfig(
+        name=name,
+        listen=endpoint,
+        directory=DIRECTORY_ENDPOINT,
+        membership=profile.membership,
+        engine=EngineConfig(
+            kind=EngineKind.MOCK,
+            block_size=BLOCK_SIZE,
+            num_blocks=profile.decode_blocks,
+            tokens_per_step_max=max(profile.decode_sequences, CHUNK_TOKENS),
+            sequences_max=profile.decode_sequences,
+        ),
+        receiver=ReceiverConfig(lease_ms=400, revoke_ms=60),
+        requests_max=profile.decode_sequences,
+        finished_ms_max=2_000,
+        orphan_ms=1_200,
+        busy_retry_ms=50,
+        stop_grace_ms=500,
+    )

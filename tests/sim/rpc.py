@@ -1,0 +1,167 @@
+"""gRPC's surface over the simulated network: `Channels` for callers, `RpcServer` for nodes.
+
+The generated stubs and services, `baton.rpc`'s edge (admission, deadlines, statuses) and serialisation are the real
+ones. Here and in `calls`: what grpc.aio does around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from baton.rpc import RpcLimits, _Edge
+from baton.rpc_client import ChannelLimits
+from tests.sim.calls import Call, ServedCall
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from tests.sim.cluster import Process
+
+
+class SimChannel:
+    """What stubs are made with."""
+
+    def __init__(self, process: Process, endpoint: str, limits: ChannelLimits) -> None:
+        self.process = process
+        self.endpoint = endpoint
+        self.limits = limits
+        self.connected: SimServer | None = None
+
+    def unary_unary(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Coroutine[Any, Any, Any]:
+            made = Call(self, method, response_deserializer, streams=False)
+            made.begin(request_serializer(request), timeout, metadata)
+            return made.answer()
+
+        return call
+
+    def unary_stream(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Call:
+            made = Call(self, method, response_deserializer, streams=True)
+            made.begin(request_serializer(request), timeout, metadata)
+            return made
+
+        return call
+
+    def stream_stream(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
+        def call(requests: Any, timeout: float | None = None, metadata: Any = None) -> Call:
+            made = Call(self, method, response_deserializer, streams=True)
+            made.begin(None, timeout, metadata)
+            made.stream_requests(requests, request_serializer)
+            return made
+
+        return call
+
+
+class SimChannels:
+    """`baton.rpc_client.Channels`, for the process that makes it."""
+
+    def __init__(self, *, limits: ChannelLimits, process: Process) -> None:
+        self._limits = limits
+        self._process = process
+        self._channels: dict[str, SimChannel] = {}
+        self._closed = False
+
+    def get(self, endpoint: str) -> SimChannel:
+        assert not self._closed, "get after close"
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = self._channels[endpoint] = SimChannel(self._process, endpoint, self._limits)
+        return channel
+
+    async def drop(self, endpoint: str) -> None:
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            self._close(channel)
+
+    async def close(self) -> None:
+        self._closed = True
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            self._close(channel)
+
+    def _close(self, channel: SimChannel) -> None:
+        for call in [call for call in self._process.calls_out if call._channel is channel]:
+            call.abort_callers()
+
+
+class SimServer:
+    """`baton.rpc.RpcServer`, for the process that makes it."""
+
+    def __init__(self, *, limits: RpcLimits, rng: Random, process: Process) -> None:
+        self.process = process
+        self.edge = _Edge(limits=limits, rng=rng)
+        self.limits = limits
+        self.handlers: dict[str, Any] = {}
+        self.calls: dict[ServedCall, None] = {}
+        self._services: list[tuple[str, Callable[[Any, Any], None], object]] = []
+        self._endpoint = ""
+
+    def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
+        self._services.append((service, register, servicer))
+
+    async def start(self, listen: str) -> int:
+        for _, register, servicer in self._services:
+            register(servicer, self)
+        self._endpoint = listen
+        assert listen not in self.process.network.servers, (listen, "in use")
+        self.process.network.servers[listen] = self
+        return int(listen.rpartition(":")[2])
+
+    def add_generic_rpc_handlers(self, _handlers: Any) -> None:
+        """Generated code calls this and the next one."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        for name, handler in handlers.items():
+            method = f"/{service}/{name}"
+            self.handlers[method] = self.edge._wrap(method, handler)
+
+    def handler(self, method: str) -> Any:
+        """None once the server takes no more calls."""
+        return self.handlers[method] if self._endpoint else None
+
+    def set_ready(self, _ready: bool) -> None:
+        """Nobody asks for health here."""
+
+    def unlisten(self) -> None:
+        if self._endpoint:
+            del self.process.network.servers[self._endpoint]
+            self._endpoint = ""
+
+    async def stop(self, grace_s: float) -> None:
+        if not self._endpoint:
+            return
+        self.unlisten()
+        await self.edge.ended(grace_s)
+        for served in list(self.calls):
+            served.cancelled()
+        await self.edge.ended(self.limits.handler_end_ms_max / 1000)
+
+
+def break_connections(process: Process, why: str, *, both_ends: bool) -> None:
+    """End every call that `process` makes or serves. Peers learn of it when the news reaches them.
+
+    `both_ends`: so does the process itself (its connections were reset; else it is dead).
+    """
+    network = process.network
+    for call in list(process.calls_out):
+        served = call._served
+        if served is not None:
+            network.send(process.loop, served.process.loop, 0.0, served.cancelled)
+        if both_ends:
+            call.break_off(why)
+    for call in list(process.calls_in):
+        network.send(process.loop, call.client.loop, 0.0, call.break_off, why)
+    server = process.server
+    for served in list(server.calls) if both_ends and server is not None else ():
+        network.send(process.loop, process.loop, 0.0, served.cancelled)
+
+
+def break_between(client: Process, server: Process, why: str) -> None:
+    """One connection ends: the client knows at once, the server when the news reaches it."""
+    for call in [call for call in client.calls_out if call.server is server]:
+        call.break_off(why)
+        served = call._served
+        assert served is not None
+        client.network.send(client.loop, server.loop, 0.0, served.cancelled)

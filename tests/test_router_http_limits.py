@@ -1,0 +1,105 @@
+"""Connections over HTTP that bring too little or are too many: bounded in number and time, and told in JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.endpoint import split_endpoint
+from router.config import RouterConfig
+from router.http_server import HttpServer
+
+HANG_S = 30.0
+REQUEST = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[], Awaitable[Stream]]
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    await Response((await Request(scope, receive).body()) or b"ok")(scope, receive, send)
+
+
+@asynccontextmanager
+async def served(**limits: int) -> AsyncIterator[Connect]:
+    server = HttpServer(app, RouterConfig(**limits))  # type: ignore[arg-type]
+    host, port = split_endpoint(server.start("127.0.0.1:0"))
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connect() -> Stream:
+        reader, writer = await asyncio.open_connection(host, port)
+        writers.append(writer)
+        return reader, writer
+
+    try:
+        yield connect
+    finally:
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        await server.stop()
+
+
+def run(scene: Callable[[Connect], Awaitable[None]], **limits: int) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(HANG_S), served(**limits) as connect:
+            await scene(connect)
+
+    asyncio.run(limited())
+
+
+async def answer(stream: Stream, request: bytes = REQUEST) -> tuple[bytes, bytes]:
+    reader, writer = stream
+    writer.write(request)
+    head = await reader.readuntil(b"\r\n\r\n")
+    (length,) = (int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+    return head, await reader.readexactly(length)
+
+
+def test_one_connection_too_many_is_told_so_in_json() -> None:
+    """Two may be open. The third gets an OpenAI error with a time to come back, and is closed; the two go on."""
+
+    async def scene(connect: Connect) -> None:
+        first, second = await connect(), await connect()
+        assert (await answer(first))[1] == b"ok"
+        assert (await answer(second))[1] == b"ok"
+        third = await connect()
+        head, body = await answer(third)
+        assert head.startswith(b"HTTP/1.1 429 ")
+        assert b"\r\nretry-after: 1\r\n" in head
+        assert json.loads(body)["error"]["type"] == "rate_limit_error"
+        assert await third[0].read() == b""
+        assert (await answer(first))[1] == b"ok"
+
+    run(scene, http_connections_max=2)
+
+
+def test_a_connection_that_asks_nothing_is_closed() -> None:
+    """One client says nothing at all, one half a head, one half of its second head: all three are closed by us."""
+
+    async def scene(connect: Connect) -> None:
+        silent, half, second = await connect(), await connect(), await connect()
+        half[1].write(REQUEST[:-2])
+        assert (await answer(second))[1] == b"ok"
+        second[1].write(REQUEST[:5])
+        for reader, _ in (silent, half, second):
+            assert await reader.read() == b""
+
+    run(scene, http_body_ms_max=100)
+
+
+def test_a_body_may_come_after_the_time_of_the_head() -> None:
+    """The head is there at once, so its time limit is over with it, however long the body then takes."""
+
+    async def scene(connect: Connect) -> None:
+        stream, silent = await connect(), await connect()
+        stream[1].write(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n")
+        assert await silent[0].read() == b""  # which began to wait after the other
+        assert (await answer(stream, b"hi"))[1] == b"hi"
+
+    run(scene, http_body_ms_max=100)
