@@ -243,14 +243,15 @@ class DecodeNode:
         return job is not None and job.output.router == sender
 
     def resolve(self, key: RequestKey) -> bool:
-        """Did this attempt commit? If not it never will."""
-        job, output = self._by_key.get(key), self.streams.find(key)
-        committed = job is None or (job.committed.done() and job.committed.result())
-        if output is not None and output.error is None and committed:
-            return True
+        """Did this attempt commit, and goes on here? If not it never will."""
+        job = self._by_key.get(key)
+        # Given up or forgotten, there is nothing to go on with, whatever was committed.
+        goes_on = job is not None and job.output.error is None
         if job is not None and job.kept:
+            if goes_on and job.committed.done() and job.committed.result():
+                return True
             self.cancel(key, "it was not committed when its router asked")
-        return self.receiver.resolve(key)
+        return self.receiver.resolve(key) and goes_on
 
     def done(self, router: Incarnation, key: RequestKey) -> None:
         """The router has the whole answer, or wants no more of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Final
 
 from batonpb import common_pb2, prefill_pb2
 
@@ -59,6 +60,11 @@ class Job:
     def resumed(self) -> bool:
         """The client is in the middle of its answer: it goes before those that have none yet."""
         return len(self.tokens) > self.prompt_len
+
+
+NOBODY: Final = prefill_pb2.Granted()
+"""No decode node is needed. Told before anything is computed, as a grant is: a request whose attempt ends with the
+node's death from here on may be what kills nodes."""
 
 
 def granted_event(handoff: Handoff) -> prefill_pb2.PrefillEvent:

@@ -30,7 +30,7 @@ from kvtransfer.report import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites
 from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
-from prefill_node.job import Job, first_logprobs, first_token_event, granted_event, handed_off_event
+from prefill_node.job import NOBODY, Job, first_logprobs, first_token_event, granted_event, handed_off_event
 from prefill_node.local import LocalRunner
 from prefill_node.local_policy import NOT_THERE, falls_back, is_kept
 from prefill_node.request import check_request, no_room
@@ -92,8 +92,7 @@ class PrefillNode:
         job = self._enqueue(request, deadline_s, metadata)
         try:
             await job.turn  # in order of arrival, when engine and region have room for the whole prompt
-            if job.needs_decode:
-                yield await self._place(job)
+            yield await self._place(job) if job.needs_decode else prefill_pb2.PrefillEvent(granted=NOBODY)
             if job.local is None:
                 self._start(job)
             first = await self._first_token(job)

@@ -268,7 +268,10 @@ class RouterNode:
         if attempt.resolved == self.config.retries.resolves_max:
             raise error
         attempt.resolved += 1
-        if not await self._has_committed(subscription, inbox.key) or inbox.given_up:
+        goes_on = await self._has_committed(subscription, inbox.key)
+        if inbox.finish is not None:
+            return  # the rest of the answer has come meanwhile
+        if not goes_on or inbox.given_up:
             raise error
         log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
         inbox.go_on()
@@ -325,14 +328,16 @@ class RouterNode:
         if kind == "granted":
             attempt.granted = True
             granted = event.granted
-            attempt.subscription = self._subscription(
-                granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
-            )
-            attempt.subscription.add(inbox)
+            if granted.decode_node and attempt.subscription is None:
+                attempt.subscription = self._subscription(
+                    granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
+                )
+                attempt.subscription.users += 1
+                attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
         elif kind == "first_token":
             attempt.granted = True
-            stats.prompt_tokens_cached = event.first_token.prompt_tokens_cached
+            stats.prompt_tokens_cached = min(event.first_token.prompt_tokens_cached, stats.prompt_tokens)
             has_logprobs = event.first_token.HasField("logprobs")
             inbox.put(
                 inbox.first_index, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else []
@@ -356,17 +361,22 @@ class RouterNode:
         subscription.remove(inbox)
         if inbox.finish is None:
             self._tasks.spawn(self._cancel(subscription, inbox.key))
+        else:
+            subscription.users -= 1
 
     async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
         """Bounded tries; a node that answers none of them is left to its own timers."""
-        for _ in range(self.config.cancel_tries_max):
-            try:
-                await subscription.cancel(key, "the router let go", timeout_s=self.config.cancel_ms_max / 1000)
-                return
-            except BatonError as error:
-                if error.reason is Reason.INCARNATION_MISMATCH:
+        try:
+            for _ in range(self.config.cancel_tries_max):
+                try:
+                    await subscription.cancel(key, "the router let go", timeout_s=self.config.cancel_ms_max / 1000)
                     return
-                log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
+                except BatonError as error:
+                    if error.reason is Reason.INCARNATION_MISMATCH:
+                        return
+                    log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
+        finally:
+            subscription.users -= 1
 
     # Small helpers.
 

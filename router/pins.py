@@ -7,7 +7,8 @@ configured ones is, the routers' wall clocks say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -155,14 +156,23 @@ class PinKeeper:
 
     async def run(self) -> None:
         """Lease and renew, until cancelled."""
-        while True:
-            await wait_s(self._clock, self._wake, self._config.lease_ms / 1e3 / RENEWALS_PER_LEASE)
-            self._wake.clear()
-            self._expire()
-            await asyncio.gather(*(self._hold_all(record) for record in self._reachable()))
-            for pin in list(self._pins.values()):
-                if pin.warm_tries_left and {Role.PREFILL, Role.DECODE} <= {record.role for record in self._reachable()}:
-                    await self._warm_up(pin)
+        warming: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await wait_s(self._clock, self._wake, self._config.lease_ms / 1e3 / RENEWALS_PER_LEASE)
+                self._wake.clear()
+                self._expire()
+                await asyncio.gather(*(self._hold_all(record) for record in self._reachable()))
+                if warming is not None and warming.done():
+                    warming.result()
+                    warming = None
+                if warming is None and self._serves_both:
+                    # Beside the renewals: it may wait for room for longer than a lease lasts.
+                    warming = asyncio.create_task(self._warm_all(), name="warm-pins")
+        finally:
+            if warming is not None:
+                warming.cancel()
+                await asyncio.wait([warming])
 
     async def _hold_all(self, record: NodeRecord) -> None:
         for pin in list(self._pins.values()):
@@ -205,7 +215,7 @@ class PinKeeper:
             lease_ms=max(1, lease_ms),
             version=pin.version,
         )
-        with rpc_errors(record.name):
+        with _node_errors(record.name):
             stub = pins_pb2_grpc.NodePinsStub(self._channels.get(record.endpoint))
             reply: pins_pb2.HoldPinReply = await stub.HoldPin(request, timeout=self._config.call_ms_max / 1e3)
         return reply
@@ -222,13 +232,18 @@ class PinKeeper:
         request = pins_pb2.DropPinRequest(header=self._header(record), name=name, version=version)
         async with self._lock(record):
             try:
-                with rpc_errors(record.name):
+                with _node_errors(record.name):
                     stub = pins_pb2_grpc.NodePinsStub(self._channels.get(record.endpoint))
                     reply: pins_pb2.DropPinReply = await stub.DropPin(request, timeout=self._config.call_ms_max / 1e3)
             except BatonError as error:
                 log.warning("unpin unanswered", pin=name, node=record.name, problem=error.message)
                 return False
         return reply.known
+
+    async def _warm_all(self) -> None:
+        for pin in list(self._pins.values()):
+            if pin.warm_tries_left and self._pins.get(pin.name) is pin:
+                await self._warm_up(pin)
 
     async def _warm_up(self, pin: KeptPin) -> None:
         pin.warm_tries_left -= 1
@@ -243,6 +258,11 @@ class PinKeeper:
         for name in [n for n, pin in self._pins.items() if pin.expires_s is not None and pin.expires_s <= now_s]:
             del self._pins[name]  # the nodes' leases end with it
 
+    @property
+    def _serves_both(self) -> bool:
+        roles = {record.role for record in self._reachable()}
+        return all(any(role.serves(half) for role in roles) for half in (Role.PREFILL, Role.DECODE))
+
     def _reachable(self) -> list[NodeRecord]:
         return [record for record in self._nodes() if record.lifecycle in _SERVING]
 
@@ -251,3 +271,20 @@ class PinKeeper:
 
     def _header(self, record: NodeRecord) -> common_pb2.Header:
         return common_pb2.Header(sender=self._incarnation, receiver=record.incarnation)
+
+
+@contextmanager
+def _node_errors(node: NodeName) -> Iterator[None]:
+    """`rpc_errors`, and PEER_UNREACHABLE where the call's channel is closed meanwhile.
+
+    The channels are the router's, which drops those to nodes that have left; gRPC ends the calls on them as if their
+    task was cancelled.
+    """
+    try:
+        with rpc_errors(node):
+            yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise BatonError(Reason.PEER_UNREACHABLE, f"{node} has left the cluster.") from None

@@ -114,6 +114,8 @@ class DecodeSubscription:
         self._dones: list[RequestKey] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.users = 0
+        """Attempts that may still have something to ask of the node or to tell it; counted by the router."""
 
     def add(self, inbox: Inbox) -> None:
         self._inboxes[inbox.key] = inbox
@@ -138,7 +140,9 @@ class DecodeSubscription:
 
     @property
     def idle(self) -> bool:
-        return not self._inboxes
+        """Nobody needs it, nor its channel: closing a channel would end the calls on it as if their request was
+        cancelled."""
+        return not self._inboxes and self.users == 0
 
     async def cancel(self, key: RequestKey, reason: str, *, timeout_s: float) -> None:
         """Tell the node that the request lets go. Raises BatonError when it does not answer."""

@@ -41,8 +41,8 @@ def test_sigterm_is_the_same_drain(cluster: RunningCluster) -> None:
 
 
 def test_the_last_decode_node_is_killed() -> None:
-    """Requests that it had go on at the mixed node, and those asked for afterwards run there, all of them, from the
-    first on."""
+    """Those asked for afterwards run on the mixed node, all of them, from the first on; those that it had are resumed
+    there, exactly, and nothing is left of their first attempts."""
     spec = mock_spec(prefill=0, decode=1, mixed=1, blocks=600, both=SLOW, mixed_flags={"handoff_tokens_min": 64})
     with running(spec) as cluster:
 

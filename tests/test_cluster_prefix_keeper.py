@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -225,6 +226,69 @@ def test_a_node_out_of_reach_does_not_hold_the_others_up() -> None:
             told = {on.node: (on.blocks, on.problem is not None) for on in pin.on_nodes.values()}
             assert told == {"decode-0": (0, True), "prefill-0": (2, False)}
             assert await keeper.unpin("a")
+
+    asyncio.run(scenario())
+
+
+def test_a_channel_that_is_dropped_during_a_call_ends_that_call_only() -> None:
+    """The router drops the channel to a node that leaves while the keeper waits for the node's answer. gRPC ends the
+    call as if its task was cancelled: the pin is on the other node all the same, and later pins too."""
+
+    async def scenario() -> None:
+        async with two_nodes() as (_, routers):
+            called: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+            silent = await asyncio.start_server(lambda _reader, writer: called.put_nowait(writer), "127.0.0.1")
+            host, port = silent.sockets[0].getsockname()
+            leaving = replace(routers.record("decode-0"), endpoint=f"{host}:{port}")
+            nodes = [leaving, routers.record("prefill-0")]
+            keeper = PinKeeper(
+                config=PinKeeperConfig(call_ms_max=60_000),
+                incarnation=Incarnation(5),
+                nodes=lambda: nodes,
+                channels=routers._channels,
+                clock=SystemClock(),
+                warm=routers._warm,
+            )
+            pinning = asyncio.create_task(keeper.pin(prefix("a"), A, warm=False))
+            connection = await called.get()
+            nodes.remove(leaving)
+            await routers._channels.drop(leaving.endpoint)
+            pin = await pinning
+            told = {on.node: on.problem.reason if on.problem is not None else None for on in pin.on_nodes.values()}
+            assert told == {"decode-0": Reason.PEER_UNREACHABLE, "prefill-0": None}
+            await keeper.pin(prefix("b", B), B, warm=False)
+            assert (await routers.here())["prefill-0"] == [("a", 2), ("b", 3)]
+            connection.close()
+            silent.close()
+            await silent.wait_closed()
+
+    asyncio.run(scenario())
+
+
+def test_leases_are_renewed_while_a_pin_waits_to_be_warmed() -> None:
+    """There is no room to compute it for longer than a lease lasts: it stays pinned, as do the others."""
+
+    async def scenario() -> None:
+        async with two_nodes() as (_, routers):
+            keeper, begun = routers.keeper(1, lease_ms=600), asyncio.Event()
+
+            async def never(_tokens: Sequence[int], _salt: str | None) -> None:
+                begun.set()
+                await asyncio.Event().wait()
+
+            keeper._warm = never
+            routers.run(keeper)
+            await keeper.pin(prefix("a"), A, warm=True)
+            await begun.wait()
+            lefts: list[int] = []
+
+            async def renewed() -> bool:
+                """The lease left has grown again, twice."""
+                (pin,) = (await routers._cluster.statuses())["decode-0"].prefixes.pins
+                lefts.append(pin.lease_left_ms)
+                return sum(later > sooner for sooner, later in pairwise(lefts)) >= 2
+
+            await wait_for(renewed, "two renewals")
 
     asyncio.run(scenario())
 

@@ -215,3 +215,25 @@ def test_a_configured_pin_is_computed_before_the_first_user() -> None:
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
+
+
+def test_mixed_nodes_are_warmed_too() -> None:
+    """A cluster of mixed nodes only: a pin that is to be computed at once is, by a node that serves both halves."""
+
+    async def scenario() -> None:
+        prefix = random_prompt(random.Random(7), 4 * SIZE)
+        spec = mock_spec(prefill=0, decode=0, mixed=1, blocks=BLOCKS)
+        async with inprocess(spec) as cluster, Operator(cluster) as operator:
+
+            async def computed() -> bool:
+                (pin,) = (await cluster.statuses())["mixed-0"].prefixes.pins
+                return bool(pin.blocks_pinned == 4)
+
+            await operator.pin("system", prefix, warm=True)
+            await wait_for(computed, "the pin to be computed", story=cluster.story)
+            answer = await cluster.client.generate([*prefix, 1], max_tokens=4)
+            assert answer.ids == mock_tokens([*prefix, 1], 4)
+            assert answer.stats.prompt_tokens_cached == 4 * SIZE
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
