@@ -12,6 +12,8 @@ from baton.errors import BatonError, Reason
 from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
+from cachestore.host_tier import RegionCopier, SpillConfig, ThreadCopier
+from cachestore.spill import Spill
 from engine.block_manager import BlockManager
 from engine.build import BuiltEngine, EngineConfig, build_runner
 from engine.core import Engine
@@ -39,10 +41,24 @@ class DevicePool:
     region: Region
     layout: Layout
     model: ModelInfo
+    host: HostMemory | None = None
+    """None without overcommit."""
 
     def close(self) -> None:
+        if self.host is not None:
+            self.host.copier.close()
+            self.host.region.close()
         self.runner.unbind()
         self.region.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """The tier below the pool, and who moves blocks there and back."""
+
+    region: Region
+    copier: ThreadCopier
+    spill: Spill
 
 
 def layout_of(spec: KvSpec) -> Layout:
@@ -56,33 +72,48 @@ def layout_of(spec: KvSpec) -> Layout:
     )
 
 
-async def open_device_pool(config: EngineConfig, *, name: str, progress: Progress) -> DevicePool:
+async def open_device_pool(
+    config: EngineConfig, *, name: str, progress: Progress, spill: SpillConfig | None = None
+) -> DevicePool:
     """Load the model and prefault the region, both on a thread of their own, with progress.
+
+    With `spill.host_blocks` the same is done for host memory below it, and the engine runs under overcommit.
 
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (the region does not fit in memory).
     """
     built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
     layout = layout_of(built.runner.kv_spec)
-    try:
-        region = await asyncio.to_thread(
-            Region.create,
-            layout.region_bytes(config.num_blocks),
-            f"baton-{name}",
-            lambda done, total: progress("prefaulting", done, total),
-        )
-    except RegionTooLarge as error:
-        raise BatonError(
-            Reason.BAD_CONFIG,
-            f"{error} {config.num_blocks} blocks of {layout.num_layers} x {layout.record_bytes} bytes were asked for: "
-            "set a smaller engine.num_blocks.",
-            field="engine.num_blocks",
-        ) from error
+    region = await _open_region(layout, config.num_blocks, f"baton-{name}", "engine.num_blocks", progress)
     built.runner.bind(region.array_U8, config.num_blocks)
     ledger = Ledger(config.num_blocks, on_free=_poisoner(region, layout, config) if config.poison_freed else None)
     blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode())
+    engine = Engine(built.runner, blocks, config.scheduler())
+    host = None
+    if spill is not None and spill.host_blocks:
+        try:
+            memory = await _open_region(layout, spill.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
+        except BaseException:
+            built.runner.unbind()
+            region.close()
+            raise
+        copier = ThreadCopier(
+            RegionCopier(
+                layout=layout,
+                device=region,
+                device_blocks=config.num_blocks,
+                host=memory,
+                host_blocks=spill.host_blocks,
+            ),
+            name=name,
+        )
+        host = HostMemory(
+            region=memory,
+            copier=copier,
+            spill=Spill(config=spill, engine=engine, blocks=blocks, ledger=ledger, copier=copier),
+        )
     return DevicePool(
         runner=built.runner,
-        engine=Engine(built.runner, blocks, config.scheduler()),
+        engine=engine,
         blocks=blocks,
         pins=PinTable(
             blocks.prefix_cache, num_blocks=config.num_blocks, block_size=config.block_size, limits=config.pins
@@ -91,7 +122,25 @@ async def open_device_pool(config: EngineConfig, *, name: str, progress: Progres
         region=region,
         layout=layout,
         model=_model_info(built, layout),
+        host=host,
     )
+
+
+async def _open_region(layout: Layout, num_blocks: int, name: str, field: str, progress: Progress) -> Region:
+    try:
+        return await asyncio.to_thread(
+            Region.create,
+            layout.region_bytes(num_blocks),
+            name,
+            lambda done, total: progress("prefaulting", done, total),
+        )
+    except RegionTooLarge as error:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"{error} {num_blocks} blocks of {layout.num_layers} x {layout.record_bytes} bytes were asked for: "
+            f"set a smaller {field}.",
+            field=field,
+        ) from error
 
 
 def _poisoner(region: Region, layout: Layout, config: EngineConfig) -> Callable[[BlockId], None]:

@@ -10,6 +10,7 @@ from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
+from cachestore.host_tier import SpillConfig
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
@@ -25,6 +26,7 @@ class DecodeConfig:
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
     directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
     engine: EngineConfig
+    spill: SpillConfig = field(default_factory=SpillConfig)
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
     transports: tuple[TransportName, ...] = field(
         default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to prefill nodes"}

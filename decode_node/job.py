@@ -35,8 +35,10 @@ class Job:
     output: RequestOutput
     committed: asyncio.Future[bool]
     """True at the commit, False when the grant is over without one. A kept request runs before its commit."""
-    blocks_gone: bool = False
-    """The receiver has dropped the grant's references: the blocks may be another request's by now."""
+    footprint: int
+    """Blocks that it may come to hold in all."""
+    resumed: bool = False
+    """The engine has it: its blocks can be moved."""
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
     kept: bool = False

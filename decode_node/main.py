@@ -42,7 +42,8 @@ async def serve(
 
     runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
-    pool = await open_device_pool(config.engine, name=config.name, progress=progress)
+    pool = await open_device_pool(config.engine, name=config.name, progress=progress, spill=config.spill)
+    spill = None if pool.host is None else pool.host.spill
     try:
         node = DecodeNode(
             config=config,
@@ -50,11 +51,14 @@ async def serve(
             engine=pool.engine,
             ledger=pool.ledger,
             blocks=pool.blocks,
+            spill=spill,
             loop=loop,
             randomness=secrets.token_bytes,
         )
         node.receiver = make_receiver(config, pool, host=node, own=runtime.incarnation, channels=runtime.channels)
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
+        if spill is not None:
+            spill.changed = node.engine_loop.wake
         try:
             open_ports(config, pool, node.receiver.ports)
             await _run(runtime, node, pool, stop, drain, on_ready)
@@ -72,7 +76,8 @@ async def _run(
     drain: asyncio.Event | None,
     on_ready: Callable[[str], None],
 ) -> None:
-    watch = ConservationWatch(pool.ledger, runtime.clock)
+    spill = None if pool.host is None else pool.host.spill
+    watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
     receiver = node.receiver
     attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.settings.liveness)
 
@@ -84,6 +89,9 @@ async def _run(
         watch.check()
         message.conservation_errors = watch.errors
         add_counters(receiver, message)
+        if spill is not None:
+            for what, count in spill.report(pool.layout.num_layers * pool.layout.record_bytes).items():
+                message.counters.add(name=f"spill: {what}", value=count)
 
     runtime.model, runtime.load = pool.model, node.load
     runtime.transports = tuple(t.value for t in receiver.ports.transports)

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from batonpb import transfer_pb2
 
 from baton.drain import Holdings
-from baton.ids import BlockId, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
+from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
+from cachestore.spill import Spill
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, answer_growth, why_never
+from decode_node.overcommit import Admission
 from decode_node.streams import RequestOutput, TokenStreams
 from engine.block_manager import BlockManager
 from engine.core import Engine, TokenEvent
@@ -25,7 +27,7 @@ from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
 from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto, params_from_proto
-from kvtransfer.grant_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
+from kvtransfer.grant_messages import AnswerGranted, AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
@@ -51,6 +53,7 @@ class DecodeNode:
         engine: Engine,
         ledger: Ledger,
         blocks: BlockManager,
+        spill: Spill | None,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
     ) -> None:
@@ -60,10 +63,12 @@ class DecodeNode:
         self._runner = runner
         self._engine = engine
         self._blocks = blocks
+        self._spill = spill
         self._loop = loop
         self._randomness = randomness
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
+        self._admission = Admission(spill, ledger, blocks, self._jobs.values())
         self._lives = Tasks(loop, log, broken="a request's life broke off")
         self._closing = False
         self.room_changed: Callable[[], None] = lambda: None
@@ -78,9 +83,8 @@ class DecodeNode:
         try:
             async with asyncio.timeout_at(job.deadline_s):
                 if not job.kept:
-                    if not await asyncio.shield(job.committed) or job.blocks_gone:
+                    if not await asyncio.shield(job.committed) or not self._resume(job):
                         return  # revoked, or cancelled (before or just after the commit): the receiver has let go
-                    self._resume(job)
                     self.streams.open(output)
                 await output.ended.wait()
         except TimeoutError:
@@ -123,15 +127,16 @@ class DecodeNode:
         reject = why_never(tokens, prompt_len, request.sampling, runner=self._runner, blocks=self._blocks)
         if reject is not None:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
-        if not self.has_place:
-            return self._busy("its request limit is reached")
         known_blocks = self._blocks.blocks_for(len(tokens))
         prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
         promise = answer_growth(self._runner, tokens, prompt_len, request.sampling.max_tokens)
         self._blocks.hold(prefix)  # so that making room does not evict what was just matched
         try:
             new = known_blocks - len(prefix)
-            if new + promise <= self.ledger.available:
+            footprint = known_blocks + promise
+            place = self.has_place  # without one the machine is asked all the same: it may have granted this already
+            room = place and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
+            if room:
                 self._blocks.make_room(new)
             answer = self.receiver.reserve(
                 ReserveAsked(
@@ -143,17 +148,19 @@ class DecodeNode:
                     blocks_new=new,
                     prefix=tuple(prefix),
                     promise=promise,
+                    host_backed=self._admission.host_backed,
+                    room=room,
                 )
             )
         finally:
             self._blocks.release(prefix)
         if isinstance(answer, AnswerRefused):
             if answer.refusal in (Refusal.BUSY, Refusal.FENCING, Refusal.SPAN):
-                return self._busy(answer.refusal.value)
+                return self._busy(answer.refusal.value if place else "its request limit is reached")
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         if answer.grant not in self._jobs:
             self._drop_kept(key.request, below=key.attempt)
-            self._begin(request, key, answer.grant, answer.prefix, answer.blocks)
+            self._begin(request, key, answer, footprint)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -203,6 +210,8 @@ class DecodeNode:
             deadline_s=deadline_s,
             output=RequestOutput(key=seq.key, router=router, first_index=seq.output_count),
             committed=self._loop.create_future(),
+            footprint=len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0),
+            resumed=True,
             kept=True,
         )
         self._start(job)
@@ -269,8 +278,8 @@ class DecodeNode:
         job = self._jobs.get(grant)
         if job is None:
             return
-        job.blocks_gone = True
         self._blocks.prefix_cache.released((*job.prefix, *job.blocks))
+        self.engine_loop.wake()  # a sequence may wait for these blocks
         if not job.committed.done():
             job.committed.set_result(False)
             job.output.end(error="the handoff did not complete")
@@ -328,10 +337,14 @@ class DecodeNode:
         return len(self._lives) - len(self._jobs)
 
     def load(self) -> NodeLoad:
+        spilled = None if self._spill is None else self._spill.figures
         return NodeLoad(
             waiting_requests=self._engine.waiting,
             running_requests=len(self._jobs),
             blocks=block_load(self.ledger),
+            parked_requests=self._engine.parked,
+            host_blocks_filled=0 if spilled is None else spilled.host_filled,
+            host_blocks_free=0 if spilled is None else spilled.host_free,
         )
 
     async def close(self) -> None:
@@ -351,10 +364,10 @@ class DecodeNode:
         self,
         request: transfer_pb2.ReserveRequest,
         key: RequestKey,
-        grant: GrantId,
-        prefix: tuple[BlockId, ...],
-        blocks: tuple[BlockId, ...],
+        granted: AnswerGranted,
+        footprint: int,
     ) -> None:
+        grant = granted.grant
         job = Job(
             key=key,
             grant=grant,
@@ -362,8 +375,9 @@ class DecodeNode:
             prompt_len=len(request.prompt),
             params=params_from_proto(request.sampling),
             cache_salt=request.cache_salt,
-            prefix=prefix,
-            blocks=blocks,
+            prefix=granted.prefix,
+            blocks=granted.blocks,
+            footprint=footprint,
             deadline_s=self._loop.time() + request.deadline_left_ms / 1000,
             output=RequestOutput(key=key, router=Incarnation(request.router), first_index=len(request.output)),
             committed=self._loop.create_future(),
@@ -381,10 +395,16 @@ class DecodeNode:
             if job.kept and job.key.request == request and job.key.attempt < below:
                 self.cancel(job.key, "a newer attempt has come")
 
-    def _resume(self, job: Job) -> None:
-        """Give the committed sequence to the engine, with references of its own to every block."""
+    def _resume(self, job: Job) -> bool:
+        """Give the committed sequence to the engine, with the grant's references to every block.
+
+        False when it was cancelled between its commit and now.
+        """
+        if not self.receiver.grants.take_over(job.grant):
+            return False
+        job.resumed = True
+        # The references are nobody's until the engine has them: nothing between here and resume may fail.
         table = [*job.prefix, *job.blocks]
-        self._blocks.hold(table)  # before the engine has it: nothing between here and resume may fail
         job.output.append(job.first_token, job.first_logprobs)
         self._engine.resume(
             Sequence(
@@ -401,6 +421,7 @@ class DecodeNode:
             )
         )
         self.engine_loop.wake()
+        return True
 
     def _busy(self, reason: str) -> transfer_pb2.ReserveReply:
         return transfer_pb2.ReserveReply(

@@ -1,6 +1,6 @@
-"""State diagrams of the two grant machines, generated from their transition tables, as Mermaid text.
+"""State diagrams of the grant machines and of spilled sequences, from their transition tables, as Mermaid text.
 
-python docs/generate_state_diagrams.py            prints both
+python docs/generate_state_diagrams.py            prints them
 python docs/generate_state_diagrams.py --write    puts them between the markers of ARCHITECTURE.md
 """
 
@@ -12,6 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
+from cachestore import spill_policy
+from cachestore.spill_policy import SpillState
 from kvtransfer.receiver_grants import TRANSITIONS, GrantState
 from kvtransfer.writer_grants import WRITER_TRANSITIONS, WriterState
 
@@ -26,6 +28,7 @@ def diagrams() -> dict[str, str]:
     return {
         "receiver-states": _diagram(TRANSITIONS, GrantState.RESERVED, "Reserve", GrantState.RELEASED),
         "writer-states": _diagram(WRITER_TRANSITIONS, WriterState.ASKING, "handoff asked for", WriterState.DONE),
+        "spill-states": _diagram(spill_policy.TRANSITIONS, SpillState.RUNNING, "first step", SpillState.GONE),
     }
 
 

@@ -23,6 +23,22 @@ class BlockLedger(CacheLedger, Protocol):
         """Blocks that could be given to a new owner now, cached ones counted, promised ones not."""
         ...
 
+    @property
+    def available_with_host(self) -> int:
+        """The same for new owners and host-backed promises together, room in host memory counted."""
+        ...
+
+    @property
+    def growable(self) -> int:
+        """Blocks that host-backed promises could draw now."""
+        ...
+
+    def can_draw(self, key: Hashable) -> bool: ...
+
+    def can_give(self, count: int, promise: int, *, host_backed: bool) -> bool: ...
+
+    def holders(self, block: BlockId) -> int: ...
+
     def take(self, count: int, *, promise: Hashable | None = None) -> list[BlockId]: ...
 
     def hold(self, blocks: Iterable[BlockId]) -> None: ...
@@ -31,7 +47,7 @@ class BlockLedger(CacheLedger, Protocol):
 
     def idle_cached(self, blocks: Iterable[BlockId]) -> int: ...
 
-    def promise(self, key: Hashable, count: int) -> None: ...
+    def promise(self, key: Hashable, count: int, *, host_backed: bool = False) -> None: ...
 
     def unpromise(self, key: Hashable) -> None: ...
 
@@ -89,8 +105,12 @@ class BlockManager:
         """What an admission takes from `ledger.available`: a prefix block counts unless somebody holds it anyway."""
         return self.ledger.idle_cached(prefix_blocks) + new_blocks + promise
 
-    def can_admit(self, prefix_blocks: Sequence[BlockId], new_blocks: int, promise: int) -> bool:
-        return self.admission_need(prefix_blocks, new_blocks, promise) <= self.ledger.available
+    def can_admit(
+        self, prefix_blocks: Sequence[BlockId], new_blocks: int, promise: int, *, host_backed: bool = False
+    ) -> bool:
+        """With `host_backed` the promise may be covered by host memory; the blocks themselves never are."""
+        now = self.admission_need(prefix_blocks, new_blocks, 0)
+        return self.ledger.can_give(now, promise, host_backed=host_backed)
 
     def admit(
         self,
@@ -99,17 +119,19 @@ class BlockManager:
         *,
         promise_key: Hashable | None = None,
         promise: int = 0,
+        host_backed: bool = False,
     ) -> list[BlockId]:
         """Hold the prefix, allocate the rest, set the promise aside (when there is a key): the whole block table.
 
         The caller has asked `can_admit` with the same numbers since the last change.
         """
-        assert self.can_admit(prefix_blocks, new_blocks, promise), (len(prefix_blocks), new_blocks, promise)
+        room = self.can_admit(prefix_blocks, new_blocks, promise, host_backed=host_backed)
+        assert room, (len(prefix_blocks), new_blocks, promise)
         assert promise_key is not None or promise == 0, promise
         self.hold(prefix_blocks)
         table = [*prefix_blocks, *self.allocate(new_blocks)]
         if promise_key is not None:
-            self.ledger.promise(promise_key, promise)
+            self.ledger.promise(promise_key, promise, host_backed=host_backed)
         return table
 
     def hold(self, blocks: Iterable[BlockId]) -> None:

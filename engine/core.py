@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from baton.ids import RequestKey
 from engine.block_manager import BlockManager, growth_blocks
+from engine.overcommit import Overcommit
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, FinishReason, KvSink, Runner, SequenceSlice, StepResult, TokenLogprobs
@@ -73,8 +74,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """There is something to compute, or a step is in flight."""
-        return self.running + self.waiting > 0
+        """There is something to compute, or a step is in flight, or a sequence is parked."""
+        return self.running + self.waiting + self.parked > 0
+
+    @property
+    def parked(self) -> int:
+        """Sequences whose KV is not all on the device now; neither running nor waiting."""
+        return self._scheduler.parked
 
     @property
     def counters(self) -> EngineCounters:
@@ -107,6 +113,26 @@ class Engine:
         assert seq.output_count < seq.params.max_tokens, (seq.key, "has ended already")
         self._scheduler.resume(seq)
         self._entered(seq)
+
+    def overcommit(self, overcommit: Overcommit) -> None:
+        """Set once, before the first sequence: who parks sequences when their growth does not fit on the device."""
+        assert self._scheduler.overcommit is None and not self.has_work
+        self._scheduler.overcommit = overcommit
+
+    def needs_block(self, seq: Sequence) -> bool:
+        """Whether the next step of a decoding sequence starts a new block."""
+        return self._scheduler.needs_block(seq)
+
+    def park(self, seq: Sequence) -> None:
+        """Take a decoding sequence out of the steps. Only from inside `Overcommit.before_step`."""
+        assert seq.key not in self._flying, (seq.key, "is in the step in flight")
+        assert self._scheduler.overcommit is not None
+        self._scheduler.park(seq)
+        self._scheduler.overcommit.parked(seq)
+
+    def unpark(self, seq: Sequence) -> None:
+        """Let a parked sequence decode on, its block table whole again. At any time."""
+        self._scheduler.unpark(seq)
 
     def has(self, key: RequestKey) -> bool:
         """Whether a sequence of this key is here, one that is being aborted counted."""
@@ -236,6 +262,8 @@ class Engine:
         self, seq: Sequence, token: int | None, finish: FinishReason | None, logprobs: TokenLogprobs | None = None
     ) -> TokenEvent:
         self._scheduler.remove(seq)
+        if self._scheduler.overcommit is not None:
+            self._scheduler.overcommit.left(seq)
         if seq.mode is SequenceMode.COMPLETE:
             self._blocks.release(seq.block_table)
             seq.block_table.clear()

@@ -129,6 +129,8 @@ class PrefixCache:
         """How many pins name each digest."""
         # Candidates for eviction, each entry at most once. Stamps in here may be old: `_oldest_idle` corrects them.
         self._heap: list[tuple[int, int, int, Entry]] = []
+        self.may_pin: Callable[[], bool] = lambda: True
+        """Asked before each block that is pinned: whether whoever has been admitted can do without it."""
         self._now = 0
         self._serial = 0
         self._prompt_tokens = 0
@@ -341,12 +343,14 @@ class PrefixCache:
         return not entry.pinned and not self._ledger.is_held(entry.block)
 
     def _pin_if_wanted(self, entry: Entry) -> bool:
-        """Whether it is pinned now. An idle block that is promised to somebody has to wait for its next use."""
+        """Whether it is pinned now. A block that others were admitted on has to wait for its next use, or a renewal."""
         if entry.pinned:
             return True
         if self._wanted[entry.digest] == 0 or (entry.parent is not None and not entry.parent.pinned):
             return False
         if self._ledger.available <= 0 and not self._ledger.is_held(entry.block):
+            return False
+        if not self.may_pin():
             return False
         self._ledger.pin(entry.block)
         entry.pinned = True

@@ -1,8 +1,9 @@
 """Which tokens the next step computes: continuous batching with chunked prompts (Orca, Sarathi-Serve).
 
 Pure; owned by the node's control thread. Running sequences go first with one token each, then the prompt already begun,
-then waiting prompts in order of arrival, all under one budget of tokens. Nothing that runs is ever preempted: growth
-comes from a promise made at admission (DESIGN I5).
+then waiting prompts in order of arrival, all under one budget of tokens. Nothing that runs is ever preempted to be
+computed again: growth comes from a promise made at admission (DESIGN I5). Where promises are backed by host memory, a
+sequence may be parked for a while, and one whose next block is not there yet sits a step out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from baton.ids import RequestKey
 from engine.block_manager import BlockManager
+from engine.overcommit import Overcommit
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, SequenceSlice
 
@@ -59,6 +61,14 @@ class Scheduler:
         self._begun: Sequence | None = None
         self._resumed: OrderedDict[RequestKey, Sequence] = OrderedDict()
         self._prompts: OrderedDict[RequestKey, Sequence] = OrderedDict()
+        self._parked: dict[RequestKey, Sequence] = {}
+        self._entered = 0
+        self.overcommit: Overcommit | None = None
+
+    @property
+    def parked(self) -> int:
+        """Sequences taken out of the running ones until `unpark`. They have no place and no block table."""
+        return len(self._parked)
 
     @property
     def running(self) -> int:
@@ -72,7 +82,7 @@ class Scheduler:
     def find(self, key: RequestKey) -> Sequence | None:
         if self._begun is not None and self._begun.key == key:
             return self._begun
-        return self._running.get(key) or self._resumed.get(key) or self._prompts.get(key)
+        return self._running.get(key) or self._resumed.get(key) or self._prompts.get(key) or self._parked.get(key)
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence whose tokens from `computed` on are to be computed.
@@ -102,17 +112,36 @@ class Scheduler:
         if self._begun is seq:
             self._begun = None
             return
-        for queue in (self._running, self._resumed, self._prompts):
+        for queue in (self._running, self._resumed, self._prompts, self._parked):
             if queue.pop(seq.key, None) is not None:
                 return
         raise AssertionError(f"{seq.key} is not in the scheduler")
 
+    def needs_block(self, seq: Sequence) -> bool:
+        """Whether the next step of a decoding sequence starts a new block."""
+        return len(seq.block_table) < self._blocks.blocks_for(len(seq.tokens))
+
+    def park(self, seq: Sequence) -> None:
+        """Take a decoding sequence out until `unpark`. The caller takes over its block table."""
+        assert self._running.get(seq.key) is seq or self._resumed.get(seq.key) is seq, seq.key
+        self.remove(seq)
+        self._parked[seq.key] = seq
+
+    def unpark(self, seq: Sequence) -> None:
+        """Let a parked sequence decode on, ahead of others that wait for a place. Its block table is whole again."""
+        assert len(seq.block_table) >= self._blocks.blocks_for(seq.computed), (seq.key, len(seq.block_table))
+        del self._parked[seq.key]
+        self._resumed[seq.key] = seq
+        self._resumed.move_to_end(seq.key, last=False)
+
     def schedule(self) -> Batch | None:
         """The next step, or None when there is nothing to compute. Draws growth blocks from promises."""
-        while self._resumed and self.running < self.config.sequences_max:
-            key, seq = self._resumed.popitem(last=False)
-            self._running[key] = seq
-        slices = [self._decode_slice(seq) for seq in self._running.values()]
+        self._fill_places()
+        if self.overcommit is not None:
+            self.overcommit.before_step(self._decoding_by_age())
+            self._fill_places()
+        decoding = self._running.values() if self.overcommit is None else self._decoding_by_age()
+        slices = [piece for seq in decoding if (piece := self._decode_slice(seq)) is not None]
         budget = self.config.tokens_per_step_max - len(slices)
         while budget > 0 and (prompt := self._next_prompt()) is not None:
             piece = _slice(prompt, min(len(prompt.tokens), prompt.computed + budget))
@@ -132,7 +161,17 @@ class Scheduler:
             assert ledger.promise_left(seq.promise_key) is not None, (seq.key, "no promise for growth")
         if self.waiting >= self.config.waiting_max:
             raise EngineFullError(self.config.waiting_max)
+        seq.age = self._entered
+        self._entered += 1
         queue[seq.key] = seq
+
+    def _fill_places(self) -> None:
+        while self._resumed and self.running < self.config.sequences_max:
+            key, seq = self._resumed.popitem(last=False)
+            self._running[key] = seq
+
+    def _decoding_by_age(self) -> list[Sequence]:
+        return sorted(self._running.values(), key=lambda seq: seq.age)
 
     def _next_prompt(self) -> Sequence | None:
         if self._begun is not None:
@@ -142,9 +181,12 @@ class Scheduler:
             return self._prompts.popitem(last=False)[1]
         return None
 
-    def _decode_slice(self, seq: Sequence) -> SequenceSlice:
+    def _decode_slice(self, seq: Sequence) -> SequenceSlice | None:
+        """None when the block that it needs is not there yet."""
         assert seq.computed == len(seq.tokens) - 1, (seq.key, seq.computed, len(seq.tokens))
-        if len(seq.block_table) < self._blocks.blocks_for(len(seq.tokens)):
+        if self.needs_block(seq):
+            if not self._blocks.ledger.can_draw(seq.promise_key):
+                return None
             seq.block_table += self._blocks.allocate(1, promise=seq.promise_key)
         return _slice(seq, len(seq.tokens))
 

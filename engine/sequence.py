@@ -40,6 +40,8 @@ class Sequence:
     cached_tokens: int = 0
     """How many leading tokens came from the prefix cache; for statistics."""
     index_cursor: IndexCursor = field(default_factory=IndexCursor)
+    age: int = -1
+    """Its place in the order of entry into the engine, which sets it."""
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), (self.prompt_len, len(self.tokens))

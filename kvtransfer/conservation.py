@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from baton.clock import Clock
 from baton.log import get_log
 from kvtransfer.ledger import ConservationError, Ledger
@@ -15,8 +17,10 @@ TIME_SHARE_MAX = 0.02
 class ConservationWatch:
     """Recounts one ledger when asked to, and remembers how often it was wrong."""
 
-    def __init__(self, ledger: Ledger, clock: Clock) -> None:
+    def __init__(self, ledger: Ledger, clock: Clock, *, beside: Callable[[], None] | None = None) -> None:
+        """`beside` recounts what lies beside the ledger, and raises ConservationError too."""
         self._ledger = ledger
+        self._beside = beside
         self._clock = clock
         self._next_s = 0.0
         self.errors = 0
@@ -32,6 +36,8 @@ class ConservationWatch:
     def check(self) -> None:
         try:
             self._ledger.check()
+            if self._beside is not None:
+                self._beside()
         except ConservationError as error:
             self.errors += 1
             log.error("blocks are not conserved", problem=str(error), errors=self.errors)

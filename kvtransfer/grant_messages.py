@@ -42,6 +42,10 @@ class ReserveAsked:
     blocks_new: int
     prefix: tuple[BlockId, ...] = ()
     promise: int = 0
+    host_backed: bool = False
+    """The promise may be covered by host memory (see `kvtransfer.ledger`)."""
+    room: bool = True
+    """False when the shell has no room for it, whatever the ledger says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

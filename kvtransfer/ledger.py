@@ -5,6 +5,11 @@ quarantined, writer-owned, held, cached, free.
 
 Two kinds of owner exist side by side. A *request* holds a block by count (a running sequence, a grant on behalf of its
 request, a shared prefix). A remote *writer* owns it through one grant. A block is free only when both have let go.
+
+Promises are of two kinds as well. A *device-backed* one is covered by blocks that nobody owns, and can always be drawn
+from. A *host-backed* one may be covered by `host_room` instead (host memory that held blocks could be moved to), so
+drawing may have to wait until something has been moved: `can_draw`. Two sums hold at every moment: device-backed
+promises <= free + cached, and all promises <= free + cached + host_room.
 """
 
 from __future__ import annotations
@@ -19,7 +24,8 @@ from baton.ids import BlockId, GrantId
 class BlockCounts:
     """Blocks by class; the sum is the region.
 
-    Not classes: `promised` is a count set aside within free + cached, `pinned` are those within cached that must stay.
+    Not classes: `promised` is a count set aside within free + cached (and host memory, where there is some), `pinned`
+    are those within cached that must stay.
     """
 
     quarantined: int
@@ -54,14 +60,28 @@ class Ledger:
         self._free: list[BlockId] = [BlockId(b) for b in range(num_blocks - 1, -1, -1)]
         self._promises: dict[Hashable, int] = {}
         self._promised = 0
+        self._host_backed: set[Hashable] = set()
+        self._promised_host_backed = 0
         self._cached_count = 0
         self._pinned = [False] * num_blocks
         self._pinned_idle = 0
+        self.host_room = 0
+        """Blocks that host memory could still take, set by its owner. Negative while it has lent its reserve."""
 
     @property
     def available(self) -> int:
         """Blocks that could be given to a new owner now: free ones, and cached ones that may be evicted first."""
-        return self.reclaimable - self._promised
+        return min(self.growable, self.available_with_host)
+
+    @property
+    def available_with_host(self) -> int:
+        """What new owners and host-backed promises together could get, host memory counted."""
+        return self.reclaimable + self.host_room - self._promised
+
+    @property
+    def growable(self) -> int:
+        """Blocks that host-backed promises could draw now: the reclaimable ones, less the device-backed promises."""
+        return self.reclaimable - (self._promised - self._promised_host_backed)
 
     @property
     def free(self) -> int:
@@ -84,6 +104,16 @@ class Ledger:
         """What can still be drawn from this promise; None when there is no such promise."""
         return self._promises.get(key)
 
+    def can_draw(self, key: Hashable) -> bool:
+        """Whether one more block can be drawn from this promise now. Always so for a device-backed one."""
+        return key not in self._host_backed or self.growable > 0
+
+    def can_give(self, count: int, promise: int, *, host_backed: bool) -> bool:
+        """Whether `count` blocks and a promise could be given together; evictions may have to come first."""
+        if count > self.available:
+            return False
+        return count + promise <= (self.available_with_host if host_backed else self.available)
+
     def take(self, count: int, *, promise: Hashable | None = None) -> list[BlockId]:
         """Hand out `count` free blocks, each held once. With `promise`, they are drawn from that promise.
 
@@ -95,6 +125,9 @@ class Ledger:
         else:
             left = self._promises[promise] - count
             assert left >= 0, (promise, count, left)
+            if promise in self._host_backed:
+                assert count <= self.growable, (promise, count, self.growable)
+                self._promised_host_backed -= count
             self._promises[promise] = left
             self._promised -= count
         blocks = [self._free.pop() for _ in range(count)]
@@ -145,6 +178,10 @@ class Ledger:
     def is_held(self, block: BlockId) -> bool:
         return self._holds[block] > 0
 
+    def holders(self, block: BlockId) -> int:
+        """How many request references this block has."""
+        return self._holds[block]
+
     def mark_cached(self, block: BlockId) -> None:
         """The prefix index refers to this held block; when the last holder leaves it stays, evictable."""
         assert self._holds[block] > 0 and self._writer[block] is None and not self._cached[block], block
@@ -173,15 +210,26 @@ class Ledger:
         self._pinned[block] = False
         self._pinned_idle -= self._is_plain_cached(block)
 
-    def promise(self, key: Hashable, count: int) -> None:
+    def is_pinned(self, block: BlockId) -> bool:
+        return self._pinned[block]
+
+    def promise(self, key: Hashable, count: int, *, host_backed: bool = False) -> None:
         """Set `count` blocks aside for the growth of `key`; drawn by `take(..., promise=key)`."""
-        assert key not in self._promises and 0 <= count <= self.available, (key, count, self.available)
+        available = self.available_with_host if host_backed else self.available
+        assert key not in self._promises and 0 <= count <= available, (key, count, available)
         self._promises[key] = count
         self._promised += count
+        if host_backed:
+            self._host_backed.add(key)
+            self._promised_host_backed += count
 
     def unpromise(self, key: Hashable) -> None:
         """Give back what is left of a promise. Idempotent."""
-        self._promised -= self._promises.pop(key, 0)
+        left = self._promises.pop(key, 0)
+        self._promised -= left
+        if key in self._host_backed:
+            self._host_backed.remove(key)
+            self._promised_host_backed -= left
 
     def counts(self) -> BlockCounts:
         """Recount every block from its own state. O(num_blocks)."""
@@ -237,14 +285,23 @@ class Ledger:
             raise ConservationError(f"{self._cached_count} cached blocks in the books, recount says {counts.cached}")
         if self._promised != sum(self._promises.values()) or self._promised < 0:
             raise ConservationError(f"promised {self._promised}, promises sum to {sum(self._promises.values())}")
-        reclaimable = counts.free + counts.cached - counts.pinned
-        if self._promised > reclaimable:
-            raise ConservationError(f"promised {self._promised} of {reclaimable} reclaimable blocks")
+        self._check_promises(counts.free + counts.cached - counts.pinned)
         if any(pinned and not cached for pinned, cached in zip(self._pinned, self._cached, strict=True)):
             raise ConservationError("a block is pinned that the prefix index does not know")
         if counts != self.books():
             raise ConservationError(f"the books say {self.books()}, the recount {counts}")
         return counts
+
+    def _check_promises(self, reclaimable: int) -> None:
+        host_backed = sum(self._promises[key] for key in self._host_backed)
+        if self._promised_host_backed != host_backed:
+            raise ConservationError(f"{self._promised_host_backed} promised against host memory, not {host_backed}")
+        if self._promised - host_backed > reclaimable:
+            raise ConservationError(f"promised {self._promised - host_backed} of {reclaimable} reclaimable blocks")
+        if self._promised > reclaimable + self.host_room:
+            raise ConservationError(
+                f"promised {self._promised} of {reclaimable} reclaimable blocks and {self.host_room} of host memory"
+            )
 
     def _is_plain_cached(self, block: BlockId) -> bool:
         return self._cached[block] and self._holds[block] == 0

@@ -81,6 +81,17 @@ class ReceiverGrants(GrantBook):
         self._handlers[type(event)](event)
         return self._out
 
+    def take_over(self, grant_id: GrantId) -> bool:
+        """Pass the references of a committed grant's blocks to the caller; the promise stays under the grant's id.
+
+        The grant itself lives on until its request ends. False, with nothing done, when that has happened already.
+        """
+        grant = self._grants.get(grant_id)
+        if grant is None or grant.state is not GrantState.COMMITTED:
+            return False
+        grant.blocks = grant.prefix = ()
+        return True
+
     def forget_pair(self, pair: Pair) -> list[ReceiverInstruction]:
         """Drop the books of a pair whose writer process is proved dead; does nothing while a grant of it lives."""
         self._out = []
@@ -172,7 +183,7 @@ class ReceiverGrants(GrantBook):
         self._cancel_attempts(RequestKey(request=event.key.request, attempt=Attempt(event.key.attempt - 1)))
         blocks = tuple(self.ledger.take(event.blocks_new))
         self.ledger.hold(event.prefix)
-        self.ledger.promise(event.grant, event.promise)
+        self.ledger.promise(event.grant, event.promise, host_backed=event.host_backed)
         self.ledger.give_writer(blocks, event.grant)
         grant = GrantEntry(
             id=event.grant,
@@ -199,7 +210,8 @@ class ReceiverGrants(GrantBook):
             return Refusal.CANCELLED
         if pair.fencing:
             return Refusal.FENCING
-        if self.ledger.available < event.blocks_new + event.promise or self.ledger.free < event.blocks_new:
+        room = self.ledger.can_give(event.blocks_new, event.promise, host_backed=event.host_backed)
+        if not event.room or not room or self.ledger.free < event.blocks_new:
             return Refusal.BUSY
         return None
 

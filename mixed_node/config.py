@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baton.directory_setting import DIRECTORY_HELP
+from baton.errors import InvalidField
 from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
+from cachestore.host_tier import SpillConfig
 from decode_node.config import DecodeConfig
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig
@@ -33,6 +35,8 @@ class MixedConfig:
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
     directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
     engine: EngineConfig
+    spill: SpillConfig = field(default_factory=SpillConfig)
+    """Must be off: here so that a refusal can say why."""
     handoff_tokens_min: int = field(
         default=256, metadata={"help": "a prompt with fewer tokens that are not cached here runs here; 0: none does"}
     )
@@ -80,7 +84,13 @@ class MixedConfig:
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
-        """Raises InvalidField, by the same checks as those of the two halves."""
+        """Raises InvalidField, by the same checks as those of the two halves, and for overcommit."""
+        if self.spill.host_blocks:
+            raise InvalidField(
+                "spill.host_blocks",
+                f"is {self.spill.host_blocks}; must be 0 on a mixed node, whose answers share its blocks with prompts "
+                "that cannot be moved. Run decode nodes where answers should spill to host memory",
+            )
         self.policy()
         self.prefill_half()
         self.decode_half()

@@ -86,6 +86,7 @@ def _make_node(
         engine=pool.engine,
         ledger=pool.ledger,
         blocks=pool.blocks,
+        spill=None,
         loop=loop,
         randomness=secrets.token_bytes,
     )

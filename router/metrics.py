@@ -148,6 +148,20 @@ class _BlockCollector(Collector):
         for record in self._nodes():
             pinned.add_metric([record.name, record.role.name.lower()], record.load.blocks.pinned)
         yield pinned
+        host = GaugeMetricFamily(
+            "baton_node_host_blocks", "Blocks of host memory below the KV blocks.", labels=["node", "role", "class"]
+        )
+        parked = GaugeMetricFamily(
+            "baton_node_parked_requests", "Running requests whose KV is not all on the device now.",
+            labels=["node", "role"],
+        )  # fmt: skip
+        for record in self._nodes():
+            labels = [record.name, record.role.name.lower()]
+            host.add_metric([*labels, "filled"], record.load.host_blocks_filled)
+            host.add_metric([*labels, "free"], record.load.host_blocks_free)
+            parked.add_metric(labels, record.load.parked_requests)
+        yield host
+        yield parked
         given_up = GaugeMetricFamily(
             "baton_node_transports_given_up",
             "Transports that the node no longer offers to some peer because they kept failing, over its peers.",

@@ -88,6 +88,8 @@ class Receiver:
         pair: Pair = PAIR,
         prefix: tuple[BlockId, ...] = (),
         promise: int = 0,
+        host_backed: bool = False,
+        room: bool = True,
     ) -> list[ReceiverInstruction]:
         return self.machine.handle(
             ReserveAsked(
@@ -99,6 +101,8 @@ class Receiver:
                 blocks_new=blocks,
                 prefix=prefix,
                 promise=promise,
+                host_backed=host_backed,
+                room=room,
             )
         )
 

@@ -36,6 +36,7 @@ UP = ("up", "--engine-kind", "mock", "--blocks", "64", "--listen", "127.0.0.1:0"
         (MIXED, ["--requests-max", "65"], "--requests-max: must not exceed engine.sequences_max (64)"),
         (MIXED, ["--queue-max", "0"], "--queue-max: must be positive, not 0"),
         (MIXED, ["--transports", "shm,shm"], "--transports: must name at least one transport, none of them twice"),
+        (MIXED, ["--spill-host-blocks", "64"], "--spill-host-blocks: is 64; must be 0 on a mixed node, whose answers"),
         (UP, ["--mixed", "-1"], "--mixed: must not be negative, not -1"),
         (UP, ["--mixed", "1", "--decode", "-1"], "--decode: must not be negative, not -1"),
         (UP, ["--prefill", "0"], "--prefill: must be positive, not 0"),

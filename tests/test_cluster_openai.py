@@ -326,6 +326,8 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     assert (after["baton_requests_queued"], after["baton_requests_running"]) == (0, 0)
     nodes = {name for name in after if name.startswith("baton_node_blocks{")}
     assert 'baton_node_blocks{class="free",node="decode-0",role="decode"}' in nodes
+    assert after['baton_node_host_blocks{class="free",node="decode-0",role="decode"}'] == 0
+    assert after['baton_node_parked_requests{node="decode-0",role="decode"}'] == 0
 
 
 def test_several_answers_share_the_prompts_blocks(endpoint: str, client: openai.OpenAI) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from batonpb import transfer_pb2
 
 from baton.errors import Reason
 from baton.ids import RequestKey
 from cli.services import Service
 from decode_node.node import DecodeNode
+from decode_node.service import ReceiverService
 from kvtransfer.transports import shm_copy
 from router.node import RouterNode
 from tests.cluster_harness import (
@@ -209,3 +211,29 @@ def test_the_prefill_node_stops_what_the_router_never_heard_of() -> None:
                 await assert_conserved(cluster)
 
     asyncio.run(scenario())
+
+
+def test_a_repeated_reserve_gets_the_grant_that_has_the_last_place() -> None:
+    """The decode node has one place. A Reserve takes it and comes again, since its reply was lost: the answer is the
+    same grant, and the request is served; BUSY would have been another answer to the same number."""
+    real = ReceiverService.Reserve
+    replies: list[transfer_pb2.ReserveReply] = []
+
+    async def twice(
+        service: ReceiverService, request: transfer_pb2.ReserveRequest, context: Any
+    ) -> transfer_pb2.ReserveReply:
+        replies.append(await real(service, request, context))
+        replies.append(await real(service, request, context))
+        return replies[-1]
+
+    async def scenario() -> None:
+        rng = random.Random(7)
+        async with inprocess(mock_spec(decode_flags={"requests_max": 1})) as cluster:
+            await ask_exactly(cluster, random_prompt(rng, 40))
+            await assert_conserved(cluster)
+
+    with patch.object(ReceiverService, "Reserve", twice):
+        asyncio.run(scenario())
+    first, again = replies
+    assert first.HasField("granted")
+    assert again == first

@@ -40,13 +40,25 @@ class ModelBlock:
 class Model:
     blocks: list[ModelBlock] = field(default_factory=lambda: [ModelBlock() for _ in range(NUM_BLOCKS)])
     promises: dict[int, int] = field(default_factory=dict)
+    host_backed: set[int] = field(default_factory=set)
+    host_room: int = 0
     grants: dict[int, list[int]] = field(default_factory=dict)
 
     def named(self, *names: str) -> list[int]:
         return [i for i, block in enumerate(self.blocks) if block.name() in names]
 
     def available(self) -> int:
-        return len(self.named("free", "cached")) - self.pinned_idle() - sum(self.promises.values())
+        return min(self.growable(), self.available_with_host())
+
+    def available_with_host(self) -> int:
+        return self.reclaimable() + self.host_room - sum(self.promises.values())
+
+    def growable(self) -> int:
+        device_backed = [count for key, count in self.promises.items() if key not in self.host_backed]
+        return self.reclaimable() - sum(device_backed)
+
+    def reclaimable(self) -> int:
+        return len(self.named("free", "cached")) - self.pinned_idle()
 
     def pinned_idle(self) -> int:
         return sum(block.pinned and block.name() == "cached" for block in self.blocks)
@@ -94,6 +106,8 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         """Promised blocks are drawn though nothing else is available."""
         key = data.draw(st.sampled_from(sorted(self.model.promises)))
         count = min(count, self.model.promises[key], len(self.model.named("free")))
+        if key in self.model.host_backed:
+            count = min(count, self.model.growable())
         for block in self.ledger.take(count, promise=key):
             assert self.model.blocks[block] == ModelBlock()
             self.model.blocks[block].holds = 1
@@ -184,17 +198,27 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             self.ledger.unpin(BlockId(block))
             self.model.blocks[block].pinned = False
 
-    @rule(key=st.integers(0, 3), count=st.integers(0, NUM_BLOCKS))
-    def promise(self, key: int, count: int) -> None:
-        if key not in self.model.promises and count <= self.model.available():
-            self.ledger.promise(key, count)
+    @rule(key=st.integers(0, 3), count=st.integers(0, NUM_BLOCKS), host_backed=st.booleans())
+    def promise(self, key: int, count: int, host_backed: bool) -> None:
+        room = self.model.available_with_host() if host_backed else self.model.available()
+        if key not in self.model.promises and count <= room:
+            self.ledger.promise(key, count, host_backed=host_backed)
             self.model.promises[key] = count
+            if host_backed:
+                self.model.host_backed.add(key)
 
     @rule(key=st.integers(0, 3))
     def unpromise(self, key: int) -> None:
         """Idempotent."""
         self.ledger.unpromise(key)
         self.model.promises.pop(key, None)
+        self.model.host_backed.discard(key)
+
+    @rule(room=st.integers(-2, NUM_BLOCKS))
+    def host_memory(self, room: int) -> None:
+        """Host memory has got room, or lost some that no promise needs."""
+        needed = sum(self.model.promises.values()) - len(self.model.named("free", "cached"))
+        self.model.host_room = self.ledger.host_room = max(room, needed)
 
     @invariant()
     def same_classes(self) -> None:
@@ -219,6 +243,11 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         assert {key: self.ledger.promise_left(key) for key in range(4)} == {
             key: self.model.promises.get(key) for key in range(4)
         }
+        ledger, model = self.ledger, self.model
+        assert (ledger.available, ledger.growable) == (model.available(), model.growable())
+        assert ledger.available_with_host == model.available_with_host()
+        for key in self.model.promises:
+            assert self.ledger.can_draw(key) == (key not in self.model.host_backed or self.model.growable() > 0)
 
     @invariant()
     def told_of_each_block_that_becomes_free(self) -> None:
@@ -278,6 +307,34 @@ def test_misuse_is_asserted() -> None:
         ledger.take(1)
     with pytest.raises(AssertionError):
         ledger.take(3, promise="a")
+
+
+def test_a_host_backed_promise_is_drawn_from_what_device_backed_ones_leave() -> None:
+    """Three blocks, one of them promised for sure: seven more may be promised with host memory for five behind them.
+    Two can be drawn at once, the third when a block has gone to host memory."""
+    ledger = Ledger(3)
+    ledger.host_room = 5
+    ledger.promise("sure", 1)
+    with pytest.raises(AssertionError):
+        ledger.promise("too much", 8, host_backed=True)
+    ledger.promise("grows", 7, host_backed=True)
+    assert (ledger.available, ledger.growable, ledger.available_with_host) == (0, 2, 0)
+    blocks = [*ledger.take(1, promise="grows"), *ledger.take(1, promise="grows")]
+    assert not ledger.can_draw("grows")
+    assert ledger.can_draw("sure")
+    with pytest.raises(AssertionError):
+        ledger.take(1, promise="grows")
+    ledger.check()
+    ledger.drop(blocks[:1])
+    ledger.host_room -= 1
+    assert ledger.can_draw("grows")
+    assert ledger.check().promised == 6
+    ledger.host_room -= 1
+    with pytest.raises(ConservationError, match="promised 6 of 2 reclaimable blocks and 3 of host memory"):
+        ledger.check()
+    ledger._promised_host_backed += 1
+    with pytest.raises(ConservationError, match="6 promised against host memory, not 5"):
+        ledger.check()
 
 
 def test_misuse_of_pins_is_asserted() -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import decode_node.main
-import prefill_node.main
+import decode_node.receiving
+import prefill_node.peers
 from baton.ids import Epoch, GrantId, Pair, RequestKey
-from decode_node.node import DecodeNode, Job
+from decode_node.node import DecodeNode
 from kvtransfer.grant_messages import FencePair, PairFenced
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import ReceiverGrants
@@ -26,11 +26,11 @@ Replacement = tuple[Any, str, Any]
 
 
 def _receiver(machine: type[ReceiverGrants]) -> Sequence[Replacement]:
-    return [(decode_node.main, "ReceiverGrants", machine)]
+    return [(decode_node.receiving, "ReceiverGrants", machine)]
 
 
 def _writer(machine: type) -> Sequence[Replacement]:
-    return [(prefill_node.main, "WriterGrants", machine)]
+    return [(prefill_node.peers, "WriterGrants", machine)]
 
 
 def _fence_without_evidence() -> Sequence[Replacement]:
@@ -73,15 +73,13 @@ def _resolve_nothing(_self: DecodeNode, _key: RequestKey) -> bool:
 
 def _no_look_after_commit() -> Sequence[Replacement]:
     """A request that was cancelled in the moment of its commit is run (the node once did this)."""
-    real = DecodeNode.let_go
+    real = ReceiverGrants.take_over
 
-    def let_go(self: DecodeNode, grant: GrantId) -> None:
-        real(self, grant)
-        job: Job | None = self._jobs.get(grant)
-        if job is not None:
-            job.blocks_gone = False
+    def take_over(self: ReceiverGrants, grant_id: GrantId) -> bool:
+        real(self, grant_id)
+        return True
 
-    return [(DecodeNode, "let_go", let_go)]
+    return [(ReceiverGrants, "take_over", take_over)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

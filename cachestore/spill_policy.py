@@ -1,0 +1,271 @@
+"""Which running sequences make room for the others, and when they come back (DESIGN I5). Pure.
+
+    RUNNING   decodes                                  SPILLING   parked, blocks of it are being copied to host memory
+    SPILLED   parked, nothing of it is being copied    RETURNING  parked, blocks of it are being copied back
+
+Age decides, and nothing else: the youngest sequence makes room, the oldest parked one comes back first, and one that
+starts while older ones are parked waits behind them. So whoever runs is older than whoever is parked, the oldest of all
+is never held up by another, and a sequence waits at most until those before it have finished.
+
+Two margins keep the same blocks from going to and fro. Room is made not for the next step alone but for
+`headroom_blocks` more of each runner; and a sequence comes back only when that much would still be free afterwards.
+When nobody runs at all, the oldest comes back whatever it takes, block by block if host memory is full but for its
+reserve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.ids import RequestKey
+
+
+class SpillState(Enum):
+    RUNNING = "RUNNING"
+    SPILLING = "SPILLING"
+    SPILLED = "SPILLED"
+    RETURNING = "RETURNING"
+    GONE = "GONE"
+
+
+class SpillCause(Enum):
+    """What can happen to one sequence: the columns of the transition table."""
+
+    PRESSURE = "memory pressure"
+    ROOM = "room for it"
+    COPIED = "copies done"
+    LEFT = "ended"
+
+
+_S = SpillState
+
+TRANSITIONS: Mapping[tuple[SpillState, SpillCause], tuple[SpillState, ...]] = {
+    # Straight to SPILLED: there was nothing to copy, or no need to; it only stops growing.
+    (_S.RUNNING, SpillCause.PRESSURE): (_S.SPILLING, _S.SPILLED),
+    (_S.SPILLING, SpillCause.PRESSURE): (_S.SPILLING,),
+    (_S.SPILLED, SpillCause.PRESSURE): (_S.SPILLING,),
+    (_S.SPILLED, SpillCause.ROOM): (_S.RETURNING,),
+    (_S.SPILLING, SpillCause.COPIED): (_S.SPILLED,),
+    (_S.RETURNING, SpillCause.COPIED): (_S.SPILLED, _S.RUNNING),
+    **{(state, SpillCause.LEFT): (_S.GONE,) for state in (_S.RUNNING, _S.SPILLING, _S.SPILLED, _S.RETURNING)},
+}
+"""Everything that may happen. Copies under way outlive a sequence that has ended; their blocks are freed after them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One sequence at this moment."""
+
+    key: RequestKey
+    age: int
+    """Its place in the order of entry; smaller is older."""
+    promise_left: int
+    """Blocks that it may still grow by."""
+    need: int = 0
+    """Blocks that its next step takes, if it runs."""
+    spillable: int = 0
+    """Its blocks on the device that would be free if they were copied out now."""
+    absent: int = 0
+    """Its blocks that are in host memory or about to go there; those that are coming back do not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComes:
+    """No step is in flight. `runners` decode now; `parked` are those that the policy had parked. In any order."""
+
+    growable: int
+    """Blocks that could be handed out on the device now."""
+    freeing: int
+    """Blocks on the device whose copies to host memory are under way."""
+    host_free: int
+    """Blocks of host memory that could be copied to now, the reserve counted."""
+    runners: tuple[Standing, ...]
+    parked: tuple[Standing, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiesDone:
+    """Nothing of this sequence is being copied for it any more."""
+
+    key: RequestKey
+    absent: int
+    """Its blocks that are not whole on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceLeft:
+    """Finished, cancelled, past its deadline or aborted. Keys that were never seen are fine."""
+
+    key: RequestKey
+
+
+SpillEvent = StepComes | CopiesDone | SequenceLeft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Park:
+    """Take this sequence out of the steps."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOut:
+    """Begin to copy up to `blocks` of its blocks to host memory, tail first. `CopiesDone` follows."""
+
+    key: RequestKey
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBack:
+    """Begin to bring up to `blocks` of its absent blocks to the device, head first. `CopiesDone` follows."""
+
+    key: RequestKey
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpark:
+    """All of it is on the device: let it decode on."""
+
+    key: RequestKey
+
+
+SpillInstruction = Park | CopyOut | CopyBack | Unpark
+
+
+class SpillPolicy:
+    """One engine's sequences under overcommit. `handle` mutates this object only; one thread owns it."""
+
+    def __init__(self, *, headroom_blocks: int) -> None:
+        assert headroom_blocks >= 1, headroom_blocks
+        self._headroom_blocks = headroom_blocks
+        self._states: dict[RequestKey, SpillState] = {}
+        self._out: list[SpillInstruction] = []
+        self._handlers: dict[type, Callable[..., None]] = {
+            StepComes: self._step_comes,
+            CopiesDone: self._copies_done,
+            SequenceLeft: self._left,
+        }
+
+    def handle(self, event: SpillEvent) -> list[SpillInstruction]:
+        self._out = []
+        self._handlers[type(event)](event)
+        return self._out
+
+    def state_of(self, key: RequestKey) -> SpillState | None:
+        """None for a sequence that has not been seen in a step yet, or is gone."""
+        return self._states.get(key)
+
+    def margin(self, standing: Standing) -> int:
+        """How many blocks this sequence should find free to grow into, beside the one that it needs now."""
+        return min(self._headroom_blocks, standing.promise_left - standing.need)
+
+    def _move(self, key: RequestKey, cause: SpillCause, to: SpillState) -> None:
+        came_from = self._states[key]
+        assert to in TRANSITIONS.get((came_from, cause), ()), (key, came_from, cause, to)
+        if to is _S.GONE:
+            del self._states[key]
+        else:
+            self._states[key] = to
+
+    def _left(self, event: SequenceLeft) -> None:
+        if event.key in self._states:
+            self._move(event.key, SpillCause.LEFT, _S.GONE)
+
+    def _copies_done(self, event: CopiesDone) -> None:
+        if self._states[event.key] is _S.RETURNING and event.absent == 0:
+            self._move(event.key, SpillCause.COPIED, _S.RUNNING)
+            self._out.append(Unpark(key=event.key))
+        else:
+            self._move(event.key, SpillCause.COPIED, _S.SPILLED)
+
+    def _step_comes(self, event: StepComes) -> None:
+        parked = sorted(event.parked, key=lambda each: each.age)
+        runners = self._let_in(sorted(event.runners, key=lambda each: each.age), parked)
+        short = sum(each.need for each in runners) - event.growable - event.freeing
+        if short > 0:
+            self._make_room(short, runners, parked, event.host_free)
+        elif event.freeing == 0 and parked:
+            self._bring_back(runners, parked, event)
+
+    def _let_in(self, runners: list[Standing], parked: list[Standing]) -> list[Standing]:
+        """Those of `runners` that go on: one that is new, and younger than somebody who is parked, is parked too."""
+        going_on = []
+        for each in runners:
+            new = each.key not in self._states
+            self._states.setdefault(each.key, _S.RUNNING)
+            if new and parked and each.age > parked[0].age:
+                self._park(each, 0)
+            else:
+                going_on.append(each)
+        return going_on
+
+    def _make_room(self, short: int, runners: list[Standing], parked: list[Standing], host_free: int) -> None:
+        """Blocks of the parked first, then of the youngest runner, until the others can step."""
+        on_their_way = [each.age for each in parked if self._states[each.key] is _S.RETURNING]
+        youngest_on_its_way = max(on_their_way, default=-1)
+        while True:
+            wanted = short + sum(map(self.margin, runners))
+            for each in reversed(parked):
+                if self._states[each.key] is not _S.RETURNING:
+                    blocks = min(wanted, each.spillable, host_free)
+                    self._copy_out(each.key, blocks)
+                    short, wanted, host_free = short - blocks, wanted - blocks, host_free - blocks
+            if short <= 0 or len(runners) < 2 or runners[-1].age < youngest_on_its_way:
+                return  # in the last case the younger one is the victim, as soon as it is back
+            victim = runners.pop()
+            short -= victim.need
+            wanted -= victim.need + self.margin(victim)
+            blocks = max(0, min(wanted, victim.spillable, host_free))
+            self._park(victim, blocks)
+            short, host_free, parked = short - blocks, host_free - blocks, []
+
+    def _bring_back(self, runners: list[Standing], parked: list[Standing], event: StepComes) -> None:
+        spare = event.growable - sum(each.need + self.margin(each) for each in runners)
+        on_their_way = False
+        for each in parked:
+            if self._states[each.key] is _S.RETURNING:
+                on_their_way = True
+                spare -= each.absent + self.margin(each)
+                continue
+            if not runners and not on_their_way:
+                self._bring_back_at_any_price(each, parked, event)
+                return
+            spare -= each.absent + self.margin(each)
+            if spare < 0:
+                return
+            self._copy_back(each.key, each.absent)
+
+    def _bring_back_at_any_price(self, oldest: Standing, parked: list[Standing], event: StepComes) -> None:
+        """Nobody runs: as much of the oldest as fits comes back, while others make room for the rest of it."""
+        if self._states[oldest.key] is _S.SPILLING:
+            return
+        blocks = min(oldest.absent, event.growable)
+        if blocks > 0 or oldest.absent == 0:
+            self._copy_back(oldest.key, blocks)  # first: what is coming back is not copied out for somebody else
+        short = oldest.absent + min(1, oldest.promise_left) - event.growable
+        host_free = event.host_free
+        for each in reversed(parked):
+            if short > 0 and each.key != oldest.key:
+                blocks = min(short, each.spillable, host_free)
+                self._copy_out(each.key, blocks)
+                short, host_free = short - blocks, host_free - blocks
+
+    def _park(self, victim: Standing, blocks: int) -> None:
+        self._move(victim.key, SpillCause.PRESSURE, _S.SPILLING if blocks else _S.SPILLED)
+        self._out.append(Park(key=victim.key))
+        if blocks:
+            self._out.append(CopyOut(key=victim.key, blocks=blocks))
+
+    def _copy_out(self, key: RequestKey, blocks: int) -> None:
+        if blocks > 0:
+            self._move(key, SpillCause.PRESSURE, _S.SPILLING)
+            self._out.append(CopyOut(key=key, blocks=blocks))
+
+    def _copy_back(self, key: RequestKey, blocks: int) -> None:
+        self._move(key, SpillCause.ROOM, _S.RETURNING)
+        self._out.append(CopyBack(key=key, blocks=blocks))
