@@ -47,7 +47,7 @@ class RouterConfig:
         default=1_000, metadata={"help": "how long such a client has taken nothing, so that a burst cuts nobody off"}
     )
     handed_off_ms_max: int = field(
-        default=200, metadata={"help": "how long a finished answer waits for the prefill node's word on its handoff"}
+        default=1_000, metadata={"help": "how long a finished answer waits for the prefill node's word on its handoff"}
     )
     retries: RetryConfig = field(default_factory=RetryConfig)
     cancel_ms_max: int = field(default=1_000, metadata={"help": "how long one cancel call to a node may take"})
