@@ -80,6 +80,8 @@ class Channels:
             ("grpc.max_send_message_length", limits.message_bytes_max),
             ("grpc.keepalive_time_ms", limits.keepalive_interval_ms),
             ("grpc.keepalive_timeout_ms", limits.keepalive_answer_ms_max),
+            # The one above does not keep what it promises: a ping is given up after this, a minute by default.
+            ("grpc.http2.ping_timeout_ms", limits.keepalive_answer_ms_max),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", limits.reconnect_ms_min),
