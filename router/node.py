@@ -62,6 +62,8 @@ class Job:
     """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
     avoid: set[Incarnation] = field(default_factory=set)
     """Prefill processes that did not answer this request."""
+    avoid_decode: set[Incarnation] = field(default_factory=set)
+    """Decode processes that this router could not reach with this request; a prefill node may."""
     token_times_s: list[float] = field(default_factory=list)
     block_size: int = 0
 
@@ -189,6 +191,8 @@ class RouterNode:
             if verdict is Verdict.RESUME:
                 looks = 0
                 job.stats.resumptions += 1
+                if attempt.subscription is not None and attempt.inbox.out_of_reach:
+                    job.avoid_decode.add(attempt.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
                 await self._pause(looks)
@@ -463,6 +467,7 @@ class RouterNode:
             sampling=job.checked.sampling,
             router=self._incarnation,
             cache_salt=job.checked.cache_salt,
+            avoid_decode=job.avoid_decode,
         )
 
     def _subscription(self, granted: prefill_pb2.Granted) -> DecodeSubscription:
