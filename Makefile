@@ -35,6 +35,10 @@ check: $(READY)  ## lint, format, types, direction of imports
 explore: $(READY)  ## walk the ownership protocol's states with larger bounds than the tests do (minutes)
 	@$(BIN)/python -m tests.explorer --large
 
+.PHONY: faults
+faults: $(READY)  ## kill, stop and cut off real processes at every stage of a request (minutes)
+	@$(BIN)/python -m tests.faults
+
 .PHONY: proto
 proto: $(READY)  ## generate proto/batonpb from proto/*.proto
 	@PYTHON=$(BIN)/python proto/generate.sh
