@@ -21,6 +21,7 @@ QUICK: Final = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_nothing_is_lost_wrong_or_leaked(name: str) -> None:
     """A process or a link is struck at an exact point of one request's life while eight others run: all have their
@@ -33,6 +34,7 @@ def test_nothing_is_lost_wrong_or_leaked(name: str) -> None:
     assert outcome.requests > 9, outcome
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_is_seen() -> None:
     """The reckoning itself: one byte of a record is another one when it arrives, which nothing on the way notices (the
     proxy has made tcp's checksum). The client of that request has other tokens, and the case is a bad one."""

@@ -1,5 +1,7 @@
-"""Run fault cases: `python -m tests.faults [--list] [--case NAME]...`. Prints a table; exits with 1 where something is
-lost, wrong or leaked."""
+"""Run fault cases: `python -m tests.faults [--list] [--real] [--case NAME]...`.
+
+Prints a table; exits with 1 where something is lost, wrong or leaked.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ def main() -> int:
     parser.add_argument(
         "--case", action="append", metavar="NAME", default=[], help="only this one, or those like it: 'kill-decode-*'"
     )
+    parser.add_argument("--real", action="store_true", help="only the sample on the real engine")
     arguments = parser.parse_args()
-    wanted = arguments.case or ["*"]
+    wanted = [*arguments.case, *(["real-*"] if arguments.real else [])] or ["*"]
     chosen = {
         group: [case for case in group.cases if any(fnmatch.fnmatch(case.name, pattern) for pattern in wanted)]
         for group in GROUPS

@@ -16,7 +16,7 @@ from tests.faults.cluster import FaultyCluster, faulty, faulty_spec, free_ports
 from tests.faults.load import Load
 from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Side, Struck
-from tests.faults.proxy import Proxy, Spoil
+from tests.faults.proxy import Dark, Proxy, Spoil
 from tests.faults.signals import NTH, Questions, settle
 
 PROXY_HOST: Final = "127.0.0.2"
@@ -32,6 +32,8 @@ class Ill(Enum):
     """Its connections end, and new ones are made."""
     DARK = "dark"
     """Nothing passes until everybody has noticed; then it heals, and what was held back arrives."""
+    DEAF = "deaf"
+    """So, from the second to the first only."""
 
 
 class LinkCluster:
@@ -140,6 +142,8 @@ class GrpcCase(Played[LinkCluster]):
                 continue  # nobody calls the router
             if self.ill is Ill.DARK:
                 proxy.darken(owner)
+            elif self.ill is Ill.DEAF:
+                proxy.darken(owner, Dark.REPLIES if owner == first else Dark.REQUESTS)
             else:
                 cut = proxy.cut(owner)
                 assert cut or owner == second, f"{owner} has no connection to {name}"
@@ -219,6 +223,7 @@ CASES: Final = (
         for ill, points in (
             (Ill.CUT, (Failpoint.RESERVED, Failpoint.LAYER, Failpoint.COMMIT_SENT, Failpoint.DECODING)),
             (Ill.DARK, (Failpoint.LAYER, Failpoint.COMMIT_SENT)),
+            (Ill.DEAF, (Failpoint.LAYER,)),
         )
         for ends in ((Side.ROUTER, Side.PREFILL), (Side.ROUTER, Side.DECODE), (Side.PREFILL, Side.DECODE))
         for point in points

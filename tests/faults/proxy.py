@@ -29,6 +29,15 @@ class Spoil(Enum):
     """One byte is another one. No test of the product: tcp carries no checksum of its own, and trusts the kernel's."""
 
 
+class Dark(Enum):
+    """What does not pass."""
+
+    BOTH = "both"
+    REQUESTS = "requests"
+    """From whoever connected."""
+    REPLIES = "replies"
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Wire:
     """One connection through the proxy."""
@@ -37,15 +46,27 @@ class _Wire:
     """Of whoever connected."""
     inner: asyncio.StreamWriter
     outer: asyncio.StreamWriter
-    clear: asyncio.Event = field(default_factory=asyncio.Event)
-    """Not set while it is dark."""
+    requests: asyncio.Event = field(default_factory=asyncio.Event)
+    """Not set while nothing passes from whoever connected."""
+    replies: asyncio.Event = field(default_factory=asyncio.Event)
+    """Not set while nothing passes back."""
     spoil: tuple[Spoil, int] | None = None
     """What to do when so many more bytes have passed."""
 
     def cut(self) -> None:
         for writer in (self.inner, self.outer):
             writer.transport.abort()
-        self.clear.set()
+        self.lighten()
+
+    def darken(self, dark: Dark) -> None:
+        if dark is not Dark.REPLIES:
+            self.requests.clear()
+        if dark is not Dark.REQUESTS:
+            self.replies.clear()
+
+    def lighten(self) -> None:
+        self.requests.set()
+        self.replies.set()
 
 
 class Proxy:
@@ -62,7 +83,7 @@ class Proxy:
         self._target = target
         self._pids = pids
         self._wires: set[_Wire] = set()
-        self._dark: set[str] = set()
+        self._dark: dict[str, Dark] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -93,17 +114,17 @@ class Proxy:
         for wire in list(self._wires):
             wire.cut()
 
-    def darken(self, owner: str) -> None:
-        """Nothing of this process's connections passes either way, old ones and new ones, and none of them ends."""
-        self._dark.add(owner)
+    def darken(self, owner: str, dark: Dark = Dark.BOTH) -> None:
+        """This does not pass on this process's connections, old ones and new ones, and none of them ends."""
+        self._dark[owner] = dark
         for wire in self._of(owner):
-            wire.clear.clear()
+            wire.darken(dark)
 
     def heal(self) -> None:
         """What was held back goes on."""
         self._dark.clear()
         for wire in self._wires:
-            wire.clear.set()
+            wire.lighten()
 
     def spoil(self, owner: str, what: Spoil, *, after_bytes: int) -> int:
         """Spoil each of this process's connections, when so many more bytes have passed. How many there are."""
@@ -126,23 +147,31 @@ class Proxy:
             outer.transport.abort()
             return
         wire = _Wire(port=outer.get_extra_info("peername")[1], inner=inner, outer=outer)
-        if not self._dark or owner_of(wire.port, self._pids()) not in self._dark:
-            wire.clear.set()
+        wire.lighten()
+        if self._dark and (owner := owner_of(wire.port, self._pids())) in self._dark:
+            wire.darken(self._dark[owner])
         self._wires.add(wire)
         try:
-            await asyncio.gather(_pump(wire, reader, inner, spoiled=True), _pump(wire, inner_reader, outer))
+            await asyncio.gather(
+                _pump(wire, wire.requests, reader, inner, spoiled=True), _pump(wire, wire.replies, inner_reader, outer)
+            )
         finally:
             wire.cut()
             self._wires.discard(wire)
 
 
 async def _pump(
-    wire: _Wire, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, spoiled: bool = False
+    wire: _Wire,
+    clear: asyncio.Event,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    *,
+    spoiled: bool = False,
 ) -> None:
-    """Pass one direction on to its end, and the end too."""
+    """Pass one direction on to its end, and the end too, while it is `clear`."""
     with suppress(OSError):
         while data := await reader.read(READ_BYTES):
-            await wire.clear.wait()
+            await clear.wait()
             if spoiled and wire.spoil is not None:
                 data = _spoil(wire, data)
             writer.write(data)
@@ -150,7 +179,7 @@ async def _pump(
             if spoiled and wire.spoil == (Spoil.CUT, 0):
                 wire.cut()
                 return
-        await wire.clear.wait()
+        await clear.wait()
         if writer.can_write_eof():
             writer.write_eof()
 
