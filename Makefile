@@ -42,6 +42,10 @@ PROFILE ?= small
 sim: $(READY)  ## simulate a cluster under faults: SEED=n STEPS=m, PROFILE=small|pair|routers|wide, GAP=s between faults
 	@$(BIN)/python -m tests.sim --seed $(SEED) --steps $(STEPS) --profile $(PROFILE) $(if $(GAP),--fault-gap-s $(GAP)) $(FLAGS)
 
+.PHONY: faults
+faults: $(READY)  ## kill, stop and cut off real processes at every stage of a request (minutes)
+	@$(BIN)/python -m tests.faults
+
 .PHONY: proto
 proto: $(READY)  ## generate proto/batonpb from proto/*.proto
 	@PYTHON=$(BIN)/python proto/generate.sh

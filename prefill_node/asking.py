@@ -89,6 +89,7 @@ class DecodeNodes:
                 tries_max=self._tries_max,
                 room_of=self.affinity.room,
                 instead=self.affinity.instead(chain),
+                avoid=job.request.avoid_decode,
             )
         except BatonError as error:
             if error.reason not in NOBODY_TO_ASK:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from baton.errors import BatonError, Reason
@@ -37,11 +37,13 @@ def order_decode_nodes(
     tries_max: int,
     room_of: Callable[[NodeRecord], int] = room,
     instead: Instead | None = None,
+    avoid: Collection[int] = (),
 ) -> list[NodeRecord]:
     """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
 
     The reports are hints, so the best of all would be chosen by everybody at once; the node's own answer is the truth.
     `instead` has a say about the first one only: those after it are asked when a choice has failed.
+    Those whose incarnation is in `avoid` are chosen only where there is no other.
     `may_place` says whether this process may place anything new there (limits of unacknowledged writes).
 
     Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
@@ -65,6 +67,7 @@ def order_decode_nodes(
             f"All {len(fit)} decode nodes are behind with accepting writes, or out of reach.",
             retry_after_ms=200,
         )
+    left = [r for r in left if r.incarnation not in avoid] or left
     order: list[NodeRecord] = []
     while left and len(order) < tries_max:
         best = max(rng.sample(left, min(2, len(left))), key=room_of)

@@ -36,6 +36,8 @@ class Job:
     """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
     avoid: set[Incarnation] = field(default_factory=set)
     """Prefill processes that did not answer this request."""
+    avoid_decode: set[Incarnation] = field(default_factory=set)
+    """Decode processes that this router could not reach with this request; a prefill node may."""
     token_times_s: list[float] = field(default_factory=list)
     block_size: int = 0
     observed: ObservedRequest = field(default_factory=ObservedRequest)

@@ -179,6 +179,8 @@ class RouterNode:
                 looks = 0
                 job.stats.resumptions += 1
                 job.observed.resumed()
+                if attempt.subscription is not None and attempt.inbox.out_of_reach:
+                    job.avoid_decode.add(attempt.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
                 await self._pause(looks)
@@ -476,6 +478,7 @@ class RouterNode:
             sampling=job.checked.sampling,
             router=self._incarnation,
             cache_salt=job.checked.cache_salt,
+            avoid_decode=job.avoid_decode | {i for i, s in self._subscriptions.items() if s.lost},
         )
 
     def _subscription(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:

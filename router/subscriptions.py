@@ -35,6 +35,8 @@ class Inbox:
     error: BatonError | None = None
     given_up: bool = False
     """The decode node itself has said that it will not go on."""
+    out_of_reach: bool = False
+    """The decode node's stream is lost to this router, which may be the only one that cannot reach it."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     taken: int = 0
     """Tokens that the client has taken."""
@@ -166,6 +168,7 @@ class DecodeSubscription:
 
     def fail_all(self, error: BatonError) -> None:
         for inbox in list(self._inboxes.values()):
+            inbox.out_of_reach = True
             inbox.fail(error)
         self._inboxes.clear()
 

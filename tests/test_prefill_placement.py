@@ -135,3 +135,25 @@ def test_nodes_that_differ_are_never_asked_and_the_error_says_in_what() -> None:
 def test_a_node_without_a_model_is_not_ready() -> None:
     """A record without a model cannot be compared: nobody writes there."""
     assert order([replace(node(0), model=None), node(1)]) == ["decode-1"]
+
+
+def test_nodes_to_avoid_are_asked_only_where_there_is_no_other() -> None:
+    """Of three nodes the roomiest one is to be avoided: never asked beside others, and asked alone where these are
+    behind with their writes."""
+    records = [node(0, blocks=BlockLoad(free=500)), node(1), node(2)]
+    avoid = {records[0].incarnation}
+
+    def asked(behind: frozenset[str], seed: int) -> list[str]:
+        found = order_decode_nodes(
+            records,
+            own=MODEL,
+            may_place=lambda record: record.name not in behind,
+            rng=random.Random(seed),
+            tries_max=3,
+            avoid=avoid,
+        )
+        return [record.name for record in found]
+
+    for seed in range(20):
+        assert sorted(asked(frozenset(), seed)) == ["decode-1", "decode-2"]
+        assert asked(frozenset({"decode-1", "decode-2"}), seed) == ["decode-0"]

@@ -1,0 +1,170 @@
+"""A cluster of processes with failpoints, each on a port of its own that it keeps when it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from baton.clock import SystemClock
+from baton.directory_client import DirectoryClientConfig
+from baton.directory_setting import open_directory
+from baton.errors import BatonError
+from baton.rpc_client import ChannelLimits, Channels
+from cli.services import Service
+from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
+from tests.cluster_harness import Client, RunningCluster, mock_spec, wait_for
+from tests.faults.points import ARMED_ENV, Strike, Struck, Trigger
+
+STRUCK_S_MAX: Final = 30.0
+TTL_MS: Final = 1_000
+MEMBERSHIP: Final[Mapping[str, object]] = {"membership.heartbeat_ms": 100, "membership.ttl_ms": TTL_MS}
+CHUNK_TOKENS: Final = 128
+LAYERS: Final = 4
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody has now, all different."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def router_flags(**more: object) -> dict[str, object]:
+    flags: dict[str, object] = {**MEMBERSHIP, "placement_wait_ms_max": 15_000, "retries.resume_wait_ms_max": 60_000}
+    return flags | more
+
+
+def faulty_spec(*, both: Mapping[str, object] | None = None, redis: str | None = None) -> ClusterSpec:
+    """Two prefill and two decode nodes of the mock engine: four chunks of four layers for a prompt of 400 tokens, five
+    milliseconds for a token, and few blocks, so that they are soon used again. `redis` is the directory's URL."""
+    return with_ports(
+        replace(
+            mock_spec(
+                prefill=2,
+                decode=2,
+                blocks=300,
+                both={**MEMBERSHIP, "engine.tokens_per_step_max": CHUNK_TOKENS, **(both or {})},
+                prefill_flags={"engine.mock_layer_delay_ms": 3},
+                decode_flags={
+                    "engine.mock_layer_delay_ms": 1,
+                    "orphan_ms": 600,
+                    "receiver.lease_ms": 2_000,
+                    "receiver.revoke_ms": 300,
+                },
+                router_flags=router_flags(),
+            ),
+            directory=redis,
+        )
+    )
+
+
+def with_ports(spec: ClusterSpec) -> ClusterSpec:
+    """The same, each process on a fixed port of 127.0.0.1."""
+    names = [name for name, _ in spec.processes()]
+    listen = {name: f"127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)), strict=True)}
+    node_flags: dict[str, Mapping[str, object]] = {
+        name: {"listen": place, **spec.node_flags.get(name, {})} for name, place in listen.items()
+    }
+    return replace(spec, node_flags=node_flags)
+
+
+class _Processes(Cluster):
+    """Starts `tests.faults.node` in place of `baton`."""
+
+    def _command(self, name: str, service: Service, directory: str) -> list[str]:
+        command = super()._command(name, service, directory)
+        return ["tests.faults.node" if word == "cli.main" else word for word in command]
+
+
+class FaultyCluster(RunningCluster):
+    """Made by `faulty`. Lives on the running loop."""
+
+    def __init__(self, spec: ClusterSpec, folder: Path) -> None:
+        self.trigger = Trigger(folder)
+        super().__init__(spec, asyncio.Runner())
+        self.cluster = _Processes(replace(spec, env={**spec.env, ARMED_ENV: str(self.trigger.armed)}))
+
+    async def stop(self) -> None:
+        """Raises AssertionError where a process did not stop well."""
+        await super().stop()
+        problems = await self.cluster.stop()
+        assert not problems, "\n".join(problems)
+
+    def arm(self, **strike: Any) -> None:
+        self.trigger.arm(Strike(pids=self.cluster.pids, **strike))
+
+    async def struck(self) -> Struck:
+        """Wait for it."""
+
+        async def holds() -> bool:
+            return self.trigger.struck() is not None
+
+        await wait_for(holds, "the failpoint to be reached", story=self.story, timeout_s=STRUCK_S_MAX)
+        struck = self.trigger.struck()
+        assert struck is not None
+        return struck
+
+    async def killed(self, name: str) -> None:
+        """It was sent SIGKILL: returns when it has ended."""
+        self.set_down(name)
+        assert await self.cluster.wait_exit(name) == -signal.SIGKILL, name
+
+    async def restart(self, name: str) -> None:
+        """Under the same name and on the same port."""
+        await self.cluster.start_process(name)
+        await self._forget(name)
+        self.set_down(name, False)
+
+    def go_on(self, name: str) -> None:
+        self.cluster.send_signal(name, signal.SIGCONT)
+        self.set_down(name, False)
+
+    async def _forget(self, name: str) -> None:
+        """Old channels wait longer and longer before they look for the new process."""
+        channel = self._channels.pop(self.cluster.endpoints[name], None)
+        if channel is not None:
+            await channel.close()
+        if name == ROUTER_NAME:
+            await self.client.close()
+            self.client = Client(self.cluster.router)
+
+    async def listed(self) -> set[str]:
+        """Whom the directory knows; nobody where it does not answer."""
+        channels = Channels(limits=ChannelLimits())
+        directory = open_directory(
+            self.cluster.directory, channels=channels, clock=SystemClock(), config=DirectoryClientConfig()
+        )
+        try:
+            return {record.name for record in (await directory.list()).records}
+        except BatonError:
+            return set()
+        finally:
+            await directory.close()
+            await channels.close()
+
+    async def wait_listed(self, name: str, listed: bool) -> None:
+        async def holds() -> bool:
+            return (name in await self.listed()) is listed
+
+        await wait_for(holds, f"{name} in the directory: {listed}", story=self.story)
+
+
+@asynccontextmanager
+async def faulty(spec: ClusterSpec) -> AsyncIterator[FaultyCluster]:
+    """A cluster for the length of the block; nothing of it is left afterwards."""
+    with tempfile.TemporaryDirectory(prefix="baton-faults-") as folder:
+        cluster = FaultyCluster(spec, Path(folder))
+        try:
+            await cluster.start()
+            yield cluster
+        finally:
+            await cluster.stop()

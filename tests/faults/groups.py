@@ -1,0 +1,88 @@
+"""The cases, in groups that share a cluster one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Protocol
+
+from baton.errors import BatonError
+from tests.faults import links, real, redis_away, signals
+from tests.faults.cluster import FaultyCluster, faulty, faulty_spec
+from tests.faults.load import MockQuestions
+from tests.faults.outcome import Outcome
+from tests.faults.signals import Questions
+
+
+class Case(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    async def run(self, cluster: Any, questions: Questions) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """Cases of one kind of cluster. After a bad one the next gets a new cluster."""
+
+    cases: Sequence[Case]
+    opened: Callable[[], Any]
+    """An async context manager that gives (cluster, questions)."""
+
+    async def run(self, cases: Sequence[Case], show: Callable[[Outcome], None]) -> None:
+        todo = list(cases)
+        while todo:
+            first = todo[0].name
+            try:
+                async with self.opened() as (cluster, questions):
+                    bad = False
+                    while todo and not bad:
+                        outcome = await played(todo.pop(0), cluster, questions)
+                        show(outcome)
+                        bad = outcome.bad
+            except (AssertionError, BatonError) as error:
+                show(Outcome(case=f"cluster of {first}", lost=1, problems=[str(error)]))
+                if todo and todo[0].name == first:
+                    todo.pop(0)  # it did not even start
+
+
+async def played(case: Case, cluster: Any, questions: Questions) -> Outcome:
+    """Play one case. One that cannot be played counts as lost."""
+    began_s = time.monotonic()
+    try:
+        outcome = await case.run(cluster, questions)
+    except (AssertionError, BatonError) as error:
+        outcome = Outcome(case=case.name, lost=1, problems=[f"could not be played: {error}"])
+    cluster.trigger.disarm()
+    outcome.took_s = time.monotonic() - began_s
+    return outcome
+
+
+@asynccontextmanager
+async def mock_cluster() -> AsyncIterator[tuple[FaultyCluster, Questions]]:
+    async with faulty(faulty_spec()) as cluster:
+        yield cluster, MockQuestions(seed=1)
+
+
+@asynccontextmanager
+async def link_cluster(*, data: bool) -> AsyncIterator[tuple[links.LinkCluster, Questions]]:
+    async with links.linked(data=data) as linked:
+        yield linked, MockQuestions(seed=2)
+
+
+@asynccontextmanager
+async def redis_cluster() -> AsyncIterator[tuple[redis_away.RedisStage, Questions]]:
+    async with redis_away.redis_stage() as stage:
+        yield stage, MockQuestions(seed=3)
+
+
+GROUPS: Final[tuple[Group, ...]] = (
+    Group(cases=signals.CASES, opened=mock_cluster),
+    Group(cases=links.CASES, opened=partial(link_cluster, data=False)),
+    Group(cases=links.DATA_CASES, opened=partial(link_cluster, data=True)),
+    Group(cases=redis_away.CASES, opened=redis_cluster),
+    Group(cases=real.CASES, opened=real.real_cluster),
+)

@@ -1,0 +1,140 @@
+"""One process of a cluster with failpoints: `python -m tests.faults.node SERVICE ...`, arguments as for `baton`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import cli.main
+from cli.services import Service
+from tests.faults.points import ARMED_ENV, Failpoint, Failpoints
+
+
+class Marks:
+    """What the wrapped methods know of each request: the first token of its prompt, and the node at the other end."""
+
+    def __init__(self) -> None:
+        self.of_request: dict[str, int] = {}
+        self.peer_of_request: dict[str, str] = {}
+        self.name_of_writer: dict[int, str] = {}
+
+
+def wrap_prefill(points: Failpoints) -> None:
+    from kvtransfer.writer import WriterPeer
+    from prefill_node.node import PrefillNode, StepSink
+
+    marks = Marks().of_request
+    real_enqueue, real_layer_done, real_seal = PrefillNode._enqueue, StepSink.layer_done, WriterPeer._seal_now
+
+    def enqueue(self: PrefillNode, request: Any, *rest: Any) -> Any:
+        marks[request.key.request] = request.prompt[0]
+        return real_enqueue(self, request, *rest)
+
+    def reach(point: Failpoint, handoff: Any) -> None:
+        request = handoff.key.request
+        points.reach(point, mark=marks[request], request=request, peer=handoff.peer.address.name)
+
+    def layer_done(self: StepSink, layer: int) -> None:
+        real_layer_done(self, layer)
+        for writes in self.writes:
+            reach(Failpoint.LAYER, writes.handoff)
+
+    def seal_now(self: WriterPeer, handoff: Any) -> None:
+        real_seal(self, handoff)
+        reach(Failpoint.SEALED, handoff)
+
+    _replace(PrefillNode, "_enqueue", enqueue)
+    _replace(StepSink, "layer_done", layer_done)
+    _replace(WriterPeer, "_seal_now", seal_now)
+
+
+def wrap_decode(points: Failpoints) -> None:
+    marks = Marks()
+    _wrap_receiving(points, marks)
+    _wrap_running(points, marks)
+
+
+def _wrap_receiving(points: Failpoints, marks: Marks) -> None:
+    from decode_node.service import ReceiverService
+
+    real_connect, real_reserve, real_commit = (
+        ReceiverService.Connect,
+        ReceiverService.Reserve,
+        ReceiverService.Commit,
+    )
+
+    async def connect(self: ReceiverService, request: Any, context: Any) -> Any:
+        marks.name_of_writer[request.header.sender] = request.writer_name
+        return await real_connect(self, request, context)
+
+    def reach(point: Failpoint, request: str) -> None:
+        points.reach(
+            point, mark=marks.of_request[request], request=request, peer=marks.peer_of_request.get(request, "")
+        )
+
+    async def reserve(self: ReceiverService, request: Any, context: Any) -> Any:
+        key = request.key.request
+        marks.of_request[key] = request.prompt[0]
+        marks.peer_of_request[key] = marks.name_of_writer[request.header.sender]
+        reach(Failpoint.RESERVE_SENT, key)
+        reply = await real_reserve(self, request, context)
+        if reply.WhichOneof("answer") == "granted":
+            reach(Failpoint.RESERVED, key)
+        return reply
+
+    async def commit(self: ReceiverService, request: Any, context: Any) -> Any:
+        job = self._node._jobs.get(request.grant)
+        if job is not None:
+            reach(Failpoint.COMMIT_SENT, job.key.request)
+        return await real_commit(self, request, context)
+
+    _replace(ReceiverService, "Connect", connect)
+    _replace(ReceiverService, "Reserve", reserve)
+    _replace(ReceiverService, "Commit", commit)
+
+
+def _wrap_running(points: Failpoints, marks: Marks) -> None:
+    from decode_node.node import DecodeNode
+
+    real_committed, real_step_ended = DecodeNode.committed, DecodeNode.step_ended
+
+    def reach(point: Failpoint, request: str) -> None:
+        points.reach(point, mark=marks.of_request[request], request=request, peer=marks.peer_of_request[request])
+
+    def committed(self: DecodeNode, key: Any, grant: Any) -> None:
+        real_committed(self, key, grant)
+        reach(Failpoint.COMMITTED, key.request)
+
+    def step_ended(self: DecodeNode, sink: Any, events: list[Any]) -> None:
+        real_step_ended(self, sink, events)
+        for event in events:
+            if event.token is not None and event.finish is None:
+                reach(Failpoint.DECODING, event.seq.key.request)
+
+    _replace(DecodeNode, "committed", committed)
+    _replace(DecodeNode, "step_ended", step_ended)
+
+
+def _replace(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    assert callable(getattr(owner, name)), f"{owner.__name__}.{name} is not what it was"
+    setattr(owner, name, wrapper)
+
+
+_WRAP: Final[dict[str, Callable[[Failpoints], None]]] = {
+    Service.PREFILL.value: wrap_prefill,
+    Service.DECODE.value: wrap_decode,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    wrap = _WRAP.get(arguments[0])
+    if wrap is not None:
+        wrap(Failpoints(Path(os.environ[ARMED_ENV]), own_name=arguments[arguments.index("--name") + 1]))
+    return cli.main.run(list(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
