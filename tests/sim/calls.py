@@ -293,6 +293,10 @@ class ServedCall:
         self._answers_s = 0.0
         self._over = False
 
+    @property
+    def client(self) -> Process | None:
+        return None if self._call is None else self._call.client
+
     # What the network brings, on the server's loop.
 
     def arrive(self, data: bytes | None, timeout: float | None, metadata: Any) -> None:

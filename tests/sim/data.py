@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvtransfer.transports.shm_fence import Evidence, PairFence
+from kvtransfer.transports.pair_fence import Evidence, PairFence
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import (

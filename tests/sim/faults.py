@@ -11,15 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from tests.sim.cluster import PACE_S, Kind, SimCluster
+from tests.sim.cluster import PACE_S, Kind, Process, SimCluster
 from tests.sim.load import Load
 from tests.sim.loop import ProcessState
 from tests.sim.network import Network
 from tests.sim.profiles import DIRECTORY
+from tests.sim.pings import Pings
 from tests.sim.rpc import break_between
 
-KEEPALIVE_S = 15.0
-"""After so long without a sign of life gRPC ends a connection (ChannelLimits: interval and answer)."""
 AFTERMATH_S = 8.0
 """How long after its end a fault may still cost requests: leases, lost streams, records that run out."""
 SERVING = (Kind.ROUTER, Kind.PREFILL, Kind.DECODE)
@@ -61,6 +60,7 @@ class Faults:
         self._load = load
         self._plan = plan
         self._rng = rng
+        self._pings = Pings(cluster, network, rng=Random(rng.getrandbits(64)), ended=self._unanswered)
         self._on = False
         self._active = 0
         self._kinds = [name for name, weight in plan.weights for _ in range(weight)]
@@ -166,8 +166,7 @@ class Faults:
         process = self._cluster.processes[name]
         process.loop.halt()
         span_s = seconds if seconds is not None else self._span_s()
-        if span_s > KEEPALIVE_S:
-            self._cluster.world.after(KEEPALIVE_S, self._keepalive, name, None)
+        self._pings.stopped(name)
         self._for_a_while(span_s, process.loop.go_on)
 
     def stop_long(self) -> None:
@@ -182,8 +181,7 @@ class Faults:
         if both:
             self._network.cut(other, one)
         span_s = seconds if seconds is not None else self._span_s()
-        if span_s > KEEPALIVE_S:
-            self._cluster.world.after(KEEPALIVE_S, self._keepalive, one, other)
+        self._pings.cut(one, other)
 
         def undo() -> None:
             self._network.heal(one, other)
@@ -197,16 +195,9 @@ class Faults:
     def cut_long(self) -> None:
         self.cut(10 + 10 * self._rng.random(), both=self._rng.random() < 0.5)
 
-    def _keepalive(self, one: str, other: str | None) -> None:
-        """Pings have not been answered for long enough: whoever still waits for this node gives the connection up."""
-        if not self._on:
-            return
-        victim = self._cluster.processes[one]
-        for process in list(self._cluster.processes.values()):
-            if process is victim or (other is not None and process.name != other) or not process.alive:
-                continue
-            break_between(process, victim, "keepalive unanswered")
-            break_between(victim, process, "keepalive unanswered")
+    def _unanswered(self, client: Process, server: Process) -> None:
+        if client.kind is Kind.CLIENT:
+            self._load.router_ends[server.name] = self._cluster.world.now_s  # for this client
 
     def _weather(self, attribute: str, value: float) -> None:
         """Some links are bad for a while."""
@@ -290,4 +281,5 @@ class Faults:
         else:
             process = self._cluster.processes[DIRECTORY]
             process.loop.halt()
+            self._pings.stopped(DIRECTORY)
             self._for_a_while(4 * self._rng.random(), process.loop.go_on)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from kvtransfer.transports.shm_fence import Evidence
+from kvtransfer.transports.pair_fence import Evidence
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents

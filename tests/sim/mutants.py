@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import decode_node.main
-import prefill_node.main
+import decode_node.receiving
+import prefill_node.peers
 from baton.ids import Epoch, GrantId, Pair, RequestKey
-from decode_node.node import DecodeNode, Job
+from decode_node.job import Job
+from decode_node.node import DecodeNode
 from kvtransfer.grant_messages import FencePair, PairFenced
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import ReceiverGrants
@@ -26,11 +27,11 @@ Replacement = tuple[Any, str, Any]
 
 
 def _receiver(machine: type[ReceiverGrants]) -> Sequence[Replacement]:
-    return [(decode_node.main, "ReceiverGrants", machine)]
+    return [(decode_node.receiving, "ReceiverGrants", machine)]
 
 
 def _writer(machine: type) -> Sequence[Replacement]:
-    return [(prefill_node.main, "WriterGrants", machine)]
+    return [(prefill_node.peers, "WriterGrants", machine)]
 
 
 def _fence_without_evidence() -> Sequence[Replacement]:
