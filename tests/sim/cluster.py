@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import baton.runtime
 import baton.liveness
+import baton.runtime
 import cli.directory
 import decode_node.main
 import decode_node.receiving
@@ -51,6 +51,9 @@ from tests.sim.profiles import (
     router_config,
 )
 from tests.sim.rpc import SimChannel, SimChannels, SimServer, break_connections
+
+if TYPE_CHECKING:
+    from tests.sim.excuses import Excuses
 
 PACE_S = 0.000_3
 RESTART_S = 0.5
@@ -125,6 +128,7 @@ class SimCluster:
         self.network = network
         self.profile = profile
         self.rng = rng
+        self.excuses: Excuses
         self.processes: dict[str, Process] = {}
         self.violations: list[str] = []
         self.starts = 0
@@ -235,6 +239,7 @@ class SimCluster:
 
     def bury(self, process: Process) -> None:
         """What the kernel does when a process ends."""
+        self.excuses.ended(process)
         break_connections(process, "the connection was reset", both_ends=False)
         for link in list(process.links):
             link.writer_died()

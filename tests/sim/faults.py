@@ -11,16 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from tests.sim.cluster import PACE_S, Kind, Process, SimCluster
+from tests.sim.cluster import PACE_S, Kind, SimCluster
 from tests.sim.load import Load
 from tests.sim.loop import ProcessState
 from tests.sim.network import Network
-from tests.sim.profiles import DIRECTORY
 from tests.sim.pings import Pings
+from tests.sim.profiles import DIRECTORY
 from tests.sim.rpc import break_between
 
 AFTERMATH_S = 8.0
 """How long after its end a fault may still cost requests: leases, lost streams, records that run out."""
+STOP_S = 2.0
+"""How long an orderly stop may take."""
 SERVING = (Kind.ROUTER, Kind.PREFILL, Kind.DECODE)
 
 
@@ -60,7 +62,7 @@ class Faults:
         self._load = load
         self._plan = plan
         self._rng = rng
-        self._pings = Pings(cluster, network, rng=Random(rng.getrandbits(64)), ended=self._unanswered)
+        self._pings = Pings(cluster, network, rng=Random(rng.getrandbits(64)))
         self._on = False
         self._active = 0
         self._kinds = [name for name, weight in plan.weights for _ in range(weight)]
@@ -140,8 +142,6 @@ class Faults:
         name = victim or self._victim(Kind.ROUTER, Kind.PREFILL, Kind.PREFILL, Kind.DECODE)
         if name is None:
             return
-        if self._cluster.kinds[name] is Kind.ROUTER:
-            self._load.router_ends[name] = self._cluster.world.now_s
         self._cluster.crash(name)
         self._for_a_while(
             self._rng.choice((0.0, 0.02, 0.2, 1.0, 3.0)) * self._rng.random(), lambda: self._cluster.revive(name)
@@ -153,8 +153,7 @@ class Faults:
         if name is None:
             return
         process = self._cluster.processes[name]
-        if self._cluster.kinds[name] is Kind.ROUTER:
-            self._load.router_ends[name] = self._cluster.world.now_s + 2.0
+        self._cluster.excuses.ending(name, STOP_S)
         process.loop.call_soon(process.stopping.set)
         self._mark()
 
@@ -166,6 +165,7 @@ class Faults:
         process = self._cluster.processes[name]
         process.loop.halt()
         span_s = seconds if seconds is not None else self._span_s()
+        self._cluster.excuses.away(name, span_s)
         self._pings.stopped(name)
         self._for_a_while(span_s, process.loop.go_on)
 
@@ -194,10 +194,6 @@ class Faults:
 
     def cut_long(self) -> None:
         self.cut(10 + 10 * self._rng.random(), both=self._rng.random() < 0.5)
-
-    def _unanswered(self, client: Process, server: Process) -> None:
-        if client.kind is Kind.CLIENT:
-            self._load.router_ends[server.name] = self._cluster.world.now_s  # for this client
 
     def _weather(self, attribute: str, value: float) -> None:
         """Some links are bad for a while."""
@@ -246,7 +242,9 @@ class Faults:
         """A clock leaps ahead."""
         name = self._victim(*Kind)
         if name is not None:
-            self._cluster.processes[name].loop.jump(self._rng.choice((0.1, 1.0, 5.0)) * self._rng.random())
+            by_s = self._rng.choice((0.1, 1.0, 5.0)) * self._rng.random()
+            self._cluster.processes[name].loop.jump(by_s)
+            self._cluster.excuses.leapt(name, by_s)
         self._mark()
 
     def slow(self) -> None:

@@ -1,8 +1,8 @@
 """gRPC's pings, in effect: each end of a connection finds out by itself that the other no longer answers.
 
-No ping is sent here. When a link is cut or a process stopped, each end of each connection over it gets the time at which
-its ping would have gone unanswered for too long (`baton.liveness`); if nothing has changed by then the connection ends
-for that end, and the news of it goes to the other one.
+No ping is sent here. When a link is cut or a process stopped, each end of each connection over it gets the time at
+which its ping would have gone unanswered for too long (`baton.liveness`); if nothing has changed by then the connection
+ends for that end, and the news of it goes to the other one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 
 from baton.liveness import LivenessConfig
-from tests.sim.cluster import Process, SimCluster
+from tests.sim.cluster import SimCluster
 from tests.sim.loop import ProcessState
 from tests.sim.network import Network
 from tests.sim.rpc import break_client_end, break_server_end
@@ -20,15 +20,12 @@ WHY = "keepalive: ping unanswered"
 
 
 class Pings:
-    """`ended` is told of each connection that ends so: its client and its server."""
+    """Ends connections of processes that do not answer."""
 
-    def __init__(
-        self, cluster: SimCluster, network: Network, *, rng: Random, ended: Callable[[Process, Process], None]
-    ) -> None:
+    def __init__(self, cluster: SimCluster, network: Network, *, rng: Random) -> None:
         self._cluster = cluster
         self._network = network
         self._rng = rng
-        self._ended = ended
 
     def stopped(self, name: str) -> None:
         """Call when the process has just been stopped."""
@@ -67,10 +64,10 @@ class Pings:
 
     def _client_gives_up(self, watcher: str, name: str, still: Callable[[], bool]) -> None:
         client, server = self._cluster.processes[watcher], self._cluster.processes[name]
-        if still() and client.loop.state is ProcessState.RUNNING and break_client_end(client, server, WHY):
-            self._ended(client, server)
+        if still() and client.loop.state is ProcessState.RUNNING:
+            break_client_end(client, server, WHY)
 
     def _server_gives_up(self, watcher: str, name: str, still: Callable[[], bool]) -> None:
         server, client = self._cluster.processes[watcher], self._cluster.processes[name]
-        if still() and server.loop.state is ProcessState.RUNNING and break_server_end(client, server, WHY):
-            self._ended(client, server)
+        if still() and server.loop.state is ProcessState.RUNNING:
+            break_server_end(client, server, WHY)

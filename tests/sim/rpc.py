@@ -179,6 +179,8 @@ def break_client_end(client: Process, server: Process, why: str) -> bool:
         served = call._served
         assert served is not None
         client.network.send(client.loop, server.loop, 0.0, served.cancelled)
+    if found:
+        client.cluster.excuses.broken(client, server)
     return found
 
 
@@ -191,6 +193,8 @@ def break_server_end(client: Process, server: Process, why: str) -> bool:
     for call in [call for call in server.calls_in if call.client is client]:
         network.send(server.loop, client.loop, 0.0, call.break_off, why)
     network.send(server.loop, client.loop, 0.0, _disconnect, client, server)
+    if found:
+        client.cluster.excuses.broken(client, server)
     return bool(found)
 
 
