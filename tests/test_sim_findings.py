@@ -1,4 +1,4 @@
-"""What the simulator has found, each held still in a cluster over real gRPC."""
+"""What the simulator has found: each held still in a cluster over real gRPC, or the seed that shows it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from baton.ids import GrantId, RequestKey
 from decode_node.node import DecodeNode
 from tests.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.inprocess_cluster import MARK, inprocess
+from tests.sim.run import simulate_or_fail, suite_config
 
 REACHED_S_MAX = 30.0
 
@@ -47,3 +48,10 @@ def test_a_cancel_in_the_moment_of_the_commit(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
     assert not [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.xfail(strict=True, reason="a decode node that only the router cannot reach is still granted its requests")
+def test_one_cut_between_router_and_decode_node_loses_no_request() -> None:
+    """The router cannot reach a decode node that prefill nodes reach: attempts that are placed there are counted as
+    deaths of a node, and the second one ends the request, though another decode node is there for it."""
+    simulate_or_fail(suite_config(143))

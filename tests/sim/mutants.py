@@ -91,8 +91,6 @@ class Mutant:
 
     replaced: Callable[[], Sequence[Replacement]]
     seed: int = 1
-    by_resuming: bool = False
-    """Nothing calls what is mutated before routers resume requests on other nodes."""
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -108,13 +106,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "epoch: never rises": Mutant(replaced=lambda: [(ReceiverGrants, "epoch", _same_epoch)], seed=11),
     "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=73),
-    "tombstone: none for cancelled attempts": Mutant(
-        replaced=lambda: _receiver(machines.NoDeadAttempts), by_resuming=True
-    ),
+    "tombstone: none for cancelled attempts": Mutant(replaced=lambda: _receiver(machines.NoDeadAttempts)),
     "dedupe: token indices are not looked at": Mutant(replaced=lambda: [(Inbox, "put", _put_all)]),
-    "resolve: leaves no tombstone": Mutant(
-        replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], by_resuming=True
-    ),
+    "resolve: leaves no tombstone": Mutant(replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)]),
     "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=45),
 }
 
