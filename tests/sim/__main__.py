@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="so many runs, with this seed and the next ones")
     parser.add_argument("--profile", choices=sorted(PROFILES), default="small")
     parser.add_argument("--fault-gap-s", type=float, default=None, help="mean simulated time between faults; 0: none")
-    parser.add_argument("--no-loss", action="store_true", help="only the end of its router excuses a failed request")
+    parser.add_argument("--loss", action="store_true", help="any fault near a request excuses its failure")
     parser.add_argument("--trace", action="store_true", help="print what every node logs, with the simulated time")
     asked = parser.parse_args()
     failed = 0
@@ -29,7 +29,7 @@ def main() -> int:
             requests=asked.steps,
             profile=asked.profile,
             fault_gap_s=asked.fault_gap_s,
-            lost_allowed=not asked.no_loss,
+            lost_allowed=asked.loss,
             trace=asked.trace,
             progress=_Progress() if asked.seeds == 1 and not asked.trace else None,
         )

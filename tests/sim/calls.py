@@ -91,12 +91,13 @@ class Call:
         channel, network = self._channel, self._client.network
         server = network.servers.get(channel.endpoint)
         self._client.calls_out[self] = None
-        if server is None:
+        if server is None:  # nobody listens: its end is known already
             loop.call_later(network.rng.random() * 0.002, self._end, (_UNAVAILABLE, "connection refused", None))
             return
         other = server.process.loop
         if channel.connected is not server:
             if not network.reaches(loop, other):
+                self._client.cluster.excuses.broken(self._client, server.process)
                 delay_s = channel.limits.connect_ms_max / 1000
                 loop.call_later(delay_s, self._end, (_UNAVAILABLE, "failed to connect", None))
                 return
@@ -104,6 +105,7 @@ class Call:
         link = network.link(loop.name, other.name)
         lost_after = False
         if link.loss > 0 and network.rng.random() < link.loss:
+            self._client.cluster.excuses.broken(self._client, server.process)
             if network.rng.random() < 0.5:
                 delay_s = network.rng.random() * 0.05
                 loop.call_later(delay_s, self._end, (_UNAVAILABLE, "the connection was reset", None))
@@ -292,6 +294,10 @@ class ServedCall:
         self._under_way = 0
         self._answers_s = 0.0
         self._over = False
+
+    @property
+    def client(self) -> Process | None:
+        return None if self._call is None else self._call.client
 
     # What the network brings, on the server's loop.
 

@@ -11,16 +11,20 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import baton.liveness
 import baton.runtime
 import cli.directory
 import decode_node.main
+import decode_node.receiving
 import decode_node.service
 import engine.loop
 import prefill_node.main
+import prefill_node.peers
 import router.main
+import router.node
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, Pair
 from baton.runtime import NodeRuntime
@@ -28,8 +32,8 @@ from decode_node.node import DecodeNode
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.transport import TransportName
-from prefill_node.main import Peers
 from prefill_node.node import PrefillNode
+from prefill_node.peers import Peers
 from router.node import RouterNode
 from tests.sim.calls import Call
 from tests.sim.data import SimLink, SimPort
@@ -46,7 +50,10 @@ from tests.sim.profiles import (
     prefill_config,
     router_config,
 )
-from tests.sim.rpc import SimChannels, SimServer, break_connections
+from tests.sim.rpc import SimChannel, SimChannels, SimServer, break_connections
+
+if TYPE_CHECKING:
+    from tests.sim.excuses import Excuses
 
 PACE_S = 0.000_3
 RESTART_S = 0.5
@@ -73,6 +80,7 @@ class Process:
         self.host = cluster.hosts.get(name, name)
         self.network = cluster.network
         self.server: SimServer | None = None
+        self.channels: dict[SimChannel, None] = {}
         self.calls_out: dict[Call, None] = {}
         self.calls_in: dict[Call, None] = {}
         """Calls made to it, those that have not arrived yet included."""
@@ -120,6 +128,7 @@ class SimCluster:
         self.network = network
         self.profile = profile
         self.rng = rng
+        self.excuses: Excuses
         self.processes: dict[str, Process] = {}
         self.violations: list[str] = []
         self.starts = 0
@@ -207,6 +216,17 @@ class SimCluster:
         else:
             await decode_node.main.serve(decode_config(name, endpoint, profile), **common)
 
+    async def nobody_listens(self, asker: Process, endpoint: str, timeout_s: float) -> bool:
+        """What the machine at an address says to a connection. A stopped process's machine accepts it."""
+        host = endpoint.rpartition(":")[0]
+        name = list(self.kinds)[int(host.rpartition(".")[2]) - 1]
+        link, back = self.network.link(asker.name, name), self.network.link(name, asker.name)
+        if link.cut or back.cut:
+            await asyncio.sleep(timeout_s)
+            return False
+        await asyncio.sleep(min(timeout_s, self.network.rng.random() * 0.002))
+        return endpoint not in self.network.servers
+
     def crash(self, name: str) -> None:
         """SIGKILL: the kernel ends its connections; nothing of it runs from now on."""
         process = self.processes[name]
@@ -219,6 +239,7 @@ class SimCluster:
 
     def bury(self, process: Process) -> None:
         """What the kernel does when a process ends."""
+        self.excuses.ended(process)
         break_connections(process, "the connection was reset", both_ends=False)
         for link in list(process.links):
             link.writer_died()
@@ -273,12 +294,13 @@ class _NoThread:
 
 
 def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
-    def channels(*, limits: Any) -> SimChannels:
+    def channels(*, limits: Any, rng: Any) -> SimChannels:
+        del rng
         return SimChannels(limits=limits, process=current())
 
-    def server(*, limits: Any, rng: Random) -> SimServer:
+    def server(*, limits: Any, rng: Random, liveness: Any = None) -> SimServer:
         process = current()
-        process.server = SimServer(limits=limits, rng=rng, process=process)
+        process.server = SimServer(limits=limits, rng=rng, liveness=liveness, process=process)
         return process.server
 
     async def open_pool(config: Any, *, name: str, progress: Any) -> Any:
@@ -291,6 +313,9 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
 
     def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any) -> SimPort:
         return SimPort(transport=transport, process=current(), events=ports.port_events(transport))
+
+    async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:
+        return await cluster.nobody_listens(current(), endpoint, timeout_s)
 
     async def can_bind(_listen: str) -> None:
         pass
@@ -305,23 +330,24 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (baton.runtime, "Channels", channels),
         (baton.runtime, "RpcServer", server),
         (baton.runtime, "check_can_bind", can_bind),
+        (baton.liveness, "nobody_listens", nobody_listens),
         (cli.directory, "RpcServer", server),
         (cli.directory, "SystemClock", SimClock),
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
-        *((main, "SystemClock", SimClock) for main in mains),
+        *((module, "SystemClock", SimClock) for module in (*mains, router.node)),
         *((main, "secrets", secrets) for main in mains),
         *((main, "NodeRuntime", capture("runtime", NodeRuntime)) for main in mains),
         (router.main, "RouterNode", capture("router", RouterNode)),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
         (prefill_node.main, "Peers", capture("peers", Peers)),
         (prefill_node.main, "open_device_pool", open_pool),
-        (prefill_node.main, "ShmWriterLink", SimShmLink),
-        (prefill_node.main, "TcpWriterLink", SimTcpLink),
-        (prefill_node.main, "host_identity", lambda: current().host),
+        (prefill_node.peers, "ShmWriterLink", SimShmLink),
+        (prefill_node.peers, "TcpWriterLink", SimTcpLink),
+        (prefill_node.peers, "host_identity", lambda: current().host),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
-        (decode_node.main, "Receiver", capture("receiver", Receiver, watch_receiver)),
+        (decode_node.receiving, "Receiver", capture("receiver", Receiver, watch_receiver)),
         (decode_node.main, "open_device_pool", open_pool),
-        (decode_node.main, "_open_port", open_port),
+        (decode_node.receiving, "_open_port", open_port),
         (decode_node.service, "host_identity", lambda: current().host),
         (engine.loop, "ThreadPoolExecutor", _NoThread),
     ]

@@ -15,8 +15,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvtransfer.transports.shm_fence import Evidence, PairFence
-
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import (
     DataEndpoint,
@@ -28,6 +26,7 @@ from kvtransfer.transport import (
     WriteRanges,
     WriterEvents,
 )
+from kvtransfer.transports.pair_fence import Evidence, PairFence
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Process

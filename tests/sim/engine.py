@@ -19,6 +19,7 @@ from cachestore.device_pool import DevicePool, layout_of
 from engine.block_manager import BlockManager
 from engine.build import EngineConfig
 from engine.core import Engine
+from engine.pins import PinTable
 from engine.types import Batch, KvSink, KvSpec, Runner, SequenceSlice, StepResult, TokenLogprobs
 from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.ledger import Ledger
@@ -178,6 +179,9 @@ def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Rando
     ledger = Ledger(config.num_blocks, on_free=poison_block)
     blocks = BlockManager(ledger, config.block_size, b"sim")
     return DevicePool(
+        pins=PinTable(
+            blocks.prefix_cache, num_blocks=config.num_blocks, block_size=config.block_size, limits=config.pins
+        ),
         runner=cast("Runner", runner),
         engine=Engine(cast("Runner", runner), blocks, config.scheduler()),
         blocks=blocks,

@@ -15,13 +15,14 @@ from tests.sim.cluster import PACE_S, Kind, SimCluster
 from tests.sim.load import Load
 from tests.sim.loop import ProcessState
 from tests.sim.network import Network
+from tests.sim.pings import Pings
 from tests.sim.profiles import DIRECTORY
 from tests.sim.rpc import break_between
 
-KEEPALIVE_S = 15.0
-"""After so long without a sign of life gRPC ends a connection (ChannelLimits: interval and answer)."""
 AFTERMATH_S = 8.0
 """How long after its end a fault may still cost requests: leases, lost streams, records that run out."""
+STOP_S = 2.0
+"""How long an orderly stop may take."""
 SERVING = (Kind.ROUTER, Kind.PREFILL, Kind.DECODE)
 
 
@@ -61,6 +62,7 @@ class Faults:
         self._load = load
         self._plan = plan
         self._rng = rng
+        self._pings = Pings(cluster, network, rng=Random(rng.getrandbits(64)))
         self._on = False
         self._active = 0
         self._kinds = [name for name, weight in plan.weights for _ in range(weight)]
@@ -140,8 +142,6 @@ class Faults:
         name = victim or self._victim(Kind.ROUTER, Kind.PREFILL, Kind.PREFILL, Kind.DECODE)
         if name is None:
             return
-        if self._cluster.kinds[name] is Kind.ROUTER:
-            self._load.router_ends[name] = self._cluster.world.now_s
         self._cluster.crash(name)
         self._for_a_while(
             self._rng.choice((0.0, 0.02, 0.2, 1.0, 3.0)) * self._rng.random(), lambda: self._cluster.revive(name)
@@ -153,8 +153,7 @@ class Faults:
         if name is None:
             return
         process = self._cluster.processes[name]
-        if self._cluster.kinds[name] is Kind.ROUTER:
-            self._load.router_ends[name] = self._cluster.world.now_s + 2.0
+        self._cluster.excuses.ending(name, STOP_S)
         process.loop.call_soon(process.stopping.set)
         self._mark()
 
@@ -166,8 +165,8 @@ class Faults:
         process = self._cluster.processes[name]
         process.loop.halt()
         span_s = seconds if seconds is not None else self._span_s()
-        if span_s > KEEPALIVE_S:
-            self._cluster.world.after(KEEPALIVE_S, self._keepalive, name, None)
+        self._cluster.excuses.away(name, span_s)
+        self._pings.stopped(name)
         self._for_a_while(span_s, process.loop.go_on)
 
     def stop_long(self) -> None:
@@ -182,8 +181,7 @@ class Faults:
         if both:
             self._network.cut(other, one)
         span_s = seconds if seconds is not None else self._span_s()
-        if span_s > KEEPALIVE_S:
-            self._cluster.world.after(KEEPALIVE_S, self._keepalive, one, other)
+        self._pings.cut(one, other)
 
         def undo() -> None:
             self._network.heal(one, other)
@@ -196,17 +194,6 @@ class Faults:
 
     def cut_long(self) -> None:
         self.cut(10 + 10 * self._rng.random(), both=self._rng.random() < 0.5)
-
-    def _keepalive(self, one: str, other: str | None) -> None:
-        """Pings have not been answered for long enough: whoever still waits for this node gives the connection up."""
-        if not self._on:
-            return
-        victim = self._cluster.processes[one]
-        for process in list(self._cluster.processes.values()):
-            if process is victim or (other is not None and process.name != other) or not process.alive:
-                continue
-            break_between(process, victim, "keepalive unanswered")
-            break_between(victim, process, "keepalive unanswered")
 
     def _weather(self, attribute: str, value: float) -> None:
         """Some links are bad for a while."""
@@ -255,7 +242,9 @@ class Faults:
         """A clock leaps ahead."""
         name = self._victim(*Kind)
         if name is not None:
-            self._cluster.processes[name].loop.jump(self._rng.choice((0.1, 1.0, 5.0)) * self._rng.random())
+            by_s = self._rng.choice((0.1, 1.0, 5.0)) * self._rng.random()
+            self._cluster.processes[name].loop.jump(by_s)
+            self._cluster.excuses.leapt(name, by_s)
         self._mark()
 
     def slow(self) -> None:
@@ -290,4 +279,5 @@ class Faults:
         else:
             process = self._cluster.processes[DIRECTORY]
             process.loop.halt()
+            self._pings.stopped(DIRECTORY)
             self._for_a_while(4 * self._rng.random(), process.loop.go_on)

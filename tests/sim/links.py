@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from kvtransfer.transports.shm_fence import Evidence
-
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
+from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.shm import ShmConnectError
 from kvtransfer.transports.tcp import TcpConnectError
 from tests.sim.data import Batch, SimLink

@@ -16,11 +16,12 @@ import grpc
 import grpc.aio
 from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
-from baton.errors import Reason
+from baton.errors import BatonError, Reason
 from baton.rpc_client import ChannelLimits
 from baton.status import from_rpc_error
 from tests.sim.cluster import Kind, Process, SimCluster
 from tests.sim.engine import VOCAB, reference
+from tests.sim.excuses import CLOCK_SHARE, Excuses
 from tests.sim.profiles import (
     BLOCK_SIZE,
     OUTPUT_TOKENS_MAX,
@@ -32,6 +33,8 @@ from tests.sim.rpc import SimChannels
 
 DEADLINE_S = 60.0
 RETRY_S = 0.02
+LEAVERS = 0.04
+"""Share of the clients that go away in the middle of an answer."""
 SEEDS = 2
 """Sampling seeds in use: each question has so many answers."""
 
@@ -84,19 +87,17 @@ class Load:
     """`requests` requests, `profile.concurrency` at a time."""
 
     def __init__(
-        self, cluster: SimCluster, *, requests: int, rng: Random, lost_allowed: bool, leavers: float = 0.04
+        self, cluster: SimCluster, *, requests: int, rng: Random, excuses: Excuses, lost_allowed: bool
     ) -> None:
         self.cluster = cluster
+        self.excuses = excuses
         self.figures = LoadFigures()
         self.disturbed_s = -1.0
         """When the last fault was at work; `faults` keeps it."""
         self.disturbed = False
-        self.router_ends: dict[str, float] = {}
-        """When each router last ended: its streams end with it."""
         self.lost_allowed = lost_allowed
         self._requests = requests
         self._rng = rng
-        self._leavers = leavers
         self._begun = 0
         self._prompts = self._make_prompts(cluster.profile.prompts)
         self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
@@ -155,7 +156,7 @@ class Load:
             output_tokens=rng.randrange(OUTPUT_TOKENS_MIN, OUTPUT_TOKENS_MAX + 1),
             seed=rng.randrange(SEEDS),
             logprobs=dice < 0.1,
-            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if dice > 1 - self._leavers else 0,
+            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if dice > 1 - LEAVERS else 0,
             reads_slowly_s=0.01 if 0.1 < dice < 0.12 else 0.0,
         )
 
@@ -190,13 +191,15 @@ class Load:
         """Whether the client had better wait before it asks again."""
         figures = self.figures
         figures.asked += 1
-        began_s = self.cluster.world.now_s
+        hearing = _Hearing(router.name, self.cluster.world.now_s, self.excuses.leaps_s(router.name))
         call = stub.Generate(_message(question), timeout=DEADLINE_S)
         reader = _Reader(question, self._answer(question))
         refused = False
         try:
             async for event in call:
                 reader.take(event)
+                if event.WhichOneof("event") == "tokens":
+                    hearing.heard(self.cluster.world.now_s, self.excuses.leaps_s(router.name))
                 if reader.wrong:
                     break
                 if question.leaves_after and len(reader.tokens) >= question.leaves_after:
@@ -211,7 +214,7 @@ class Load:
                 figures.complete += 1
         except grpc.aio.AioRpcError as error:
             refused = True
-            self._judge(error, reader, router, began_s)
+            self._judge(error, reader, hearing)
         finally:
             figures.ended += 1
             figures.tokens += len(reader.tokens)
@@ -219,11 +222,11 @@ class Load:
                 self.cluster.violation(f"wrong answer from {router.name}: {reader.wrong}")
         return refused
 
-    def _judge(self, error: grpc.aio.AioRpcError, reader: _Reader, router: Process, began_s: float) -> None:
+    def _judge(self, error: grpc.aio.AioRpcError, reader: _Reader, hearing: _Hearing) -> None:
         """Is there an excuse for this error?"""
-        failure = from_rpc_error(error)
-        reason = failure.reason
-        if reader.finished and reason is Reason.PEER_UNREACHABLE and self._excused(router, began_s):
+        failure, router = from_rpc_error(error), hearing.router
+        reason, wire = failure.reason, not error.trailing_metadata()
+        if reader.finished and wire and self._excused(failure, reader, hearing, wire=True):
             self.figures.complete += 1  # the whole answer is here; the connection broke under its status
         elif reader.finished:
             reader.wrong = f"an error after `finished`: {failure!r}"
@@ -231,16 +234,49 @@ class Load:
             reader.wrong = f"an error that nothing explains: {failure!r}"
         elif reason in OVERLOAD and not reader.tokens:
             self.figures.refused[reason.value] += 1
-        elif self._excused(router, began_s):
-            self.figures.lost[reason.value] += 1
+        elif self._excused(failure, reader, hearing, wire=wire):
+            self.figures.lost[f"{reason.value} of the way to {router}" if wire else reason.value] += 1
         else:
-            reader.wrong = f"an error without a fault: {failure!r} after {len(reader.tokens)} tokens"
+            now_s = self.cluster.world.now_s
+            reader.wrong = (
+                f"an error without an excuse: {failure!r} after {len(reader.tokens)} tokens and "
+                f"{now_s - hearing.began_s:.3f} s, {now_s - hearing.heard_s:.3f} s after the last of them"
+            )
 
-    def _excused(self, router: Process, began_s: float) -> bool:
+    def _excused(self, failure: BatonError, reader: _Reader, hearing: _Hearing, *, wire: bool) -> bool:
         if self.lost_allowed:
-            return self.disturbed or self.disturbed_s >= began_s
-        # Only the end of its router, or of the way to it, may end a request.
-        return not router.alive or self.router_ends.get(router.name, -1.0) >= began_s
+            return self.disturbed or self.disturbed_s >= hearing.began_s
+        excuses, now_s = self.excuses, self.cluster.world.now_s
+        leapt_s = excuses.leaps_s(hearing.router)
+        if excuses.ends(hearing.router, hearing.began_s):
+            return True
+        if wire and excuses.way_lost(hearing.router, hearing.began_s):
+            return True
+        if failure.reason is Reason.DEADLINE:
+            return now_s - hearing.began_s >= DEADLINE_S * CLOCK_SHARE - (leapt_s - hearing.began_leapt_s)
+        if wire:
+            return False
+        if failure.reason is Reason.ATTEMPTS_SPENT:
+            return excuses.spent(hearing.router, hearing.began_s)
+        return excuses.nowhere(
+            failure,
+            hearing.router,
+            since_s=hearing.heard_s,
+            leapt_s=leapt_s - hearing.heard_leapt_s,
+            tokens=len(reader.tokens),
+        )
+
+
+class _Hearing:
+    """When a request began and was last heard of, by the world's clock, and how far its router's had leapt by then."""
+
+    def __init__(self, router: str, now_s: float, leapt_s: float) -> None:
+        self.router = router
+        self.began_s = self.heard_s = now_s
+        self.began_leapt_s = self.heard_leapt_s = leapt_s
+
+    def heard(self, now_s: float, leapt_s: float) -> None:
+        self.heard_s, self.heard_leapt_s = now_s, leapt_s
 
 
 class _Reader:

@@ -180,6 +180,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.name = name
         self.rng = rng
         self.state = ProcessState.RUNNING
+        self.stops = 0
+        """How often it has been stopped so far."""
         self.slowness = 1.0
         """How many times longer its engine takes."""
         self.sink: Any = None
@@ -195,6 +197,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def halt(self) -> None:
         if self.state is ProcessState.RUNNING:
             self.state = ProcessState.STOPPED
+            self.stops += 1
 
     def go_on(self) -> None:
         if self.state is ProcessState.STOPPED:

@@ -36,6 +36,8 @@ class Link:
     """One direction between two nodes, by name."""
 
     cut: bool = False
+    cuts: int = 0
+    """How often it has been cut so far."""
     delay_s_max: float = 0.0
     """While above 0: messages take up to so long, and overtake each other."""
     loss: float = 0.0
@@ -125,7 +127,10 @@ class Network:
         )
 
     def cut(self, sender: str, receiver: str) -> None:
-        self.link(sender, receiver).cut = True
+        link = self.link(sender, receiver)
+        if not link.cut:
+            link.cut = True
+            link.cuts += 1
 
     def heal(self, sender: str, receiver: str) -> None:
         """What waited in the cut is sent again, in order."""

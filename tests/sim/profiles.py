@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.directory_service import DirectoryConfig
+from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from decode_node.config import DecodeConfig
 from engine.build import EngineConfig, EngineKind
@@ -16,6 +17,7 @@ from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.writer import WriterConfig
 from prefill_node.config import PrefillConfig
 from router.config import RouterConfig
+from router.retries import RetryConfig
 from tests.sim.network import NetworkTimes
 
 DIRECTORY = "directory"
@@ -27,6 +29,8 @@ PROMPT_TOKENS_MIN = 3 * CHUNK_TOKENS + 1
 PROMPT_TOKENS_MAX = 5 * CHUNK_TOKENS
 OUTPUT_TOKENS_MIN = 32
 OUTPUT_TOKENS_MAX = 40
+PLACEMENT_WAIT_MS_MAX = 5_000
+RESUME_WAIT_MS_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,11 @@ class Profile:
     membership: MembershipConfig = field(
         default_factory=lambda: MembershipConfig(
             heartbeat_ms=400, ttl_ms=1_600, directory_wait_ms_max=30_000, backoff_ms_min=50, backoff_ms_max=500
+        )
+    )
+    liveness: LivenessConfig = field(
+        default_factory=lambda: LivenessConfig(
+            heartbeat_ms=150, answer_ms_max=450, reconnect_ms_max=300, reconnect_pause_ms=20
         )
     )
     directory: DirectoryConfig = field(
@@ -97,9 +106,10 @@ def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:
         listen=endpoint,
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
-        decode_lost_ms=600,
+        liveness=profile.liveness,
+        retries=RetryConfig(resume_wait_ms_max=RESUME_WAIT_MS_MAX, resolve_ms_max=200),
         cancel_ms_max=300,
-        placement_wait_ms_max=5_000,
+        placement_wait_ms_max=PLACEMENT_WAIT_MS_MAX,
         stop_grace_ms=500,
     )
 
@@ -110,6 +120,7 @@ def prefill_config(name: str, endpoint: str, profile: Profile) -> PrefillConfig:
         listen=endpoint,
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
+        liveness=profile.liveness,
         engine=EngineConfig(
             kind=EngineKind.MOCK,
             block_size=BLOCK_SIZE,
@@ -128,6 +139,7 @@ def decode_config(name: str, endpoint: str, profile: Profile) -> DecodeConfig:
         listen=endpoint,
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
+        liveness=profile.liveness,
         engine=EngineConfig(
             kind=EngineKind.MOCK,
             block_size=BLOCK_SIZE,

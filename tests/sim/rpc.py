@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from baton.liveness import LivenessConfig
 from baton.rpc import RpcLimits, _Edge
 from baton.rpc_client import ChannelLimits
 from tests.sim.calls import Call, ServedCall
@@ -27,6 +28,7 @@ class SimChannel:
         self.endpoint = endpoint
         self.limits = limits
         self.connected: SimServer | None = None
+        process.channels[self] = None
 
     def unary_unary(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
         def call(request: Any, timeout: float | None = None, metadata: Any = None) -> Coroutine[Any, Any, Any]:
@@ -82,6 +84,7 @@ class SimChannels:
             self._close(channel)
 
     def _close(self, channel: SimChannel) -> None:
+        del self._process.channels[channel]
         for call in [call for call in self._process.calls_out if call._channel is channel]:
             call.abort_callers()
 
@@ -89,8 +92,11 @@ class SimChannels:
 class SimServer:
     """`baton.rpc.RpcServer`, for the process that makes it."""
 
-    def __init__(self, *, limits: RpcLimits, rng: Random, process: Process) -> None:
+    def __init__(self, *, limits: RpcLimits, rng: Random, liveness: LivenessConfig | None, process: Process) -> None:
         self.process = process
+        self.liveness = liveness or LivenessConfig(
+            heartbeat_ms=limits.client_ping_ms, answer_ms_max=limits.client_answer_ms_max
+        )
         self.edge = _Edge(limits=limits, rng=rng)
         self.limits = limits
         self.handlers: dict[str, Any] = {}
@@ -160,8 +166,41 @@ def break_connections(process: Process, why: str, *, both_ends: bool) -> None:
 
 def break_between(client: Process, server: Process, why: str) -> None:
     """One connection ends: the client knows at once, the server when the news reaches it."""
+    break_client_end(client, server, why)
+
+
+def break_client_end(client: Process, server: Process, why: str) -> bool:
+    """The client's end of a connection is closed; the server learns of it when the news gets there. False: there is
+    none."""
+    found = _disconnect(client, server)
     for call in [call for call in client.calls_out if call.server is server]:
+        found = True
         call.break_off(why)
         served = call._served
         assert served is not None
         client.network.send(client.loop, server.loop, 0.0, served.cancelled)
+    if found:
+        client.cluster.excuses.broken(client, server)
+    return found
+
+
+def break_server_end(client: Process, server: Process, why: str) -> bool:
+    """The server's end is closed; the client learns of it when the news gets there. False: there is none."""
+    network = server.network
+    found = [served for served in (server.server.calls if server.server is not None else ()) if served.client is client]
+    for served in found:
+        server.loop.call_soon(served.cancelled)
+    for call in [call for call in server.calls_in if call.client is client]:
+        network.send(server.loop, client.loop, 0.0, call.break_off, why)
+    network.send(server.loop, client.loop, 0.0, _disconnect, client, server)
+    if found:
+        client.cluster.excuses.broken(client, server)
+    return bool(found)
+
+
+def _disconnect(client: Process, server: Process) -> bool:
+    """The next call makes a new connection."""
+    found = [c for c in client.channels if c.connected is not None and c.connected is server.server]
+    for channel in found:
+        channel.connected = None
+    return bool(found)

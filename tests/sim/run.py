@@ -12,6 +12,7 @@ from random import Random
 
 from tests.sim.checks import check_now, check_process, what_is_left
 from tests.sim.cluster import SimCluster, current
+from tests.sim.excuses import Excuses
 from tests.sim.faults import FaultPlan, Faults
 from tests.sim.load import DEADLINE_S, Load, LoadFigures
 from tests.sim.loop import ProcessState, World
@@ -39,7 +40,7 @@ class RunConfig:
     profile: str = "small"
     fault_gap_s: float | None = None
     """Mean simulated time between faults; 0: none; None: the profile's."""
-    lost_allowed: bool = True
+    lost_allowed: bool = False
     check_every_s: float = 0.02
     """Of simulated time, between two looks at every node's books."""
     trace: bool = False
@@ -50,7 +51,7 @@ class RunConfig:
         command = f"make sim SEED={self.seed} STEPS={self.requests} PROFILE={self.profile}"
         if self.fault_gap_s is not None:
             command += f" GAP={self.fault_gap_s:g}"
-        return command if self.lost_allowed else f"{command} FLAGS=--no-loss"
+        return f"{command} FLAGS=--loss" if self.lost_allowed else command
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,10 +111,12 @@ class _Simulation:
         self.world = World(root.getrandbits(64))
         self.network = Network(self.world, profile.network, rng=Random(root.getrandbits(64)))
         self.cluster = SimCluster(self.world, self.network, profile, rng=Random(root.getrandbits(64)))
+        self.excuses = self.cluster.excuses = Excuses(self.cluster, self.network)
         self.load = Load(
             self.cluster,
             requests=config.requests,
             rng=Random(root.getrandbits(64)),
+            excuses=self.excuses,
             lost_allowed=config.lost_allowed,
         )
         self.faults = Faults(self.cluster, self.network, self.load, self._plan(), rng=Random(root.getrandbits(64)))
@@ -151,6 +154,7 @@ class _Simulation:
         self.cluster.start_all()
         self._until(self._everybody_known, START_S_MAX, "the cluster did not come up")
         self._collect_sometimes()
+        self.excuses.look_sometimes()
         self.world.after(self.config.check_every_s, self._check_sometimes)
         self.load.begin()
         self.faults.begin()
@@ -170,7 +174,7 @@ class _Simulation:
         if self.cluster.violations:
             return
         self.load.disturbed, self.load.disturbed_s = False, -1.0
-        self.load.router_ends.clear()
+        self.excuses.forget()
         self.load.ask_more(PROBES)
         self._until_answered()
         self._until(self._quiet, IDLE_S_MAX, "not quiet at the end")
@@ -269,7 +273,7 @@ class _LogEar(logging.Handler):
             self._cluster.violation(text + cause)
 
 
-SUITE_SEEDS = 240
+SUITE_SEEDS = 140
 """Of `make test`."""
 SUITE_REQUESTS = 40
 _SUITE_PROFILES = ("small", "pair", "routers")
