@@ -159,7 +159,7 @@ class _Simulation:
         self.load.begin()
         self.faults.begin()
         self._until_answered()
-        if self.cluster.violations:
+        if self.cluster.violations or self.world.failures:
             return
         self.faults.calm()
         calm_s = self.world.now_s
@@ -171,7 +171,7 @@ class _Simulation:
 
     def _ask_undisturbed(self) -> None:
         """What works without faults works after them: nothing excuses an error now."""
-        if self.cluster.violations:
+        if self.cluster.violations or self.world.failures:
             return
         self.load.disturbed, self.load.disturbed_s = False, -1.0
         self.excuses.forget()
@@ -181,7 +181,7 @@ class _Simulation:
 
     def _until_answered(self) -> None:
         """Until every request has ended, each in its time."""
-        while not self.load.over and not self.cluster.violations:
+        while not (self.load.over or self.cluster.violations or self.world.failures):
             ended = self.load.figures.ended
             self._until(lambda: self.load.over or self.load.figures.ended > ended, STUCK_S_MAX, "no request ended")  # noqa: B023
 
