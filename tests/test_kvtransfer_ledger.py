@@ -217,7 +217,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     @rule(room=st.integers(-2, NUM_BLOCKS))
     def host_memory(self, room: int) -> None:
         """Host memory has got room, or lost some that no promise needs."""
-        needed = sum(self.model.promises.values()) - len(self.model.named("free", "cached"))
+        needed = sum(self.model.promises.values()) - self.model.reclaimable()
         self.model.host_room = self.ledger.host_room = max(room, needed)
 
     @invariant()
