@@ -70,7 +70,7 @@ class NodeRuntime:
         self.clock = clock
         self.rng = rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
-        self.channels = Channels(limits=ChannelLimits(liveness=settings.liveness), rng=rng)
+        self.channels = self.make_channels()
         callers_are_nodes = settings.role is not Role.ROUTER
         self.server = RpcServer(limits=settings.rpc, rng=rng, liveness=settings.liveness if callers_are_nodes else None)
         self.endpoint = ""
@@ -93,6 +93,10 @@ class NodeRuntime:
         self.deletion_cost = DeletionCost(settings.pod, clock=clock, rng=rng)
         self.drain = NodeDrain(self.lifecycle, clock=clock, holds=lambda: self.holds(), changed=self._lifecycle_changed)
         self.server.add(NODE_SERVICE, node_pb2_grpc.add_NodeServicer_to_server, _NodeService(self))
+
+    def make_channels(self) -> Channels:
+        """Channels to other nodes, by this node's limits; the caller closes those that it asks for."""
+        return Channels(limits=ChannelLimits(liveness=self.settings.liveness), rng=self.rng)
 
     def record(self) -> NodeRecord:
         return NodeRecord(

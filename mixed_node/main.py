@@ -10,7 +10,7 @@ from random import Random
 from batonpb import decode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 
 from baton.clock import SystemClock
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc_client import Channels
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role
 from cachestore.device_pool import DevicePool, open_device_pool
@@ -50,7 +50,7 @@ async def serve(
     rng = Random(secrets.randbits(64))
     runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=follow_directory)
     # Of the receiver alone: each half drops the channels of peers that are gone for it, whatever they are to the other.
-    channels = Channels(limits=ChannelLimits())
+    channels = runtime.make_channels()
     await runtime.check_listen()
     pool = await open_device_pool(config.engine, name=config.name, progress=progress)
     try:
