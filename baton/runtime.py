@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, Self
 
 from batonpb import node_pb2, node_pb2_grpc
 
@@ -34,6 +34,29 @@ Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, how much there is."""
 
 
+class NodeConfig(Protocol):
+    """What the configurations of all node services have in common."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def listen(self) -> str: ...
+    @property
+    def advertise(self) -> str | None: ...
+    @property
+    def directory(self) -> str: ...
+    @property
+    def membership(self) -> MembershipConfig: ...
+    @property
+    def rpc(self) -> RpcLimits: ...
+    @property
+    def liveness(self) -> LivenessConfig: ...
+    @property
+    def stop_grace_ms(self) -> int: ...
+    @property
+    def drain_ms_max(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """The part of a node's configuration that this module works by."""
@@ -49,6 +72,23 @@ class NodeSettings:
     stop_grace_ms: int
     drain_ms_max: int
     pod: PodConfig = field(default_factory=PodConfig)
+
+    @classmethod
+    def of(cls, config: NodeConfig, role: Role, *, pod: PodConfig | None = None) -> Self:
+        """`pod` is that of the services which have one: a router sets no deletion cost."""
+        return cls(
+            name=config.name,
+            role=role,
+            listen=config.listen,
+            advertise=config.advertise,
+            directory=config.directory,
+            membership=config.membership,
+            rpc=config.rpc,
+            liveness=config.liveness,
+            stop_grace_ms=config.stop_grace_ms,
+            drain_ms_max=config.drain_ms_max,
+            pod=pod or PodConfig(),
+        )
 
 
 class NodeRuntime:

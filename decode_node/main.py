@@ -40,7 +40,8 @@ async def serve(
             records = runtime.membership.nodes(Role.PREFILL)
             node.receiver.writers_seen({record.endpoint: record.incarnation for record in records})
 
-    runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=follow_directory)
+    settings = NodeSettings.of(config, Role.DECODE, pod=config.pod)
+    runtime = NodeRuntime(settings, clock=SystemClock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
     pool = await open_device_pool(config.engine, name=config.name, progress=progress, spill=config.spill)
     spill = None if pool.host is None else pool.host.spill
@@ -123,19 +124,3 @@ async def _run(
         await receiver.close()
         await receiver.ports.close()
         await runtime.close()
-
-
-def _settings(config: DecodeConfig) -> NodeSettings:
-    return NodeSettings(
-        name=config.name,
-        role=Role.DECODE,
-        listen=config.listen,
-        advertise=config.advertise,
-        directory=config.directory,
-        membership=config.membership,
-        rpc=config.rpc,
-        liveness=config.liveness,
-        stop_grace_ms=config.stop_grace_ms,
-        drain_ms_max=config.drain_ms_max,
-        pod=config.pod,
-    )

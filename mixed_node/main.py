@@ -48,7 +48,8 @@ async def serve(
         node.prefill.look_again()  # a decode node that has come or gone may be what the queue waits for
 
     rng = Random(secrets.randbits(64))
-    runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=follow_directory)
+    settings = NodeSettings.of(config, Role.MIXED, pod=config.pod)
+    runtime = NodeRuntime(settings, clock=SystemClock(), rng=rng, on_change=follow_directory)
     # Of the receiver alone: each half drops the channels of peers that are gone for it, whatever they are to the other.
     channels = runtime.make_channels()
     await runtime.check_listen()
@@ -188,19 +189,3 @@ def _add_services(
     transfer.writer = WriterService(own, peers.find)
     server.add("baton.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfer)
     server.add("baton.v1.Decode", decode_pb2_grpc.add_DecodeServicer_to_server, DecodeService(node.decode, own))
-
-
-def _settings(config: MixedConfig) -> NodeSettings:
-    return NodeSettings(
-        name=config.name,
-        role=Role.MIXED,
-        listen=config.listen,
-        advertise=config.advertise,
-        directory=config.directory,
-        pod=config.pod,
-        liveness=config.liveness,
-        membership=config.membership,
-        rpc=config.rpc,
-        stop_grace_ms=config.stop_grace_ms,
-        drain_ms_max=config.drain_ms_max,
-    )

@@ -35,7 +35,13 @@ async def serve(
 ) -> None:
     """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start."""
     rng = Random(secrets.randbits(64))
-    runtime = NodeRuntime(_settings(config), clock=SystemClock(), rng=rng, on_change=lambda: peers.follow_directory())
+    settings = NodeSettings.of(config, Role.PREFILL, pod=config.pod)
+    runtime = NodeRuntime(
+        settings,
+        clock=SystemClock(),
+        rng=rng,
+        on_change=lambda: peers.follow_directory(),
+    )
     await runtime.check_listen()
     pool = await open_device_pool(config.engine, name=config.name, progress=progress)
     try:
@@ -110,19 +116,3 @@ async def _run(
         await node.engine_loop.stop(stepping)
         await peers.close()
         await runtime.close()
-
-
-def _settings(config: PrefillConfig) -> NodeSettings:
-    return NodeSettings(
-        name=config.name,
-        role=Role.PREFILL,
-        listen=config.listen,
-        advertise=config.advertise,
-        directory=config.directory,
-        membership=config.membership,
-        rpc=config.rpc,
-        liveness=config.liveness,
-        stop_grace_ms=config.stop_grace_ms,
-        drain_ms_max=config.drain_ms_max,
-        pod=config.pod,
-    )

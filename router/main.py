@@ -56,7 +56,7 @@ async def serve(
         pins.follow_directory()
 
     runtime = NodeRuntime(
-        _settings(config),
+        NodeSettings.of(config, Role.ROUTER),
         clock=SystemClock(),
         rng=rng,
         on_change=follow_directory,
@@ -200,18 +200,3 @@ def _folder(model: str | None) -> Path | None:
         return resolve_model(model, weights=False)
     except ModelError as error:
         raise BatonError(Reason.MODEL_MISSING, str(error), field="model") from error
-
-
-def _settings(config: RouterConfig) -> NodeSettings:
-    return NodeSettings(
-        name=config.name,
-        role=Role.ROUTER,
-        listen=config.listen,
-        advertise=config.advertise,
-        directory=config.directory,
-        membership=config.membership,
-        rpc=config.rpc,
-        liveness=config.liveness,
-        stop_grace_ms=config.stop_grace_ms,
-        drain_ms_max=config.drain_ms_max,
-    )
