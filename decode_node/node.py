@@ -121,11 +121,15 @@ class DecodeNode:
     # What the transfer service asks.
 
     def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
-        """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once."""
-        key = key_from_proto(request.key)
+        """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once.
+
+        A repeat gets the first one's answer, even where this node could not give it any more.
+        """
+        key, number = key_from_proto(request.key), ReserveNumber(request.number)
         tokens, prompt_len = [*request.prompt, *request.output], len(request.prompt)
+        repeated = self.receiver.grants.has_answered(pair, number)
         reject = why_never(tokens, prompt_len, request.sampling, runner=self._runner, blocks=self._blocks)
-        if reject is not None:
+        if reject is not None and not repeated:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
         known_blocks = self._blocks.blocks_for(len(tokens))
         prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
@@ -134,14 +138,14 @@ class DecodeNode:
         try:
             new = known_blocks - len(prefix)
             footprint = known_blocks + promise
-            place = self.has_place  # without one the machine is asked all the same: it may have granted this already
+            place = self.has_place
             room = place and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
-            if room:
+            if room and not repeated:
                 self._blocks.make_room(new)
             answer = self.receiver.reserve(
                 ReserveAsked(
                     pair=pair,
-                    number=ReserveNumber(request.number),
+                    number=number,
                     lowest_live=ReserveNumber(request.lowest_live),
                     key=key,
                     grant=GrantId(self._randomness(16)),

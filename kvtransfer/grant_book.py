@@ -81,6 +81,11 @@ class GrantBook:
         known = self._grant(grant, pair)
         return known is not None and known.state in UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
 
+    def has_answered(self, pair: Pair, number: ReserveNumber) -> bool:
+        """Is the answer to this Reserve written down? A repeat gets it, whatever has changed here meanwhile."""
+        known = self._pairs.get(pair)
+        return known is not None and (number in known.by_number or number in known.refused)
+
     def state_of(self, grant: GrantId) -> GrantState | None:
         known = self._grants.get(grant)
         return known.state if known else None
