@@ -20,13 +20,7 @@ from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
-from kvtransfer.transport import (
-    DataEndpoint,
-    ReceiverEvents,
-    Seal,
-    TransportName,
-    WriteRanges,
-)
+from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName, WriteRanges
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.acceptor import Acceptor
 from kvtransfer.transports.pair_fence import Evidence, PairFence
