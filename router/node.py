@@ -26,14 +26,15 @@ from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.chat import ChatEncoder
 from router.config import RouterConfig
+from router.decode_streams import DecodeStreams
 from router.job import Job, TokenPart, Try, finished_event, started_event, tokens_event
-from router.observer import ObservedRequest, RequestObserver
+from router.observer import RequestObserver
 from router.placement import Placement, chain_hashes
 from router.request import CheckedRequest, check_request
 from router.retries import ASK_ANOTHER, RESUMABLE, ResumptionPace, Retries, Verdict
-from router.slow_client import slow_client
+from router.slow_client import unread_limit
 from router.stop_strings import StopStrings
-from router.subscriptions import DecodeSubscription, Inbox
+from router.subscriptions import Inbox
 from router.text import AnswerText, TextCodec
 
 log = get_log("router")
@@ -43,7 +44,7 @@ PLACEMENT_DOUBLINGS_MAX = 4
 
 
 class RouterNode:
-    """State of one router; control thread only. `subscribe` gives the stream of a decode process."""
+    """State of one router; control thread only."""
 
     def __init__(
         self,
@@ -71,14 +72,21 @@ class RouterNode:
         self._loop = loop
         self._rng = rng
         self._check_known = check_known
-        self._clock = SystemClock()
         self._observer = observer or RequestObserver()
-        self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._pace = ResumptionPace(config.retries, now_s=loop.time())
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks = Tasks(loop, log)
+        self._streams = DecodeStreams(
+            config=config,
+            own=incarnation,
+            channels=channels,
+            inboxes=self._inboxes,
+            tasks=self._tasks,
+            clock=SystemClock(),
+            dropped=self._drop_channel,
+        )
         self._drained: dict[Incarnation, int] = {}
         """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
 
@@ -110,7 +118,7 @@ class RouterNode:
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
             job.observed = observed
             if cut_off is not None:
-                job.on_put = self._unread_limit(observed, cut_off)
+                job.on_put = unread_limit(self.config, self._loop, observed, cut_off)
             yield started_event(job)
             text = self._answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
@@ -135,22 +143,6 @@ class RouterNode:
         finally:
             observed.ended()
             self.requests -= 1
-
-    def _unread_limit(
-        self, observed: ObservedRequest, cut_off: Callable[[BatonError], None]
-    ) -> Callable[[Inbox], None]:
-        """Many tokens may come at once for a client that reads, so that it must have left some for a while, too."""
-
-        def look(inbox: Inbox) -> None:
-            if inbox.unread <= self.config.client_tokens_unread_max or inbox.writing_s is None:
-                return
-            if (self._loop.time() - inbox.writing_s) * 1000 > self.config.client_stall_ms:
-                error = slow_client(inbox.unread)
-                observed.failed(error.reason)
-                log.warning("client cut off", request=inbox.key.request, unread=inbox.unread)
-                cut_off(error)
-
-        return look
 
     def _answer_text(self, checked: CheckedRequest) -> AnswerText:
         return AnswerText(
@@ -217,7 +209,8 @@ class RouterNode:
         finally:
             prefilling.cancel()
             del self._inboxes[inbox.key]
-            self._let_go(attempt)
+            if attempt.subscription is not None:
+                self._streams.let_go(attempt.subscription, inbox)
 
     async def _resolve(self, attempt: Try, error: BatonError) -> None:
         """Something of the attempt has failed. Where the decode node has committed it all the same, it goes on there.
@@ -230,7 +223,7 @@ class RouterNode:
         if attempt.resolved == self.config.retries.resolves_max:
             raise error
         attempt.resolved += 1
-        goes_on = await self._has_committed(subscription, inbox.key)
+        goes_on = await self._streams.has_committed(subscription, inbox.key)
         if inbox.finish is not None:
             return  # the rest of the answer has come meanwhile
         if not goes_on or inbox.given_up:
@@ -238,17 +231,6 @@ class RouterNode:
         log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
         inbox.go_on()
         subscription.add(inbox)
-
-    async def _has_committed(self, subscription: DecodeSubscription, key: RequestKey) -> bool:
-        limits = self.config.retries
-        for _ in range(limits.resolve_tries_max):
-            try:
-                return await subscription.resolve(key, timeout_s=limits.resolve_ms_max / 1000)
-            except BatonError as error:
-                log.info("resolve unanswered", request=key.request, node=subscription.name, why=error.message)
-                if error.reason is Reason.INCARNATION_MISMATCH:
-                    break
-        return False
 
     async def _prefill(self, job: Job, attempt: Try) -> None:
         """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
@@ -291,14 +273,13 @@ class RouterNode:
             attempt.granted = True
             granted = event.granted
             if granted.decode_node and attempt.subscription is None:
-                attempt.subscription = self._subscription(
+                attempt.subscription = self._streams.get(
                     granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
                 )
                 attempt.subscription.users += 1
                 attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
-        elif kind == "first_token":
-            attempt.granted = True
+        elif kind == "first_token":  # behind `granted`, always
             stats.prompt_tokens_cached = min(event.first_token.prompt_tokens_cached, stats.prompt_tokens)
             has_logprobs = event.first_token.HasField("logprobs")
             inbox.put(
@@ -315,36 +296,10 @@ class RouterNode:
             stats.prompt_tokens_skipped = min(done.blocks_skipped * job.block_size, stats.prompt_tokens)
             stats.handoff_exposed_ms = done.handoff_exposed_ms
 
-    def _let_go(self, attempt: Try) -> None:
-        """The attempt is over: the decode node forgets a finished answer, and is told to stop an unfinished one."""
-        inbox, subscription = attempt.inbox, attempt.subscription
-        if subscription is None:
-            return
-        subscription.remove(inbox)
-        if inbox.finish is None:
-            self._tasks.spawn(self._cancel(subscription, inbox.key))
-        else:
-            subscription.users -= 1
-
-    async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
-        """Bounded tries; a node that answers none of them is left to its own timers."""
-        try:
-            for _ in range(self.config.cancel_tries_max):
-                try:
-                    await subscription.cancel(key, "the router let go", timeout_s=self.config.cancel_ms_max / 1000)
-                    return
-                except BatonError as error:
-                    if error.reason is Reason.INCARNATION_MISMATCH:
-                        return
-                    log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
-        finally:
-            subscription.users -= 1
-
     # Small helpers.
 
     async def close(self) -> None:
-        for subscription in self._subscriptions.values():
-            await subscription.close()
+        await self._streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()
 
@@ -360,26 +315,11 @@ class RouterNode:
             if self._calls[endpoint] == 0:
                 del self._calls[endpoint]
                 self._tasks.spawn(self._drop_channel(endpoint))
-        alive = {record.incarnation for record in records}
-        decode_nodes = [record for record in records if record.role.serves(Role.DECODE)]
-        owners = {record.endpoint: record.incarnation for record in decode_nodes}
-        for record in decode_nodes:
-            self._subscription(record.name, record.endpoint, record.incarnation).open()
-        for incarnation, subscription in list(self._subscriptions.items()):
-            if owners.get(subscription.endpoint, incarnation) != incarnation:
-                subscription.restarted()
-            if incarnation not in alive and subscription.idle:
-                del self._subscriptions[incarnation]
-                self._tasks.spawn(self._drop(subscription))
-
-    async def _drop(self, subscription: DecodeSubscription) -> None:
-        await subscription.close()
-        await self._drop_channel(subscription.endpoint)
+        self._streams.follow(records)
 
     async def _drop_channel(self, endpoint: str) -> None:
         """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
-        streams = any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
-        if not streams and self._calls[endpoint] == 0:
+        if not self._streams.use(endpoint) and self._calls[endpoint] == 0:
             await self._channels.drop(endpoint)
 
     def model(self) -> ModelInfo:
@@ -478,20 +418,5 @@ class RouterNode:
             sampling=job.checked.sampling,
             router=self._incarnation,
             cache_salt=job.checked.cache_salt,
-            avoid_decode=job.avoid_decode | {i for i, s in self._subscriptions.items() if s.lost},
+            avoid_decode=job.avoid_decode | self._streams.lost,
         )
-
-    def _subscription(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:
-        subscription = self._subscriptions.get(incarnation)
-        if subscription is None:
-            subscription = self._subscriptions[incarnation] = DecodeSubscription(
-                name=name,
-                endpoint=endpoint,
-                incarnation=incarnation,
-                own=self._incarnation,
-                channels=self._channels,
-                liveness=self.config.liveness,
-                clock=self._clock,
-                live=self._inboxes,
-            )
-        return subscription
