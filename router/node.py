@@ -18,7 +18,6 @@ from baton.clock import SystemClock
 from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
-from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
@@ -29,7 +28,7 @@ from router.config import RouterConfig
 from router.decode_streams import DecodeStreams
 from router.job import Job, TokenPart, Try, finished_event, started_event, tokens_event
 from router.observer import RequestObserver
-from router.placement import Placement, chain_hashes
+from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest, check_request
 from router.retries import ASK_ANOTHER, RESUMABLE, ResumptionPace, Retries, Verdict
 from router.slow_client import unread_limit
@@ -62,10 +61,9 @@ class RouterNode:
     ) -> None:
         """`check_known` raises BatonError while the nodes are not known well enough to place a new request."""
         self.config = config
-        self.placement = Placement(blocks_max=config.prefix_blocks_max)
         self.requests = 0
         self._incarnation = incarnation
-        self._prefill_nodes = prefill_nodes
+        self._prefill_nodes = PrefillNodes(prefill_nodes, blocks_max=config.prefix_blocks_max)
         self._channels = channels
         self._codec = codec
         self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
@@ -87,8 +85,6 @@ class RouterNode:
             clock=SystemClock(),
             dropped=self._drop_channel,
         )
-        self._drained: dict[Incarnation, int] = {}
-        """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
 
     async def generate(
         self,
@@ -236,8 +232,7 @@ class RouterNode:
         """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
         inbox = attempt.inbox
         try:
-            record, hashes = self._place(job)
-            placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt) + len(job.output))
+            record, placed = self._prefill_nodes.place(job, inbox.key)
             job.stats.prefill_node = record.name
             self._calls[record.endpoint] += 1
             try:
@@ -252,7 +247,7 @@ class RouterNode:
                         self._take(job, attempt, event)
             except BatonError as error:
                 if refused_by(error, record.incarnation):
-                    self._drained[record.incarnation] = record.sequence
+                    self._prefill_nodes.refused(record)
                 if error.reason in ASK_ANOTHER:
                     job.avoid.add(record.incarnation)
                 raise
@@ -305,13 +300,9 @@ class RouterNode:
 
     def follow_directory(self, records: Sequence[NodeRecord]) -> None:
         """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
-        prefill_nodes = self._prefill_nodes()
-        self.placement.update(prefill_nodes)
+        endpoints = self._prefill_nodes.follow()
         self._pace.routers = max(1, sum(record.role is Role.ROUTER for record in records))
-        # The node's own answer counts until a later record says otherwise.
-        sequences = {record.incarnation: record.sequence for record in prefill_nodes}
-        self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
-        for endpoint in self._calls.keys() - {record.endpoint for record in prefill_nodes}:
+        for endpoint in self._calls.keys() - endpoints:
             if self._calls[endpoint] == 0:
                 del self._calls[endpoint]
                 self._tasks.spawn(self._drop_channel(endpoint))
@@ -324,17 +315,7 @@ class RouterNode:
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
-        for record in self._ready():
-            assert record.model is not None
-            return record.model
-        raise BatonError(
-            Reason.NO_PREFILL_NODE,
-            f"No prefill node is ready ({len(self._prefill_nodes())} known). Start one, or wait for one to come up.",
-            retry_after_ms=1_000,
-        )
-
-    def _ready(self) -> list[NodeRecord]:
-        return [r for r in self._prefill_nodes() if r.lifecycle is Lifecycle.READY and r.model is not None]
+        return self._prefill_nodes.model()
 
     async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
         """Token ids of a text or a chat, off the loop: a long one takes seconds, and others' tokens must flow."""
@@ -362,7 +343,7 @@ class RouterNode:
         self._check_known()
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for attempt in range(1 << 30):
-            if self._ready() or self._loop.time() >= give_up_s:
+            if self._prefill_nodes.ready() or self._loop.time() >= give_up_s:
                 break
             await self._pause(attempt)
         return self._check(request, await self._encode(request), request_id, trace, deadline_s, give_up_s, choice)
@@ -396,18 +377,6 @@ class RouterNode:
             retries=Retries(config=self.config.retries, give_up_s=give_up_s),
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
-
-    def _place(self, job: Job) -> tuple[NodeRecord, list[bytes]]:
-        model = self.model()
-        tokens = (*job.checked.prompt, *job.output)
-        hashes = chain_hashes(tokens, model.block_size, job.checked.cache_salt)
-        job.block_size = model.block_size
-        fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
-        fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
-        untried = [r for r in fit if r.incarnation not in job.avoid]
-        if not untried:
-            job.avoid.clear()
-        return self.placement.pick(untried or fit, hashes, len(tokens)), hashes
 
     def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
