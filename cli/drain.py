@@ -19,7 +19,7 @@ from cli.cluster_view import NodeView, complete_node, directory_option, find_rec
 from cli.invocation import EXIT_ERROR
 from cli.node_data import left_behind, node_data, state_name
 from cli.output import Output, output_option, print_json
-from cli.parameters import Seconds
+from cli.parameters import timeout_option
 
 CALL_MS_MAX: Final = 5_000
 """How long the directory, and then the node, may take to answer once."""
@@ -31,10 +31,6 @@ _MAY_ANSWER_YET: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Re
 _COST_GIVEN_UP: Final = (
     "The deletion cost of {node}'s pod could not be set (its log says why): a smaller pool may remove another pod."
 )
-_timeout_option: Final = click.option(
-    "--timeout", "timeout_s", type=Seconds(), default=300.0, show_default=True,
-    metavar="SECONDS", help="How long --wait may take.",
-)  # fmt: skip
 
 
 def _node_command(command: Callable[..., int]) -> click.Command:
@@ -77,7 +73,7 @@ def undrain(node: str, directory: str, output: str) -> int:
 
 @_node_command
 @click.option("--wait", is_flag=True, help="Return only when the node has proved that it is empty.")
-@_timeout_option
+@timeout_option(300.0, "How long --wait may take.")
 def drain(node: str, directory: str, output: str, wait: bool, timeout_s: float) -> int:
     """Empty NODE: it takes nothing new, finishes what it has, and then says that it is safe to delete.
 

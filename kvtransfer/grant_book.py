@@ -130,9 +130,9 @@ class GrantBook:
         if not siblings:
             del self._by_request[grant.key.request]
 
-    def _attempt_is_over(self, key: RequestKey) -> bool:
-        """Cancelled, overtaken by a newer attempt, or granted already: the same attempt may come again under a new
-        number only once its earlier grant is doomed."""
+    def is_over(self, key: RequestKey) -> bool:
+        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already. It may
+        come again under a new number only once its earlier grant is doomed."""
         if key.attempt <= self._dead_attempts.get(key.request, -1):
             return True
         grants = [self._grants[g] for g in self._by_request.get(key.request, ())]
