@@ -75,7 +75,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             raise bad_field("key.request", "A Reserve needs a request id.")
         if not request.prompt:
             raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
-        if not self._takes_requests():
+        if not self._takes_requests() and not self._receiver.grants.has_answered(pair, ReserveNumber(request.number)):
             raise node_draining(self._own)
         return self._node.reserve(request, pair)
 

@@ -81,6 +81,11 @@ class GrantBook:
         known = self._grant(grant, pair)
         return known is not None and known.state in UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
 
+    def has_answered(self, pair: Pair, number: ReserveNumber) -> bool:
+        """Is the answer to this Reserve written down? A repeat gets it, whatever has changed here meanwhile."""
+        known = self._pairs.get(pair)
+        return known is not None and (number in known.by_number or number in known.refused)
+
     def state_of(self, grant: GrantId) -> GrantState | None:
         known = self._grants.get(grant)
         return known.state if known else None
@@ -125,9 +130,9 @@ class GrantBook:
         if not siblings:
             del self._by_request[grant.key.request]
 
-    def _attempt_is_over(self, key: RequestKey) -> bool:
-        """Cancelled, overtaken by a newer attempt, or granted already: the same attempt may come again under a new
-        number only once its earlier grant is doomed."""
+    def is_over(self, key: RequestKey) -> bool:
+        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already. It may
+        come again under a new number only once its earlier grant is doomed."""
         if key.attempt <= self._dead_attempts.get(key.request, -1):
             return True
         grants = [self._grants[g] for g in self._by_request.get(key.request, ())]

@@ -157,10 +157,6 @@ class ReceiverGrants(GrantBook):
             grant.commit_waits = False
             self._out.append(AnswerCommit(pair=grant.pair, grant=grant.id, committed=committed))
 
-    def is_over(self, key: RequestKey) -> bool:
-        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already."""
-        return self._attempt_is_over(key)
-
     # Events.
 
     def _reserve(self, event: ReserveAsked) -> None:
@@ -206,7 +202,7 @@ class ReceiverGrants(GrantBook):
             return pair.refused[event.number]
         if event.number >= pair.lowest_live + self.limits.live_span_max:
             return Refusal.SPAN
-        if self._attempt_is_over(event.key):
+        if self.is_over(event.key):
             return Refusal.CANCELLED
         if pair.fencing:
             return Refusal.FENCING

@@ -35,7 +35,7 @@ class MixedConfig:
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
     directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
     engine: EngineConfig
-    spill: SpillConfig = field(default_factory=SpillConfig)
+    spill: SpillConfig = field(default_factory=SpillConfig, metadata={"shown": False})
     """Must be off: here so that a refusal can say why."""
     handoff_tokens_min: int = field(
         default=256, metadata={"help": "a prompt with fewer tokens that are not cached here runs here; 0: none does"}
