@@ -239,16 +239,11 @@ class Engine:
         token = result.sampled[seq.key]
         seq.tokens.append(token)
         self._tokens_drawn += 1
+        logprobs = result.logprobs.get(seq.key) if result.logprobs else None
         finish = self._finish_reason(seq, token)
         if finish is not None or seq.mode is SequenceMode.PREFILL_ONLY:
-            return self._leave(seq, token, finish, result.logprobs.get(seq.key))
-        return TokenEvent(
-            seq=seq,
-            token=token,
-            index=seq.output_count - 1,
-            finish=None,
-            logprobs=result.logprobs.get(seq.key),
-        )
+            return self._leave(seq, token, finish, logprobs)
+        return TokenEvent(seq=seq, token=token, index=piece.output_index, finish=None, logprobs=logprobs)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         params = seq.params

@@ -30,7 +30,7 @@ class HeadRange:
 def record_offsets(layout: Layout, num_blocks: int, layer: int, blocks_B: Int64Array) -> Int64Array:
     """Byte offset of each block's record of one layer in a region of `num_blocks` blocks."""
     assert 0 <= layer < layout.num_layers, (layer, layout.num_layers)
-    assert blocks_B.size == 0 or (blocks_B.min() >= 0 and blocks_B.max() < num_blocks), (blocks_B, num_blocks)
+    assert (blocks_B.astype(np.uint64) < num_blocks).all(), (blocks_B, num_blocks)  # as these, negative ones are large
     return (layer * num_blocks + blocks_B.astype(np.int64)) * layout.record_bytes
 
 
