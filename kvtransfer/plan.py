@@ -77,9 +77,7 @@ def whole_records(
     dst_num_blocks: int,
 ) -> WriteOps:
     """One operation for each block: its whole record of one layer. Both regions have the same layout."""
-    plan = RecordPlan(
-        layout, src_blocks_B, dst_blocks_B, src_num_blocks=src_num_blocks, dst_num_blocks=dst_num_blocks
-    )
+    plan = RecordPlan(layout, src_blocks_B, dst_blocks_B, src_num_blocks=src_num_blocks, dst_num_blocks=dst_num_blocks)
     return plan.of_layer(layer)
 
 

@@ -118,7 +118,11 @@ def _left(process: Process) -> str:
     told = [f"{what} {count}" for what, count in runtime.holds().left().items()]
     if process.decode is not None:
         receiver = process.decode.receiver
-        told += [f"{s.value} {n}" for s, n in receiver.grants.states().items() if n and s not in (GrantState.FENCED, GrantState.RELEASED)]
+        told += [
+            f"{s.value} {n}"
+            for s, n in receiver.grants.states().items()
+            if n and s not in (GrantState.FENCED, GrantState.RELEASED)
+        ]
         if process.decode.streams._outputs:
             told.append("outputs")
         if receiver._timers:

@@ -71,6 +71,8 @@ class LoadFigures:
     left: int = 0
     """Given up by the client itself."""
     tokens: int = 0
+    mixed: int = 0
+    """Answers, complete or not, that more than one attempt has drawn."""
     lost: Counter[str] = field(default_factory=Counter)
     """By reason, those that a fault is the excuse of."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -232,6 +234,7 @@ class Load:
         finally:
             figures.ended += 1
             figures.tokens += len(reader.tokens)
+            figures.mixed += reader.attempts > 1
             if reader.wrong:
                 self.cluster.violation(f"wrong answer from {router.name}: {reader.wrong}")
         return refused
@@ -303,6 +306,8 @@ class _Reader:
         self.finished = False
         self._right = answer
         self._started = False
+        self.attempts = 0
+        """How many have drawn tokens of it."""
         self._attempt = -1
         self._answer: list[int] = []
         """What is right from here on, if this attempt draws it."""
@@ -342,6 +347,7 @@ class _Reader:
             self.wrong = f"token {at} is of attempt {attempt}, the one before it of attempt {self._attempt}"
         elif attempt > self._attempt:
             self._attempt = attempt
+            self.attempts += 1
             self._answer = self._right(self.question, [token % ATTEMPTS for token in self.tokens], attempt)
         self.tokens.append(token)
         if self._answer[at : at + 1] != [token]:
