@@ -12,13 +12,12 @@ import numpy as np
 from baton.ids import BlockId
 from kvtransfer.layout import Layout
 
-
 LOOPED_SEGMENTS_MAX = 32
 """So many are looked at one by one: less work than the array operations cost whatever they work on."""
 
 
 class RecordRanges:
-    """All layers' records of some blocks (see `kvtransfer.transport.WriteRanges`). Keeps the blocks, not the records."""
+    """All layers' records of some blocks (see `kvtransfer.transport.WriteRanges`). Keeps the blocks alone."""
 
     def __init__(self, layout: Layout, num_blocks: int, blocks: Iterable[BlockId]) -> None:
         """`num_blocks` is the region's; `blocks` are distinct."""

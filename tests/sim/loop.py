@@ -126,13 +126,14 @@ class World:
                     events._set_running_loop(loop)
                     current = loop
                 count += 1
-                handle.callback(*handle.args)
+                callback = handle.callback
+                callback(*handle.args)
                 if touched:
                     for books in touched:
                         books.look()
                     touched.clear()
         except Exception as error:
-            self.failures.append(f"{loop.name}: {error!r} in {handle.callback!r}")
+            self.failures.append(f"{loop.name}: {error!r} in {callback!r}")
             raise
         finally:
             self.callbacks += count

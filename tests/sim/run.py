@@ -75,7 +75,8 @@ class Outcome:
     def told(self) -> str:
         f = self.figures
         return (
-            f"{f.asked} requests: {f.complete} complete ({f.mixed} of several attempts), {sum(f.lost.values())} lost to faults {dict(f.lost)}, "
+            f"{f.asked} requests: {f.complete} complete ({f.mixed} of several attempts), "
+            f"{sum(f.lost.values())} lost to faults {dict(f.lost)}, "
             f"{sum(f.refused.values())} refused for want of room, {f.left} left by their clients; {f.tokens} tokens; "
             f"{sum(self.faults.values())} faults {dict(self.faults)}, {self.deaths} deaths; "
             f"{self.simulated_s:.1f} s simulated, quiet after {self.quiet_after_s:.2f} s; {self.messages} messages, "

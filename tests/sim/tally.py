@@ -106,11 +106,12 @@ class Tally:
         speed = f"{s['requests'] / self._cpu_s:.0f} requests a second of one core ({self._cpu_s:.0f} s)"
         if wall_s is not None:
             speed += f", {s['requests'] / wall_s:.0f} a second in all ({wall_s:.0f} s)"
+        faults = ", ".join(f"{kind} {count}" for kind, count in sorted(self._faults.items()))
         return (
             f"{sum(self._runs.values())} runs ({runs}); {s['requests']} requests: {s['complete']} complete "
-            f"({s['attempts_later']} of several attempts), {sum(self._lost.values())} ended by an excused error{ended}, "
-            f"{s['refused']} refused for want of room, {s['left']} left by their clients; {s['tokens']} tokens; "
-            f"{sum(self._faults.values())} faults ({', '.join(f'{k} {n}' for k, n in sorted(self._faults.items()))}), "
+            f"({s['attempts_later']} of several attempts), {sum(self._lost.values())} ended by an error that a fault "
+            f"excuses{ended}, {s['refused']} refused for want of room, {s['left']} left by their clients; "
+            f"{s['tokens']} tokens; {sum(self._faults.values())} faults ({faults}), "
             f"{s['deaths']} deaths; {self._simulated_s:.0f} s simulated, {s['callbacks']} callbacks, the books looked "
             f"at after each; {self.violations} violations; {speed}"
         )
