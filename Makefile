@@ -45,7 +45,7 @@ sim: $(READY)  ## simulate a cluster under faults: SEED=n STEPS=m PROFILE=small|
 	@$(BIN)/python -m tests.sim --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) --steps $(STEPS) --profile $(PROFILE) \
 	    $(if $(GAP),--fault-gap-s $(GAP)) $(FLAGS)
 
-ROUNDS ?= 46
+ROUNDS ?= 118
 LONG_LOG ?= build/sim-long.jsonl
 # A command that each piece is run through (a queue, nice, ...).
 THROUGH ?=
@@ -53,7 +53,7 @@ THROUGH ?=
 sim-long: $(READY)  ## simulate a million requests in pieces of a few minutes, and add them up (an hour): ROUNDS=n
 	@mkdir -p $(dir $(LONG_LOG))
 	@for round in $$(seq $(SEED) $$(($(SEED) + $(ROUNDS) - 1))); do \
-	    for run in wide:20000 routers:1000 small:500 pair:500; do \
+	    for run in wide:8000 routers:200 tangled:100 small:100 pair:100; do \
 	        $(THROUGH) $(BIN)/python -m tests.sim --seed $$round --profile $${run%:*} --steps $${run#*:} \
 	            --log $(LONG_LOG) || exit; \
 	    done; \

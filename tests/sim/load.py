@@ -38,8 +38,6 @@ RETRY_S = 0.02
 RETRY_DOUBLINGS_MAX = 5
 """A client waits the longer the more of its requests have failed: else most of the requests of a run would be those
 that are turned away while a router is gone, of which nothing is to be learnt."""
-LEAVERS = 0.04
-"""Share of the clients that go away in the middle of an answer."""
 SEEDS = 2
 """Sampling seeds in use: each question has so many answers."""
 
@@ -164,7 +162,7 @@ class Load:
             output_tokens=rng.randrange(OUTPUT_TOKENS_MIN, OUTPUT_TOKENS_MAX + 1),
             seed=rng.randrange(SEEDS),
             logprobs=dice < 0.1,
-            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if dice > 1 - LEAVERS else 0,
+            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if dice > 1 - self.cluster.profile.leavers else 0,
             reads_slowly_s=0.01 if 0.1 < dice < 0.12 else 0.0,
         )
 

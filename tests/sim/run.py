@@ -154,7 +154,8 @@ class _Simulation:
         gap_s = profile.fault_gap_s if self.config.fault_gap_s is None else self.config.fault_gap_s
         if gap_s == 0:
             return FaultPlan(weights=())
-        return FaultPlan(mean_gap_s=gap_s, at_once_max=profile.faults_at_once_max)
+        weights = profile.fault_weights or FaultPlan().weights
+        return FaultPlan(mean_gap_s=gap_s, at_once_max=profile.faults_at_once_max, weights=weights)
 
     def _run(self) -> None:
         self.cluster.start_all()
