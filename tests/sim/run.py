@@ -286,10 +286,10 @@ class _LogEar(logging.Handler):
             self._cluster.violation(text + cause)
 
 
-SUITE_SEEDS = 140
+SUITE_SEEDS = 200
 """Of `make test`."""
 SUITE_REQUESTS = 40
-_SUITE_PROFILES = ("small", "pair", "routers")
+_SUITE_PROFILES = ("small", "pair", "routers", "tangled")
 
 
 def suite_config(seed: int) -> RunConfig:
