@@ -12,7 +12,7 @@ from batonpb import common_pb2
 from baton.errors import BatonError
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
 from kvtransfer.grant_messages import AllPosted, HandoffCancelled, HandoffEnd
-from kvtransfer.plan import Int64Array, whole_records
+from kvtransfer.plan import Int64Array, RecordPlan
 from kvtransfer.transport import Seal, WriterLink
 
 if TYPE_CHECKING:
@@ -117,21 +117,13 @@ class StepWrites:
     link: WriterLink
     src_blocks_B: Int64Array
     dst_blocks_B: Int64Array
+    plan: RecordPlan
     layers: range
     posted: int = 0
 
     def layer_done(self, layer: int) -> None:
         """Post one layer's records. On the engine thread; returns at once."""
-        peer = self.peer
-        ops = whole_records(
-            peer.layout,
-            layer,
-            self.src_blocks_B,
-            self.dst_blocks_B,
-            src_num_blocks=peer.src_num_blocks,
-            dst_num_blocks=peer.dst_num_blocks,
-        )
-        self.link.post(self.handoff.grant, ops)
+        self.link.post(self.handoff.grant, self.plan.of_layer(layer))
         self.posted += 1
 
     def finish(self) -> None:

@@ -39,7 +39,7 @@ from kvtransfer.grant_messages import (
 from kvtransfer.handoff import Handoff, Metadata, StepWrites, WriterConfig
 from kvtransfer.layout import Layout
 from kvtransfer.negotiation import Offers
-from kvtransfer.plan import Int64Array
+from kvtransfer.plan import Int64Array, RecordPlan
 from kvtransfer.transport import Seal, TransportName
 from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
 from kvtransfer.writer_errands import Errands
@@ -220,6 +220,13 @@ class WriterPeer:
             link=handoff.link,
             src_blocks_B=src_blocks_B,
             dst_blocks_B=dst_blocks_B,
+            plan=RecordPlan(
+                self.layout,
+                src_blocks_B,
+                dst_blocks_B,
+                src_num_blocks=self.src_num_blocks,
+                dst_num_blocks=self.dst_num_blocks,
+            ),
             layers=layers,
         )
 

@@ -35,6 +35,7 @@ from kvtransfer.transport import TransportName
 from prefill_node.node import PrefillNode
 from prefill_node.peers import Peers
 from router.node import RouterNode
+from tests.sim.books import LedgerWatch
 from tests.sim.calls import Call
 from tests.sim.data import SimLink, SimPort
 from tests.sim.engine import make_pool
@@ -310,6 +311,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         process.region = memoryview(pool.region.array_U8)  # type: ignore[arg-type]  # a bytearray here
         process.record_bytes = pool.layout.record_bytes
         process.ledger = pool.ledger
+        LedgerWatch(pool.ledger, process)
         return pool
 
     def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any) -> SimPort:

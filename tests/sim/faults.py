@@ -21,6 +21,7 @@ from tests.sim.rpc import break_between
 
 AFTERMATH_S = 8.0
 """How long after its end a fault may still cost requests: leases, lost streams, records that run out."""
+BUSY_S_MAX = 0.01
 STOP_S = 2.0
 """How long an orderly stop may take."""
 SERVING = (Kind.ROUTER, Kind.PREFILL, Kind.DECODE)
@@ -36,6 +37,7 @@ class FaultPlan:
         ("crash", 6),
         ("stop", 6),
         ("stop_long", 1),
+        ("busy", 4),
         ("cut", 3),
         ("cut_one_way", 4),
         ("cut_long", 1),
@@ -168,6 +170,25 @@ class Faults:
         self._cluster.excuses.away(name, span_s)
         self._pings.stopped(name)
         self._for_a_while(span_s, process.loop.go_on)
+
+    def busy(self) -> None:
+        """Its loop is busy now and then for a moment: what has come meanwhile is all there at once."""
+        name = self._victim(Kind.PREFILL, Kind.DECODE, Kind.DECODE, Kind.ROUTER)
+        if name is None:
+            return
+        loop, until_s = self._cluster.processes[name].loop, self._cluster.world.now_s + self._span_s()
+
+        def pause() -> None:
+            if self._on and loop.state is ProcessState.RUNNING and self._cluster.world.now_s < until_s:
+                loop.halt()
+                self._cluster.world.after(BUSY_S_MAX * self._rng.random(), resume, loop.stops)
+
+        def resume(stops: int) -> None:
+            if loop.stops == stops:  # else somebody else has stopped it since
+                loop.go_on()
+            self._cluster.world.after(BUSY_S_MAX * self._rng.random(), pause)
+
+        pause()
 
     def stop_long(self) -> None:
         self.stop(10 + 10 * self._rng.random())

@@ -57,6 +57,10 @@ class Profile:
     fault_gap_s: float = 0.03
     """Mean time between two faults."""
     faults_at_once_max: int = 5
+    fault_weights: tuple[tuple[str, int], ...] | None = None
+    """How often each fault comes; None: as `faults.FaultPlan` has it."""
+    leavers: float = 0.04
+    """Share of the clients that go away in the middle of an answer."""
     prompts: int = 24
     """Different prompts; some share a beginning."""
     membership: MembershipConfig = field(
@@ -97,7 +101,33 @@ WIDE = Profile(
     token_s=0.000_005,
     network=NetworkTimes(delay_s_min=0.001, delay_s_max=0.003, client_s=0.01),
 )
-PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE)}
+TANGLED = Profile(
+    name="tangled",
+    routers=1,
+    prefill=3,
+    decode=1,
+    hosts=2,
+    concurrency=16,
+    pause_s=0.05,
+    fault_gap_s=0.02,
+    faults_at_once_max=8,
+    leavers=0.4,
+    fault_weights=(
+        ("delay", 8),
+        ("reset_calls", 8),
+        ("busy", 8),
+        ("slow", 4),
+        ("duplicate", 4),
+        ("lose", 2),
+        ("stop", 2),
+        ("cut_one_way", 2),
+        ("reset_links", 1),
+        ("crash", 1),
+    ),
+)
+"""Messages that overtake each other, much more than nodes that end: what comes late finds its request cancelled,
+resolved, or another attempt further on."""
+PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE, TANGLED)}
 
 
 def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:
