@@ -31,6 +31,7 @@ from kvtransfer.grant_messages import AnswerGranted, AnswerRefused, CommitAsked,
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
+from kvtransfer.record_checks import checksums_from_proto
 from kvtransfer.report import block_load
 
 log = get_log("decode")
@@ -172,15 +173,26 @@ class DecodeNode:
         )
 
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
-        """The prefill node's word. Returns when the seals are here too, or the grant is revoked."""
+        """The prefill node's word. Returns when the seals are here too, or the grant is revoked.
+
+        Raises BatonError as `Receiver.commit` does.
+        """
         grant = GrantId(request.grant)
         job = self._jobs.get(grant)
+        checksums = checksums_from_proto(request)
         if job is not None and not job.committed.done():
             job.first_token = request.first_token
             if request.HasField("first_logprobs"):
                 job.first_logprobs = request.first_logprobs
         return await self.receiver.commit(
-            CommitAsked(pair=pair, grant=grant, writes=request.writes, bytes_written=request.bytes_written)
+            CommitAsked(
+                pair=pair,
+                grant=grant,
+                writes=request.writes,
+                bytes_written=request.bytes_written,
+                sampled=checksums is not None,
+            ),
+            checksums,
         )
 
     # What a mixed node asks, for requests that it keeps.

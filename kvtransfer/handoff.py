@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from batonpb import common_pb2
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidField
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
+from kvtransfer.checksum_thread import SourceSample
 from kvtransfer.grant_messages import AllPosted, HandoffCancelled, HandoffEnd
 from kvtransfer.plan import Int64Array, whole_records
 from kvtransfer.transport import Seal, WriterLink
@@ -48,10 +49,19 @@ class WriterConfig:
     stall_ms_max: int = field(
         default=10_000, metadata={"help": "a handoff whose posted writes make no progress for this long is given up"}
     )
+    checksum_fraction: float = field(
+        default=0.0,
+        metadata={
+            "help": "share of the records, 0 to 1, that the decode node compares with a checksum before it takes a "
+            "handoff, to find bad hardware; 0 compares none"
+        },
+    )
 
     def __post_init__(self) -> None:
+        if not 0 <= self.checksum_fraction <= 1:
+            raise InvalidField("checksum_fraction", f"is {self.checksum_fraction}; must be between 0 and 1")
         for name in self.__slots__:
-            if getattr(self, name) <= 0:
+            if name != "checksum_fraction" and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.drift_per_mille >= 1000:
             raise ValueError("drift_per_mille must be under 1000")
@@ -90,6 +100,8 @@ class Handoff:
     progress_s: float = 0.0
     seal: Seal | None = None
     retries: int = 0
+    sample: SourceSample | None = None
+    """What goes along with the Commit; None where nothing is sampled."""
     revoke_waiters: list[asyncio.Future[None]]
 
     def may_post(self) -> bool:
@@ -132,6 +144,8 @@ class StepWrites:
             dst_num_blocks=peer.dst_num_blocks,
         )
         self.link.post(self.handoff.grant, ops)
+        if self.handoff.sample is not None:
+            self.handoff.sample.take(layer, self.dst_blocks_B, ops)
         self.posted += 1
 
     def finish(self) -> None:

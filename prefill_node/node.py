@@ -396,7 +396,12 @@ class PrefillNode:
 
 
 def _handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
+    transport = handoff.peer.transport
     return BatonError(
-        Reason.PEER_UNREACHABLE if end is HandoffEnd.PEER_GONE else Reason.HANDOFF_FAILED,
+        _END_REASONS.get(end, Reason.HANDOFF_FAILED),
         f"The handoff to {handoff.peer.address.name} ended: {end.value}. Send the request again.",
+        metadata={"transport": transport.value if transport is not None else ""},
     )
+
+
+_END_REASONS = {HandoffEnd.PEER_GONE: Reason.PEER_UNREACHABLE, HandoffEnd.CORRUPT: Reason.DATA_CORRUPT}

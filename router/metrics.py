@@ -35,6 +35,11 @@ class RouterMetrics(RequestObserver):
             "baton_resumptions", "Attempts that failed after their grant, and were taken up on other nodes.",
             registry=registry,
         )  # fmt: skip
+        self.corrupt = Counter(
+            "baton_handoffs_corrupt",
+            "Handoffs refused because sampled records did not arrive as sent: hardware of the pair is failing.",
+            ["prefill_node", "decode_node", "transport"], registry=registry,
+        )  # fmt: skip
         self.queued = Gauge("baton_requests_queued", "Requests without their first token yet.", registry=registry)
         self.running = Gauge("baton_requests_running", "Requests between first and last token.", registry=registry)
         self.ttft_s = Histogram(
@@ -121,6 +126,9 @@ class _Observed(ObservedRequest):
 
     def resumed(self) -> None:
         self._metrics.resumptions.inc()
+
+    def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
+        self._metrics.corrupt.labels(prefill_node, decode_node, transport).inc()
 
     def ended(self) -> None:
         (self._metrics.running if self._has_token else self._metrics.queued).dec()

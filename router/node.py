@@ -171,6 +171,7 @@ class RouterNode:
                         yield batch
                 return
             except BatonError as error:
+                error_reason = error.reason
                 verdict = job.retries.judge(error, granted=attempt.granted, now_s=self._loop.time())
                 log.info(
                     verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message
@@ -179,7 +180,8 @@ class RouterNode:
                 looks = 0
                 job.stats.resumptions += 1
                 job.observed.resumed()
-                if attempt.subscription is not None and attempt.inbox.out_of_reach:
+                corrupt = error_reason is Reason.DATA_CORRUPT
+                if attempt.subscription is not None and (attempt.inbox.out_of_reach or corrupt):
                     job.avoid_decode.add(attempt.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
@@ -271,6 +273,8 @@ class RouterNode:
             except BatonError as error:
                 if refused_by(error, record.incarnation):
                     self._drained[record.incarnation] = record.sequence
+                if error.reason is Reason.DATA_CORRUPT:
+                    job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
                 if error.reason in ASK_ANOTHER:
                     job.avoid.add(record.incarnation)
                 raise
