@@ -54,6 +54,7 @@ def wrap_prefill(points: Failpoints) -> None:
 def wrap_decode(points: Failpoints) -> None:
     marks = Marks()
     _wrap_receiving(points, marks)
+    _wrap_landing(points, marks)
     _wrap_running(points, marks)
 
 
@@ -94,6 +95,26 @@ def _wrap_receiving(points: Failpoints, marks: Marks) -> None:
     _replace(ReceiverService, "Connect", connect)
     _replace(ReceiverService, "Reserve", reserve)
     _replace(ReceiverService, "Commit", commit)
+
+
+def _wrap_landing(points: Failpoints, marks: Marks) -> None:
+    from kvtransfer.receiver import Receiver
+
+    real_seal_landed = Receiver.seal_landed
+
+    def seal_landed(self: Receiver, pair: Any, seal: Any) -> None:
+        grant = self.grants._grants[seal.grant]
+        request = grant.key.request
+        if points.reach(
+            Failpoint.LANDED, mark=marks.of_request[request], request=request, peer=marks.peer_of_request[request]
+        ):
+            checks, layout = self.checks, self._layout
+            assert checks._thread._region is not None
+            last_layer = (layout.num_layers - 1) * checks._num_blocks
+            checks._thread._region[(last_layer + grant.blocks[1]) * layout.record_bytes + 5] ^= 0x10
+        real_seal_landed(self, pair, seal)
+
+    _replace(Receiver, "seal_landed", seal_landed)
 
 
 def _wrap_running(points: Failpoints, marks: Marks) -> None:

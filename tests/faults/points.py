@@ -35,12 +35,18 @@ class Failpoint(Enum):
     """One layer's records have been posted, others are to come. On the engine's thread."""
     SEALED = "sealed"
     """The seal has been posted behind the last record."""
+    LANDED = "landed"
+    """Its seal is being read: all its records lie in the decode node's region."""
     COMMIT_SENT = "commit-sent"
     """Commit has arrived; the decode node has not seen it."""
     COMMITTED = "committed"
     """Commit and seals are there; the request has not run yet."""
     DECODING = "decoding"
     """In the middle of the answer."""
+
+
+SIGNAL_POINTS: Final = tuple(point for point in Failpoint if point is not Failpoint.LANDED)
+"""Where processes are killed and stopped. Landed is hardly apart from the points around it, to a process."""
 
 
 class Side(Enum):
@@ -54,7 +60,7 @@ class Side(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """What is armed. Exactly one of `signum` and `ask_port` is not 0."""
+    """What is armed. Exactly one of `signum`, `ask_port` and `flip` is set."""
 
     point: Failpoint
     nth: int
@@ -67,6 +73,8 @@ class Strike:
     signum: int = 0
     ask_port: int = 0
     """Where the test listens that does the deed."""
+    flip: bool = False
+    """Whoever reaches it flips a bit of one of the request's records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,25 +122,28 @@ class Failpoints:
         self._own_name = own_name
         self._counts: Counter[tuple[Failpoint, str]] = Counter()
 
-    def reach(self, point: Failpoint, *, mark: int, request: str, peer: str) -> None:
-        """The request whose prompt begins with `mark` is here; `peer` is the node at the other end of its handoff."""
+    def reach(self, point: Failpoint, *, mark: int, request: str, peer: str) -> bool:
+        """The request whose prompt begins with `mark` is here; `peer` is the node at the other end of its handoff.
+
+        True: the caller is to flip a bit.
+        """
         try:
             fields = json.loads(self._armed.read_text())
         except FileNotFoundError:
-            return
+            return False
         strike = Strike(**{**fields, "point": Failpoint(fields["point"]), "side": Side(fields["side"])})
         if (point, mark) != (strike.point, strike.mark):
-            return
+            return False
         self._counts[point, request] += 1
-        if self._counts[point, request] == strike.nth:
-            self._claim(strike, peer)
+        return self._counts[point, request] == strike.nth and self._claim(strike, peer)
 
-    def _claim(self, strike: Strike, peer: str) -> None:
+    def _claim(self, strike: Strike, peer: str) -> bool:
+        """Strike, if nobody has. True where that is the caller's to do."""
         claimed = self._armed.with_name(f"claimed-{os.getpid()}.json")
         try:
             os.rename(self._armed, claimed)
         except FileNotFoundError:
-            return  # another process was first
+            return False  # another process was first
         names = [name for name in strike.pids if name.startswith(strike.side.value)]
         both = (self._own_name, peer)
         target = next((name for name in names if len(names) == 1 or name in both), None)
@@ -142,8 +153,9 @@ class Failpoints:
         claimed.unlink()
         if strike.ask_port:
             _ask(strike.ask_port)
-        else:
+        elif strike.signum:
             os.kill(strike.pids[target], signal.Signals(strike.signum))
+        return strike.flip
 
 
 def _ask(port: int) -> None:

@@ -14,7 +14,7 @@ from tests.cluster_harness import assert_conserved, leftovers, wait_for
 from tests.faults.cluster import TTL_MS, FaultyCluster
 from tests.faults.load import Asked, Load, Question
 from tests.faults.outcome import Outcome
-from tests.faults.points import Failpoint, Side, Struck
+from tests.faults.points import SIGNAL_POINTS, Failpoint, Side, Struck
 
 NTH: Final = {Failpoint.LAYER: 6, Failpoint.DECODING: 20}
 """Second layer of the second chunk; twentieth token behind the first. Elsewhere the first time."""
@@ -149,7 +149,7 @@ CASES: Final = (
         SignalCase(blow=blow, side=side, point=point)
         for blow in (Blow.KILL, Blow.STOP)
         for side in Side
-        for point in Failpoint
+        for point in SIGNAL_POINTS
     ),
     *(
         SignalCase(blow=Blow.RESTART, side=side, point=point)
