@@ -113,9 +113,9 @@ def test_whole_records_have_the_same_sum_on_both_sides(seed: int, src: list[int]
     for a, b, n in zip(ops.src, ops.dst, ops.nbytes, strict=True):
         target[b : b + n] = source[a : a + n]
     nbytes = ids(LAYOUT.record_bytes)
-    sent = sums([1] * BLOCKS, dst, crcs(memoryview(source), segments(ops.src, BLOCKS), nbytes).tolist())
+    sent = sums([1] * BLOCKS, dst, crcs(source.data, segments(ops.src, BLOCKS), nbytes).tolist())
     assert sent.crcs_R.tolist() == [zlib.crc32(source[a : a + LAYOUT.record_bytes].tobytes()) for a in ops.src]
-    found = crcs(memoryview(target), sent.offsets(LAYOUT, BLOCKS), nbytes)
+    found = crcs(target.data, sent.offsets(LAYOUT, BLOCKS), nbytes)
     assert differing(sent, found) is None
 
 
@@ -132,10 +132,10 @@ def test_head_ranges_have_the_same_sum_on_both_sides(seed: int, first: int, coun
     for a, b, n in zip(ops.src, ops.dst, ops.nbytes, strict=True):
         target[b : b + n] = source[a : a + n]
     nbytes = segments(ops.nbytes, 3)[0]
-    sent = crcs(memoryview(source), segments(ops.src, 3), nbytes)
-    assert sent.tolist() == crcs(memoryview(target), segments(ops.dst, 3), nbytes).tolist()
+    sent = crcs(source.data, segments(ops.src, 3), nbytes)
+    assert sent.tolist() == crcs(target.data, segments(ops.dst, 3), nbytes).tolist()
     target[ops.dst[4]] ^= 1
-    assert (sent != crcs(memoryview(target), segments(ops.dst, 3), nbytes)).tolist() == [False, True, False]
+    assert (sent != crcs(target.data, segments(ops.dst, 3), nbytes)).tolist() == [False, True, False]
 
 
 @given(
@@ -150,9 +150,9 @@ def test_a_wrong_byte_anywhere_is_found_and_named(seed: int, layer: int, block: 
     layers, blocks = np.repeat(np.arange(3), BLOCKS).tolist(), list(range(BLOCKS)) * 3
     blank = sums(layers, blocks, [0] * len(blocks))
     offsets, nbytes = blank.offsets(LAYOUT, BLOCKS), ids(LAYOUT.record_bytes)
-    sent = sums(layers, blocks, crcs(memoryview(region), offsets, nbytes).tolist())
+    sent = sums(layers, blocks, crcs(region.data, offsets, nbytes).tolist())
     region[(layer * BLOCKS + block) * LAYOUT.record_bytes + byte] ^= bits
-    corrupt = differing(sent, crcs(memoryview(region), offsets, nbytes))
+    corrupt = differing(sent, crcs(region.data, offsets, nbytes))
     assert corrupt is not None
     assert (corrupt.checked, corrupt.count, corrupt.records) == (24, 1, ((layer, BlockId(block)),))
 
@@ -311,7 +311,7 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
 
     monkeypatch.setattr(ChecksumThread, "submit", submit)
     region = random_region(3)
-    good = crcs(memoryview(region), sums([0, 2], [1, 4], [0, 0]).offsets(LAYOUT, BLOCKS), ids(64)).tolist()
+    good = crcs(region.data, sums([0, 2], [1, 4], [0, 0]).offsets(LAYOUT, BLOCKS), ids(64)).tolist()
     one, other = GRANT, GrantId(bytes(16))
 
     async def scene() -> None:
