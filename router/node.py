@@ -20,6 +20,7 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
+from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, call_metadata, new_request_id
@@ -79,6 +80,7 @@ class RouterNode:
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks = Tasks(loop, log)
+        self._ended = LeaveRate()
         self._drained: dict[Incarnation, int] = {}
         """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
 
@@ -100,12 +102,17 @@ class RouterNode:
         """
         observed = self._observer.received(self._loop.time())
         self.requests += 1
+        admitted = self.requests <= self.config.requests_max
         try:
-            if self.requests > self.config.requests_max:
+            if not admitted:
                 raise BatonError(
                     Reason.TOO_MANY_CALLS,
                     f"This router has {self.config.requests_max} requests already, the limit.",
-                    retry_after_ms=self.config.placement_retry_ms,
+                    retry_after_ms=retry_after_ms(
+                        wait_s(ROOM_SHARE * self.config.requests_max, self._ended.per_s(self._loop.time())),
+                        ms_min=self.config.placement_retry_ms,
+                        spread=self._rng.random(),
+                    ),
                 )
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
             job.observed = observed
@@ -135,6 +142,8 @@ class RouterNode:
         finally:
             observed.ended()
             self.requests -= 1
+            if admitted:
+                self._ended.left(1, self._loop.time())
 
     def _unread_limit(
         self, observed: ObservedRequest, cut_off: Callable[[BatonError], None]
