@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -99,6 +100,8 @@ class Handoff:
     bytes_written: int = 0
     progress_s: float = 0.0
     seal: Seal | None = None
+    steps: set[StepWrites] = field(default_factory=set)
+    """Planned and not finished: an engine step may be posting them right now."""
     retries: int = 0
     sample: SourceSample | None = None
     """What goes along with the Commit; None where nothing is sampled."""
@@ -131,9 +134,17 @@ class StepWrites:
     dst_blocks_B: Int64Array
     layers: range
     posted: int = 0
+    _closed: bool = False
+    _posting: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a post; once `finish` has had it, nothing is posted any more."""
 
     def layer_done(self, layer: int) -> None:
-        """Post one layer's records. On the engine thread; returns at once."""
+        """Post one layer's records, unless the step was finished meanwhile. On the engine thread; returns at once."""
+        with self._posting:
+            if not self._closed:
+                self._post(layer)
+
+    def _post(self, layer: int) -> None:
         peer = self.peer
         ops = whole_records(
             peer.layout,
@@ -149,7 +160,12 @@ class StepWrites:
         self.posted += 1
 
     def finish(self) -> None:
-        """After the step, on the control thread: layers that were never posted (the step failed) count as dropped."""
+        """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
+        now on, and those that were not count as dropped. Idempotent.
+        """
+        with self._posting:
+            self._closed = True
+        self.handoff.steps.discard(self)
         missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
         self.posted = len(self.layers)
         if missing:

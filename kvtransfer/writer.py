@@ -221,7 +221,7 @@ class WriterPeer:
         handoff.writes_outstanding += writes
         handoff.bytes_outstanding += nbytes
         handoff.progress_s = self._loop.time()
-        return StepWrites(
+        step = StepWrites(
             peer=self,
             handoff=handoff,
             link=handoff.link,
@@ -229,6 +229,8 @@ class WriterPeer:
             dst_blocks_B=dst_blocks_B,
             layers=layers,
         )
+        handoff.steps.add(step)
+        return step
 
     async def revoked(self, number: ReserveNumber) -> None:
         """The receiver takes a grant back: returns when nothing is written under this number any more.
@@ -374,6 +376,9 @@ class WriterPeer:
         handoff.seal = None
         if handoff.link is not None:
             handoff.link.abandon(instruction.grant)
+        for step in handoff.steps:
+            # What an engine step has not posted yet it never will: the writer's word need not wait for its end.
+            self._loop.call_soon(step.finish)
 
     def _release_sources(self, instruction: ReleaseSources) -> None:
         handoff = self._handoffs[instruction.number]
