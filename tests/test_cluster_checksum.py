@@ -11,7 +11,7 @@ from cli.services import Service
 from tests.cluster_harness import assert_conserved
 from tests.faults.cluster import FaultyCluster, faulty, faulty_spec
 from tests.faults.load import Asked, Load, MockQuestions
-from tests.faults.points import Failpoint, Side
+from tests.faults.points import Failpoint
 
 SHOUT = "CORRUPT RECORDS"
 
@@ -20,7 +20,7 @@ async def flipped(cluster: FaultyCluster) -> Asked:
     """One bit of one record of the marked request flips after it has landed, while eight other requests run."""
     questions = MockQuestions(seed=5)
     async with Load(cluster.client, questions) as load:
-        cluster.arm(point=Failpoint.LANDED, nth=1, mark=questions.mark, side=Side.DECODE, flip=True)
+        cluster.arm(point=Failpoint.LANDED, mark=questions.mark, hits=(), flip=True)
         hit = load.ask(questions.marked())
         await cluster.struck()
         await hit.task
@@ -47,14 +47,14 @@ async def scene(transport: str, fraction: float) -> None:
         assert not hit.wrong
         assert hit.answer is not None
         assert hit.answer.stats.resumptions == 1
-        assert hit.answer.stats.decode_node != struck.target
-        assert hit.answer.stats.prefill_node != struck.peer
+        assert hit.answer.stats.decode_node != struck.receiver
+        assert hit.answer.stats.prefill_node != struck.writer
         assert sum(pair.handoffs_corrupt for pair in pairs) == 1
-        counters = {counter.name: counter.value for counter in statuses[struck.target].counters}
-        assert counters[f"CORRUPT handoffs from {struck.peer} over {transport}"] == 1
+        counters = {counter.name: counter.value for counter in statuses[struck.receiver].counters}
+        assert counters[f"CORRUPT handoffs from {struck.writer} over {transport}"] == 1
         assert counters["records checked"] > 0
         told = [name for name in cluster.cluster.names if SHOUT in cluster.cluster.log_text(name)]
-        assert sorted(told) == sorted((struck.target, struck.peer)), told
+        assert sorted(told) == sorted((struck.receiver, struck.writer)), told
 
 
 @pytest.mark.slow

@@ -68,8 +68,9 @@ async def stuck_cluster(*, busy: bool, **decode_flags: object) -> AsyncIterator[
     stuck = Stuck(busy=busy)
     spec = mock_spec(blocks=BLOCKS, both=FAST, router_flags=FAST, decode_flags=decode_flags)
     async with inprocess(spec) as cluster:
-        for name, node in (*cluster.prefill.items(), *cluster.decode.items()):
-            engine = node._engine
+        engines = {name: node._engine for name, node in cluster.prefill.items()}
+        engines |= {name: node._engine for name, node in cluster.decode.items()}
+        for name, engine in engines.items():
             real_run = engine.run
 
             def run(batch: Any, sink: Any, name: str = name, real_run: Any = real_run) -> Any:
