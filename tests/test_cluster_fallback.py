@@ -150,4 +150,4 @@ def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
 
         cluster.run(scenario())
         assert "data link peer=decode-0 transport=tcp" in cluster.cluster.log_text("prefill-0")
-        assert re.search(r"^decode-0 +[0-9a-f]{16} +tcp +0 +[1-9]\d* +0 +-$", describe(cluster), re.MULTILINE)
+        assert re.search(r"^decode-0 +[0-9a-f]{16} +tcp +0 +[1-9]\d* +0 +- +-$", describe(cluster), re.MULTILINE)
