@@ -17,7 +17,8 @@ from cli.output import Output, output_option, print_json
 from cli.parameters import timeout_option
 from cli.table import format_table
 
-_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "EPOCH", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")
+_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "EPOCH", "BYTES MOVED", "LINK FAILURES", "GIVEN UP",
+                       "CORRUPT")  # fmt: skip
 
 _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 
@@ -96,6 +97,7 @@ def _text(view: NodeView) -> str:
                 str(pair.bytes_moved),
                 str(pair.link_failures),
                 ", ".join(pair.transports_given_up) or "-",
+                str(pair.handoffs_corrupt or "-"),
             )
             for pair in status.pairs
         ], right={3, 4, 5})  # fmt: skip

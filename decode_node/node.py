@@ -14,6 +14,7 @@ from batonpb import transfer_pb2
 from baton.drain import Holdings
 from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from baton.log import get_log
+from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from cachestore.spill import Spill
@@ -31,6 +32,7 @@ from kvtransfer.grant_messages import AnswerRefused, CommitAsked, Refusal, Reser
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
+from kvtransfer.record_checks import checksums_from_proto
 from kvtransfer.report import block_load
 
 log = get_log("decode")
@@ -71,6 +73,7 @@ class DecodeNode:
         self._admission = Admission(spill, ledger, blocks, self._jobs.values())
         self._lives = Tasks(loop, log, broken="a request's life broke off")
         self._closing = False
+        self._blocks_freed, self._requests_ended = LeaveRate(), LeaveRate()
         self.room_changed: Callable[[], None] = lambda: None
         """Called when a request or its blocks may have made room, outside of a step too."""
 
@@ -103,6 +106,8 @@ class DecodeNode:
                 self.engine_loop.wake()
                 self.receiver.ended(job.key)  # of a kept request it knows nothing
             del self._jobs[job.grant]
+            self._blocks_freed.left(job.footprint, self._loop.time())
+            self._requests_ended.left(1, self._loop.time())
             if not output.opened:
                 self._forget(job)
             self.room_changed()
@@ -160,7 +165,8 @@ class DecodeNode:
             self._blocks.release(prefix)
         if isinstance(answer, AnswerRefused):
             if answer.refusal in (Refusal.BUSY, Refusal.FENCING, Refusal.SPAN):
-                return self._busy(answer.refusal.value if place else "its request limit is reached")
+                reason = answer.refusal.value if place else "its request limit is reached"
+                return self._busy(key, reason, blocks_lacking=max(0, footprint - self.ledger.available))
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         if answer.grant not in self._jobs:
             self._drop_kept(key.request, below=key.attempt)
@@ -180,15 +186,26 @@ class DecodeNode:
         )
 
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
-        """The prefill node's word. Returns when the seals are here too, or the grant is revoked."""
+        """The prefill node's word. Returns when the seals are here too, or the grant is revoked.
+
+        Raises BatonError as `Receiver.commit` does.
+        """
         grant = GrantId(request.grant)
         job = self._jobs.get(grant)
+        checksums = checksums_from_proto(request)
         if job is not None and not job.committed.done():
             job.first_token = request.first_token
             if request.HasField("first_logprobs"):
                 job.first_logprobs = request.first_logprobs
         return await self.receiver.commit(
-            CommitAsked(pair=pair, grant=grant, writes=request.writes, bytes_written=request.bytes_written)
+            CommitAsked(
+                pair=pair,
+                grant=grant,
+                writes=request.writes,
+                bytes_written=request.bytes_written,
+                sampled=checksums is not None,
+            ),
+            checksums,
         )
 
     # What a mixed node asks, for requests that it keeps.
@@ -382,7 +399,14 @@ class DecodeNode:
         self.engine_loop.wake()
         return True
 
-    def _busy(self, reason: str) -> transfer_pb2.ReserveReply:
-        return transfer_pb2.ReserveReply(
-            busy=transfer_pb2.Busy(retry_after_ms=self.config.busy_retry_ms, reason=reason)
+    def _busy(self, key: RequestKey, reason: str, *, blocks_lacking: int) -> transfer_pb2.ReserveReply:
+        """Blocks and promises leave with the requests that end; a place among the requests does with any of them."""
+        now_s = self._loop.time()
+        waits = [wait_s(blocks_lacking, self._blocks_freed.per_s(now_s))]
+        if not self.has_place:
+            waits.append(wait_s(1, self._requests_ended.per_s(now_s)))
+        known = [wait for wait in waits if wait is not None]
+        retry_ms = retry_after_ms(
+            max(known, default=None), ms_min=self.config.busy_retry_ms, spread=spread_of(key.request)
         )
+        return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(retry_after_ms=retry_ms, reason=reason))

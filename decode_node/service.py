@@ -52,7 +52,9 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
                 f"{', '.join(t.value for t in own)}; none of them works between the two (shm needs the same machine, "
                 "user and namespaces). Add tcp to the transports of both.",
             )
-        endpoint = self._receiver.connect(pair, request.writer_endpoint, transport)
+        endpoint = self._receiver.connect(
+            pair, request.writer_endpoint, transport, name=request.writer_name, host=request.host_name
+        )
         return transfer_pb2.ConnectReply(
             receiver=self._own,
             transport=endpoint.transport.value,

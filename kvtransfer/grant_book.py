@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from kvtransfer.grant_messages import Refusal
-from kvtransfer.receiver_states import OPEN, UNCOMMITTED, GrantState
+from kvtransfer.receiver_states import OPEN, UNCOMMITTED, GrantState, RecordCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class GrantEntry:
     seals: dict[int, tuple[int, int]] = field(default_factory=dict)
     expected: tuple[int, int, int] | None = None
     commit_waits: bool = False
+    check: RecordCheck = RecordCheck.NONE
     was_committed: bool = False
     revoke_rounds: int = 0
     story: tuple[str, ...] = ()
@@ -89,6 +90,11 @@ class GrantBook:
     def state_of(self, grant: GrantId) -> GrantState | None:
         known = self._grants.get(grant)
         return known.state if known else None
+
+    def blocks_uncommitted(self, grant: GrantId, pair: Pair) -> tuple[BlockId, ...] | None:
+        """The blocks that this pair's writer may have written under this grant; None where its right is over."""
+        known = self._grant(grant, pair)
+        return known.blocks if known is not None and known.state in UNCOMMITTED else None
 
     def grant_of(self, key: RequestKey) -> GrantId | None:
         """The grant of this attempt that is still known, the newest if there are several."""

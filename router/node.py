@@ -19,6 +19,7 @@ from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.log import get_log
+from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, call_metadata, new_request_id
@@ -85,6 +86,7 @@ class RouterNode:
             clock=SystemClock(),
             dropped=self._drop_channel,
         )
+        self._ended = LeaveRate()
 
     async def generate(
         self,
@@ -104,12 +106,17 @@ class RouterNode:
         """
         observed = self._observer.received(self._loop.time())
         self.requests += 1
+        admitted = self.requests <= self.config.requests_max
         try:
-            if self.requests > self.config.requests_max:
+            if not admitted:
                 raise BatonError(
                     Reason.TOO_MANY_CALLS,
                     f"This router has {self.config.requests_max} requests already, the limit.",
-                    retry_after_ms=self.config.placement_retry_ms,
+                    retry_after_ms=retry_after_ms(
+                        wait_s(ROOM_SHARE * self.config.requests_max, self._ended.per_s(self._loop.time())),
+                        ms_min=self.config.placement_retry_ms,
+                        spread=self._rng.random(),
+                    ),
                 )
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
             job.observed = observed
@@ -139,6 +146,8 @@ class RouterNode:
         finally:
             observed.ended()
             self.requests -= 1
+            if admitted:
+                self._ended.left(1, self._loop.time())
 
     def _answer_text(self, checked: CheckedRequest) -> AnswerText:
         return AnswerText(
@@ -159,6 +168,7 @@ class RouterNode:
                         yield batch
                 return
             except BatonError as error:
+                error_reason = error.reason
                 verdict = job.retries.judge(error, granted=attempt.granted, now_s=self._loop.time())
                 log.info(
                     verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message
@@ -167,7 +177,8 @@ class RouterNode:
                 looks = 0
                 job.stats.resumptions += 1
                 job.observed.resumed()
-                if attempt.subscription is not None and attempt.inbox.out_of_reach:
+                corrupt = error_reason is Reason.DATA_CORRUPT
+                if attempt.subscription is not None and (attempt.inbox.out_of_reach or corrupt):
                     job.avoid_decode.add(attempt.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
@@ -248,6 +259,8 @@ class RouterNode:
             except BatonError as error:
                 if refused_by(error, record.incarnation):
                     self._prefill_nodes.refused(record)
+                if error.reason is Reason.DATA_CORRUPT:
+                    job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
                 if error.reason in ASK_ANOTHER:
                     job.avoid.add(record.incarnation)
                 raise

@@ -294,6 +294,22 @@ class _NoThread:
         pass
 
 
+class _NoLag:
+    """For `LoopLag`: simulated time does not pass while a callback runs."""
+
+    looks = 0
+    max_ms = 0.0
+
+    def __init__(self, clock: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
 def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     def channels(*, limits: Any, rng: Any) -> SimChannels:
         del rng
@@ -332,6 +348,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     return [
         (baton.runtime, "Channels", channels),
         (baton.runtime, "RpcServer", server),
+        (baton.runtime, "LoopLag", _NoLag),
         (baton.runtime, "check_can_bind", can_bind),
         (baton.liveness, "nobody_listens", nobody_listens),
         (cli.directory, "RpcServer", server),
