@@ -41,7 +41,7 @@ PROFILE ?= small
 SEEDS ?= 1
 JOBS ?= $(shell nproc)
 .PHONY: sim
-sim: $(READY)  ## simulate a cluster under faults: SEED=n STEPS=m PROFILE=small|pair|routers|wide; SEEDS=k in JOBS=j processes
+sim: $(READY)  ## simulate a cluster under faults: SEED=n STEPS=m PROFILE=small|wide|...; SEEDS=k in JOBS=j processes
 	@$(BIN)/python -m tests.sim --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) --steps $(STEPS) --profile $(PROFILE) \
 	    $(if $(GAP),--fault-gap-s $(GAP)) $(FLAGS)
 

@@ -6,7 +6,7 @@ the same proportions, so that a short run sees each of them pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.directory_service import DirectoryConfig
 from baton.liveness import LivenessConfig
@@ -127,7 +127,25 @@ TANGLED = Profile(
 )
 """Messages that overtake each other, much more than nodes that end: what comes late finds its request cancelled,
 resolved, or another attempt further on."""
-PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE, TANGLED)}
+OVERTAKEN = replace(
+    TANGLED,
+    name="overtaken",
+    fault_gap_s=0.05,
+    fault_weights=(("overtake", 8), ("busy", 2), ("delay", 1), ("reset_calls", 1), ("duplicate", 1)),
+)
+"""An attempt that was given up goes on, and comes to the decode node behind the next one's end."""
+STALLED = replace(
+    SMALL,
+    name="stalled",
+    decode=1,
+    hosts=1,
+    fault_gap_s=0.05,
+    faults_at_once_max=3,
+    fault_weights=(("stop", 6), ("slow_data", 6), ("cut", 1), ("lose", 1), ("crash", 1), ("busy", 1)),
+)
+"""Writers that stand still in the middle of a copy, all of them on the receiver's machine: leases run out, Revokes go
+unanswered, and the copy goes on long afterwards."""
+PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE, TANGLED, OVERTAKEN, STALLED)}
 
 
 def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:

@@ -130,7 +130,6 @@ class _Simulation:
         handler = _LogEar(self.cluster, trace=self.config.trace)
         collecting = gc.isenabled()
         gc.disable()  # it would run at moments that no seed decides
-        gc.collect()
         gc.freeze()  # what was here before the run need not be looked through again and again
         try:
             with self.cluster.in_place(), handler:
@@ -143,6 +142,7 @@ class _Simulation:
                     for process in list(self.cluster.processes.values()):
                         process.loop.kill()
         finally:
+            gc.collect()
             gc.unfreeze()
             if collecting:
                 gc.enable()
@@ -160,7 +160,7 @@ class _Simulation:
     def _run(self) -> None:
         self.cluster.start_all()
         self._until(self._everybody_known, START_S_MAX, "the cluster did not come up")
-        self._collect_sometimes()
+        self.world.after(COLLECT_EVERY_S, self._collect_sometimes)
         self.excuses.look_sometimes()
         self._check_sometimes()
         self._recount_sometimes()
@@ -286,10 +286,10 @@ class _LogEar(logging.Handler):
             self._cluster.violation(text + cause)
 
 
-SUITE_SEEDS = 200
+SUITE_SEEDS = 220
 """Of `make test`."""
 SUITE_REQUESTS = 40
-_SUITE_PROFILES = ("small", "pair", "routers", "tangled")
+_SUITE_PROFILES = ("small", "tangled", "routers", "pair", "overtaken", "stalled")
 
 
 def suite_config(seed: int) -> RunConfig:
