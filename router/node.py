@@ -72,7 +72,7 @@ class RouterNode:
         self._check_known = check_known
         self._observer = observer or RequestObserver()
         self._inboxes: dict[RequestKey, Inbox] = {}
-        self._pace = ResumptionPace(config.retries, now_s=loop.time())
+        self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks = Tasks(loop, log)
