@@ -22,7 +22,7 @@ demo: $(READY)  ## start a small cluster, ask it questions, check the answers, s
 
 .PHONY: test
 test: check  ## check, then run all tests
-	@$(BIN)/pytest -n 2 --dist loadfile
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: check
 check: $(READY)  ## lint, format, types, direction of imports

@@ -129,7 +129,7 @@ def test_a_cluster_without_one_role(missing: str, reason: Reason, word: str) -> 
     """No node of one role was started: UNAVAILABLE, with a time to come back."""
 
     async def scenario() -> None:
-        async with inprocess(mock_spec(), without=(missing,)) as cluster:
+        async with inprocess(mock_spec(router_flags={"placement_wait_ms_max": 300}), without=(missing,)) as cluster:
             error = await error_of(cluster.client.generate([1, 2], max_tokens=3))
             check(error, Code.UNAVAILABLE, reason, None, word)
             assert error.retry_after_ms == 1000

@@ -28,7 +28,7 @@ _ANY: Final = 0xFFFFFFFF
 
 def owner_of(client: tuple[str, int], server: tuple[str, int], pids: Mapping[str, int]) -> str:
     """Which of these processes has the connection of `client` to `server`, both (IPv4 address, port), at its end."""
-    inode = _inode(client, server) or _inode_in_tables(client[1])
+    inode = _inode(client, server) or _inode_in_tables(client[1], server[1])
     target = f"socket:[{inode}]"
     return next((name for name, pid in pids.items() if inode and _has(pid, target)), OWNER_UNKNOWN)
 
@@ -47,12 +47,13 @@ def _inode(client: tuple[str, int], server: tuple[str, int]) -> int:
     return 0
 
 
-def _inode_in_tables(port: int) -> int:
+def _inode_in_tables(*ports: int) -> int:
     """For a kernel without sock_diag. gRPC's sockets are of IPv6 where the machine has it, for IPv4 addresses too."""
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             fields = line.split()
-            if int(fields[1].rpartition(":")[2], 16) == port:
+            found = tuple(int(end.rpartition(":")[2], 16) for end in fields[1:3])
+            if found == ports and int(fields[9]):  # 0: of a connection that is over
                 return int(fields[9])
     return 0
 
