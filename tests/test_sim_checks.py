@@ -129,11 +129,12 @@ def test_what_is_wrong_with_a_block_is_said_after_the_same_step(break_it: Callab
 def test_changes_that_cannot_be_watched_are_refused() -> None:
     """A ledger that one day changes its books in another way breaks the simulation instead of going unwatched."""
     w = Watched()
-    for change in (
+    changes: tuple[Callable[[], None], ...] = (
         lambda: w.ledger._free.extend([BlockId(1)]),
         lambda: w.ledger._holds.clear(),
         lambda: w.ledger._promises.update({GRANT: 1}),
-    ):
+    )
+    for change in changes:
         with pytest.raises(AssertionError, match="not watched"):
             change()
 
