@@ -53,7 +53,12 @@ class Answer:
 
 
 def make_request(
-    prompt: Sequence[int] | str, *, max_tokens: int | None = None, model: str | None = None, **sampling: Any
+    prompt: Sequence[int] | str,
+    *,
+    max_tokens: int | None = None,
+    model: str | None = None,
+    cache_salt: str = "",
+    **sampling: Any,
 ) -> inference_pb2.GenerateRequest:
     """Greedy unless `sampling` (fields of inference.Sampling) says otherwise."""
     request = inference_pb2.GenerateRequest(sampling=inference_pb2.Sampling(**{"temperature": 0.0, **sampling}))
@@ -61,6 +66,7 @@ def make_request(
         request.sampling.max_tokens = max_tokens
     if model is not None:
         request.model = model
+    request.cache_salt = cache_salt.encode()
     if isinstance(prompt, str):
         request.text = prompt
     else:

@@ -55,10 +55,13 @@ def reference(served: Served) -> Reference:
 
 
 def ask_both_ways(served: Served, name: str, prompt: list[int], **sampling: Any) -> list[Answer]:
-    """The same request again and again, several at a time, until it was kept at least once and handed over once."""
+    """The same request again and again, several at a time, until it was kept at least once and handed over once.
+
+    Each round has a salt of its own: to the node that had the prompt cached all later rounds would go.
+    """
     answers: list[Answer] = []
-    for _ in range(ROUNDS_MAX):
-        answers += served.ask([prompt] * 4, at_once=4, **sampling)
+    for number in range(ROUNDS_MAX):
+        answers += served.ask([prompt] * 4, at_once=4, cache_salt=f"{name}-{number}", **sampling)
         if {answer.stats.transport for answer in answers} - {""} >= WAYS:
             return answers
     raise AssertionError(f"{name}: {[answer.stats.transport for answer in answers]}")
