@@ -101,6 +101,8 @@ class Handoff:
     def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
         self.first_token, self.first_logprobs = first_token, first_logprobs
+        if self.peer.observer is not None:
+            self.peer.observer.all_posted(self.key)
         self.peer.handle(AllPosted(number=self.number))
 
     def cancel(self) -> None:
@@ -133,6 +135,10 @@ class StepWrites:
         )
         self.link.post(self.handoff.grant, ops)
         self.posted += 1
+        if peer.observer is not None:
+            writes = len(self.src_blocks_B)
+            nbytes = writes * peer.layout.record_bytes
+            peer.observer.layer_posted(self.handoff.key, layer, writes=writes, nbytes=nbytes)
 
     def finish(self) -> None:
         """After the step, on the control thread: layers that were never posted (the step failed) count as dropped."""

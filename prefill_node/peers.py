@@ -16,6 +16,7 @@ from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.negotiation import Offers, host_identity
+from kvtransfer.observer import HandoffObserver
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpWriterLink
@@ -30,8 +31,16 @@ MACHINES_MAX = 4_096
 class Peers:
     """This process's writers, one for each decode process it has met. Control thread only."""
 
-    def __init__(self, *, runtime: NodeRuntime, config: PrefillConfig, pool: DevicePool) -> None:
+    def __init__(
+        self,
+        *,
+        runtime: NodeRuntime,
+        config: PrefillConfig,
+        pool: DevicePool,
+        observer: HandoffObserver | None = None,
+    ) -> None:
         self._runtime = runtime
+        self._observer = observer
         self._config = config
         self._pool = pool
         self._host = host_identity()
@@ -71,6 +80,7 @@ class Peers:
                 offers=Offers(self._config.transports, self._config.fallback),
                 loop=self._loop,
                 config=self._config.writer,
+                observer=self._observer,
             )
             self._peers[record.incarnation] = peer
             self._attendances[record.incarnation] = self._attend(peer)
