@@ -135,7 +135,14 @@ class SimShmLink(SimLink):
 
     @classmethod
     async def connect(
-        cls, endpoint: DataEndpoint, pair: Pair, source: Any, events: WriterEvents, loop: Any, config: Any = None
+        cls,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        source: Any,
+        events: WriterEvents,
+        loop: Any,
+        config: Any = None,
+        turns: Any = None,
     ) -> SimShmLink:
         link = await _connect(cls, endpoint, pair, events, loop, ShmConnectError)
         assert isinstance(link, SimShmLink)
@@ -249,8 +256,11 @@ async def _connect(
         if isinstance(error, TimeoutError):
             raise failure(f"{endpoint.address}: no link in time") from error
         raise
+    if link._ended:  # while the welcome was on its way
+        raise failure(f"{endpoint.address}: the connection was reset")
     if refusal is not None:
         link._ended = True
         process.links.remove(link)
         raise failure(f"{endpoint.address}: refused: {refusal}")
+    link.in_use = True
     return link
