@@ -14,8 +14,8 @@ from cli.bench_load import LoadConfig
 from cli.bench_plan import LENGTH_MAX, LENGTHS_HELP, Arrivals, Caps, Fixed, Lengths, parse_lengths
 from cli.bench_stats import Slo
 from cli.bench_trace import BLOCK_TOKENS, TraceScale
-from cli.client import router_option, timeout_option
-from cli.parameters import TOKEN_ID_MAX, Number
+from cli.client import router_option
+from cli.parameters import TOKEN_ID_MAX, Number, timeout_option
 
 CONCURRENCY_DEFAULT: Final = 4
 REQUESTS_DEFAULT: Final = 64

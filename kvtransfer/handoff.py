@@ -153,10 +153,11 @@ class StepWrites:
         if self.handoff.sample is not None:
             self.handoff.sample.take(layer, self.dst_blocks_B, ops)
         self.posted += 1
-        if peer.observer is not None:
+        observer = self.peer.observer
+        if observer is not None:
             writes = len(self.src_blocks_B)
-            nbytes = writes * peer.layout.record_bytes
-            peer.observer.layer_posted(self.handoff.key, layer, writes=writes, nbytes=nbytes)
+            nbytes = writes * self.peer.layout.record_bytes
+            observer.layer_posted(self.handoff.key, layer, writes=writes, nbytes=nbytes)
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from

@@ -43,7 +43,7 @@ def test_a_handoff_in_figures() -> None:
 
 
 def test_the_layers_of_a_handoff() -> None:
-    """Each layer is computed once and sent once, in order; what was sent later begins when the one before has landed."""
+    """Each layer is computed once and sent once, in order; a later one begins when the one before has landed."""
     computed, sent = spans(handoff())
     assert [(span.chunk, span.layer, span.begin_s, span.end_s) for span in computed] == [
         (0, 0, 1.0, 2.0), (0, 1, 2.0, 3.0), (1, 0, 4.0, 4.5), (1, 1, 4.5, 4.6),

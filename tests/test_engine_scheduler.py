@@ -21,7 +21,7 @@ class Bench:
     """A scheduler over 64 blocks of four."""
 
     def __init__(
-        self, tokens: int = 8, sequences: int = 4, waiting: int = 8, num_blocks: int = 64, **limits: int | None
+        self, tokens: int = 8, sequences: int = 4, waiting: int = 8, num_blocks: int = 64, **limits: int
     ) -> None:
         self.ledger = Ledger(num_blocks)
         self.blocks = BlockManager(self.ledger, SIZE, b"model")
