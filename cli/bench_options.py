@@ -14,8 +14,8 @@ from cli.bench_load import LoadConfig
 from cli.bench_plan import LENGTH_MAX, LENGTHS_HELP, Arrivals, Caps, Fixed, Lengths, parse_lengths
 from cli.bench_stats import Slo
 from cli.bench_trace import BLOCK_TOKENS, TraceScale
-from cli.client import router_option
-from cli.parameters import TOKEN_ID_MAX, Number, timeout_option
+from cli.client import answer_timeout_option, router_option
+from cli.parameters import TOKEN_ID_MAX, Number
 
 CONCURRENCY_DEFAULT: Final = 4
 REQUESTS_DEFAULT: Final = 64
@@ -217,7 +217,7 @@ _WHEN: Final = (
         "--in-flight-max", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N",
         help="Open loop: a request beyond so many under way is not sent, and counts as failed.",
     ),
-    timeout_option,
+    answer_timeout_option,
 )  # fmt: skip
 _WHAT: Final = (
     _option(
