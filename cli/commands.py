@@ -51,6 +51,7 @@ _COMMANDS: Final[Mapping[str, _Entry]] = {
     "mixed": _Entry(module="cli.service", attribute="mixed", summary="Run a node that does both halves."),
     "demo-model": _Entry(module="cli.demo_model", attribute="demo_model", summary="Write a small random model."),
     "demo": _Entry(module="cli.demo", attribute="demo", summary="Start a cluster, check its answers, stop it."),
+    "bench": _Entry(module="cli.bench", attribute="bench", summary="Send requests and report latencies."),
     "completion": _Entry(
         module="cli.completion", attribute="completion", summary="Print the completion script of a shell."
     ),

@@ -86,8 +86,11 @@ class DecodeNode:
         try:
             async with asyncio.timeout_at(job.deadline_s):
                 if not job.kept:
-                    if not await asyncio.shield(job.committed) or not self._resume(job):
-                        return  # revoked, or cancelled (before or just after the commit): the receiver has let go
+                    if not await asyncio.shield(job.committed):
+                        return  # revoked, or cancelled before the commit: the receiver has let go
+                    await asyncio.sleep(0)  # the Commit is answered first: what follows grows with the prompt
+                    if not self._resume(job):
+                        return  # cancelled just after the commit
                     self.streams.open(output)
                 await output.ended.wait()
         except TimeoutError:

@@ -51,6 +51,13 @@ class EngineConfig:
     compute_threads: int = field(default=1, metadata={"help": "threads of this process that compute"})
     tokens_per_step_max: int = field(default=512, metadata={"help": "token budget of a step"})
     sequences_max: int = field(default=64, metadata={"help": "sequences in the engine at a time"})
+    logits_rows_max: int | None = field(
+        default=None,
+        metadata={"help": "tokens drawn in a step, each with a score for every token; none: sequences_max"},
+    )
+    overtakes_max: int = field(
+        default=32, metadata={"help": "later sequences that start while a prompt waits, before it has the next place"}
+    )
     mock_layer_delay_ms: float = field(default=0.0, metadata={"help": "mock engine: how long each layer takes"})
     poison_freed: bool = field(
         default=False, metadata={"help": "fill freed blocks with NaN bytes: shows use after free, costs time"}
@@ -59,7 +66,8 @@ class EngineConfig:
     pins: PinLimits = field(default_factory=PinLimits)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "compute_threads", "tokens_per_step_max", "sequences_max"):
+        names = ("block_size", "num_blocks", "compute_threads", "tokens_per_step_max", "sequences_max", "overtakes_max")
+        for name in names:
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"is {getattr(self, name)}; must be at least 1")
         if self.num_blocks > BLOCKS_MAX:
@@ -68,6 +76,8 @@ class EngineConfig:
             raise InvalidField("model", "is not set; name a folder or a model on the hub")
         if self.sequences_max > self.tokens_per_step_max:
             raise InvalidField("sequences_max", "must not exceed tokens_per_step_max (a token for each in a step)")
+        if self.logits_rows_max is not None and not 1 <= self.logits_rows_max <= self.sequences_max:
+            raise InvalidField("logits_rows_max", "must be from 1 to sequences_max")
         if self.mock_layer_delay_ms < 0:
             raise InvalidField("mock_layer_delay_ms", "must not be negative")
 
@@ -77,6 +87,8 @@ class EngineConfig:
             sequences_max=self.sequences_max,
             # A node admits no more requests than places; a mixed one has as many of each half, at most.
             waiting_max=2 * self.sequences_max,
+            logits_rows_max=self.logits_rows_max,
+            overtakes_max=self.overtakes_max,
         )
 
 

@@ -1,9 +1,10 @@
 """Which tokens the next step computes: continuous batching with chunked prompts (Orca, Sarathi-Serve).
 
 Pure; owned by the node's control thread. Running sequences go first with one token each, then the prompt already begun,
-then waiting prompts in order of arrival, all under one budget of tokens. Nothing that runs is ever preempted to be
-computed again: growth comes from a promise made at admission (DESIGN I5). Where promises are backed by host memory, a
-sequence may be parked for a while, and one whose next block is not there yet sits a step out.
+then waiting prompts in order of arrival, all under one budget of tokens. A prompt that waits gives its place to at most
+`overtakes_max` later sequences that come to decode; prompts never overtake each other. Nothing that runs is ever
+preempted to be computed again: growth comes from a promise made at admission (DESIGN I5). Where promises are backed by
+host memory, a sequence may be parked for a while, and one whose next block is not there yet sits a step out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class SchedulerConfig:
     """Limits of one engine.
 
     Raises:
-        ValueError: a limit is not positive, or there could be more running sequences than tokens in a step.
+        ValueError: a limit is not positive, there could be more running sequences than tokens in a step, or more rows
+            of scores than running sequences.
     """
 
     tokens_per_step_max: int
@@ -39,9 +41,13 @@ class SchedulerConfig:
     """Sequences that run at once: decoding, or with a prompt begun."""
     waiting_max: int
     """Sequences that wait for a place among the running ones; one more is refused."""
+    logits_rows_max: int | None = None
+    """Tokens drawn in one step: rows of scores as wide as the vocabulary. None: as many as sequences."""
+    overtakes_max: int = 32
+    """Sequences that start to decode while a prompt that came before them waits; then it has the next place."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step_max", "sequences_max", "waiting_max"):
+        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "rows_max", "overtakes_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.tokens_per_step_max < self.sequences_max:
@@ -49,6 +55,12 @@ class SchedulerConfig:
                 f"tokens_per_step_max ({self.tokens_per_step_max}) is less than sequences_max ({self.sequences_max}): "
                 "each running sequence needs one token of every step"
             )
+        if self.rows_max > self.sequences_max:
+            raise ValueError(f"logits_rows_max ({self.rows_max}) is more than sequences_max ({self.sequences_max})")
+
+    @property
+    def rows_max(self) -> int:
+        return self.sequences_max if self.logits_rows_max is None else self.logits_rows_max
 
 
 class Scheduler:
@@ -63,6 +75,9 @@ class Scheduler:
         self._prompts: OrderedDict[RequestKey, Sequence] = OrderedDict()
         self._parked: dict[RequestKey, Sequence] = {}
         self._entered = 0
+        self._decodes_started = 0
+        self._started_before: dict[RequestKey, int] = {}
+        """Of each waiting prompt: what `_decodes_started` was when it came."""
         self.overcommit: Overcommit | None = None
 
     @property
@@ -94,6 +109,7 @@ class Scheduler:
         """
         assert len(seq.block_table) >= self._blocks.blocks_for(len(seq.tokens)), (seq.key, len(seq.block_table))
         self._enter(seq, self._prompts)
+        self._started_before[seq.key] = self._decodes_started
 
     def resume(self, seq: Sequence) -> None:
         """Queue a sequence to decode: all but its last token are computed. Goes before prompts not begun.
@@ -112,6 +128,7 @@ class Scheduler:
         if self._begun is seq:
             self._begun = None
             return
+        self._started_before.pop(seq.key, None)
         for queue in (self._running, self._resumed, self._prompts, self._parked):
             if queue.pop(seq.key, None) is not None:
                 return
@@ -144,10 +161,14 @@ class Scheduler:
         slices = [piece for seq in decoding if (piece := self._decode_slice(seq)) is not None]
         budget = self.config.tokens_per_step_max - len(slices)
         while budget > 0 and (prompt := self._next_prompt()) is not None:
-            piece = _slice(prompt, min(len(prompt.tokens), prompt.computed + budget))
-            slices.append(piece)
-            budget -= piece.stop - piece.start
-            if piece.sample:
+            stop = min(len(prompt.tokens), prompt.computed + budget)
+            if stop == len(prompt.tokens) and len(self._running) >= self.config.rows_max:
+                stop -= 1  # its last token waits for a row of scores, and whoever is behind it waits with it
+                budget = 0
+            if stop > prompt.computed:
+                slices.append(_slice(prompt, stop))
+                budget -= stop - prompt.computed
+            if stop == len(prompt.tokens):
                 self._running[prompt.key] = prompt
             else:
                 self._begun = prompt
@@ -166,9 +187,18 @@ class Scheduler:
         queue[seq.key] = seq
 
     def _fill_places(self) -> None:
-        while self._resumed and self.running < self.config.sequences_max:
+        while self._resumed and self._may_resume():
             key, seq = self._resumed.popitem(last=False)
             self._running[key] = seq
+            self._decodes_started += 1
+
+    def _may_resume(self) -> bool:
+        """Whether there is a place for one more to decode; the last one is a prompt's that was overtaken too often."""
+        if len(self._running) >= self.config.rows_max:
+            return False
+        first = next(iter(self._prompts), None)
+        overtaken = 0 if first is None else self._decodes_started - self._started_before[first]
+        return self.running + (overtaken >= self.config.overtakes_max) < self.config.sequences_max
 
     def _decoding_by_age(self) -> list[Sequence]:
         return sorted(self._running.values(), key=lambda seq: seq.age)
@@ -178,7 +208,9 @@ class Scheduler:
             prompt, self._begun = self._begun, None
             return prompt
         if self._prompts and len(self._running) < self.config.sequences_max:
-            return self._prompts.popitem(last=False)[1]
+            key, prompt = self._prompts.popitem(last=False)
+            del self._started_before[key]
+            return prompt
         return None
 
     def _decode_slice(self, seq: Sequence) -> SequenceSlice | None:

@@ -116,6 +116,8 @@ class Handoff:
     def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
         self.first_token, self.first_logprobs = first_token, first_logprobs
+        if self.peer.observer is not None:
+            self.peer.observer.all_posted(self.key)
         self.peer.handle(AllPosted(number=self.number))
 
     def cancel(self) -> None:
@@ -151,6 +153,11 @@ class StepWrites:
         if self.handoff.sample is not None:
             self.handoff.sample.take(layer, self.dst_blocks_B, ops)
         self.posted += 1
+        observer = self.peer.observer
+        if observer is not None:
+            writes = len(self.src_blocks_B)
+            nbytes = writes * self.peer.layout.record_bytes
+            observer.layer_posted(self.handoff.key, layer, writes=writes, nbytes=nbytes)
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from

@@ -41,6 +41,7 @@ from kvtransfer.grant_messages import (
 from kvtransfer.handoff import Handoff, Metadata, StepWrites, WriterConfig
 from kvtransfer.layout import Layout
 from kvtransfer.negotiation import Offers
+from kvtransfer.observer import HandoffObserver
 from kvtransfer.plan import Int64Array, RecordPlan
 from kvtransfer.transport import Seal, TransportName
 from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
@@ -68,9 +69,11 @@ class WriterPeer:
         loop: asyncio.AbstractEventLoop,
         config: WriterConfig,
         checksums: ChecksumThread | None = None,
+        observer: HandoffObserver | None = None,
     ) -> None:
         """`checksums` reads the source region, where records are sampled; the caller closes it after this."""
         self.address = address
+        self.observer = observer
         self.machine = machine
         self.layout = layout
         self.src_num_blocks = src_num_blocks
@@ -221,6 +224,8 @@ class WriterPeer:
         handoff.writes_outstanding += writes
         handoff.bytes_outstanding += nbytes
         handoff.progress_s = self._loop.time()
+        if self.observer is not None:
+            self.observer.planned(handoff.key, layers=len(layers), writes=writes)
         step = StepWrites(
             peer=self,
             handoff=handoff,
@@ -310,6 +315,8 @@ class WriterPeer:
         handoff.writes_outstanding -= writes
         handoff.bytes_outstanding -= nbytes
         handoff.progress_s = self._loop.time()
+        if self.observer is not None:
+            self.observer.completed(handoff.key, writes=writes)
         if handoff.writes_outstanding == 0 and handoff.seal is not None:
             self._seal_now(handoff)
         self.handle(WritesCompleted(number=handoff.number, writes=writes))
@@ -354,6 +361,8 @@ class WriterPeer:
                 fraction=self._config.checksum_fraction,
                 records=self.layout.num_layers * len(handoff.dst_blocks),
             )
+        if self.observer is not None:
+            self.observer.granted(handoff.key, prefix_skip=handoff.prefix_skip)
         self._tasks.spawn(self._errands.keep_lease(handoff))
         if not handoff.granted.done():
             handoff.granted.set_result(None)
@@ -375,6 +384,8 @@ class WriterPeer:
         seal, handoff.seal = handoff.seal, None
         if handoff.link is self._link.now:
             handoff.link.seal(seal)
+            if self.observer is not None:
+                self.observer.sealed(handoff.key)
         else:
             self.handle(WritesDropped(number=handoff.number))
 
@@ -416,6 +427,8 @@ class WriterPeer:
             text = f"{self.address.name}: the handoff ended before it began ({instruction.end.value})."
             handoff.granted.set_result(BatonError(Reason.HANDOFF_FAILED, text))
         handoff.ended.set_result(instruction.end)
+        if self.observer is not None:
+            self.observer.ended(handoff.key, committed=instruction.end is HandoffEnd.COMMITTED)
 
 
 __all__ = ["Handoff", "LinkMaker", "Metadata", "PeerAddress", "StepWrites", "WriterConfig", "WriterPeer"]

@@ -45,6 +45,8 @@ class Job:
     """Blocks that the writer holds on top of the engine, until the transport has let go of them."""
     next_block: int = 0
     """First block of the prompt that has not been posted (and that decode lacks)."""
+    overtaken: int = 0
+    """See `prefill_node.waiting`."""
     computed_s: float = 0.0
     told: bool = False
     """The router is told that it has failed here, and itself asks the decode node whether it has committed."""
@@ -55,6 +57,11 @@ class Job:
     def needs_decode(self) -> bool:
         """Its answer has more tokens than the one that is drawn here."""
         return self.params.max_tokens - (len(self.tokens) - self.prompt_len) > 1
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Of the prompt, that are not computed yet; what is cached is known from when it enters the engine."""
+        return len(self.tokens) if self.seq is None else max(0, len(self.tokens) - self.seq.computed)
 
     @property
     def resumed(self) -> bool:

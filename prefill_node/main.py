@@ -18,6 +18,7 @@ from cachestore.device_pool import DevicePool, open_device_pool
 from cachestore.prefix_service import serve_prefixes
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
+from kvtransfer.observer import HandoffObserver
 from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode
@@ -32,8 +33,12 @@ async def serve(
     drain: asyncio.Event | None = None,
     on_ready: Callable[[str], None],
     progress: Progress,
+    observer: HandoffObserver | None = None,
 ) -> None:
-    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start."""
+    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start.
+
+    `observer` is told of every handoff, for measurements.
+    """
     rng = Random(secrets.randbits(64))
     settings = NodeSettings.of(config, Role.PREFILL, pod=config.pod)
     runtime = NodeRuntime(
@@ -45,7 +50,7 @@ async def serve(
     await runtime.check_listen()
     pool = await open_device_pool(config.engine, name=config.name, progress=progress)
     try:
-        peers = Peers(runtime=runtime, config=config, pool=pool)
+        peers = Peers(runtime=runtime, config=config, pool=pool, observer=observer)
         node = PrefillNode(
             config=config,
             runner=pool.runner,

@@ -7,10 +7,9 @@ are posted by the step's sink.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from batonpb import prefill_pb2
@@ -35,6 +34,10 @@ from prefill_node.job import NOBODY, Job, first_logprobs, first_token_event, gra
 from prefill_node.local import LocalRunner
 from prefill_node.local_policy import NOT_THERE, falls_back, is_kept
 from prefill_node.request import check_request, no_room
+from prefill_node.waiting import WaitingLine
+
+STEPS_AHEAD: Final = 2
+"""The step under way, and the one whose grants are asked for meanwhile."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -76,7 +79,7 @@ class PrefillNode:
         self._decode_nodes = decode_nodes
         self._loop = loop
         self._local = local
-        self._queue: deque[Job] = deque()
+        self._queue: WaitingLine[Job] = WaitingLine(overtakes_max=config.engine.overtakes_max)
         self._admitted: dict[RequestKey, Job] = {}
         self._tokens_per_s = 0.0
 
@@ -130,8 +133,7 @@ class PrefillNode:
             turn=self._loop.create_future(),
             drawn=self._loop.create_future(),
         )
-        ahead = sum(other.resumed for other in self._queue) if job.resumed else len(self._queue)
-        self._queue.insert(ahead, job)
+        self._queue.add(job)
         self._admit()
         return job
 
@@ -140,8 +142,13 @@ class PrefillNode:
         self._admit()
 
     def _admit(self) -> None:
-        """Let the head of the queue go ahead while its blocks can be set aside (a count: nobody holds any)."""
-        while self._queue:
+        """Let the head of the queue go ahead while its blocks can be set aside (a count: nobody holds any).
+
+        No further than the step under way and one more are full: so a grant is there when its step begins, and the
+        memory of decode nodes is not set aside for the length of the queue.
+        """
+        ahead = sum(job.tokens_ahead for job in self._admitted.values())
+        while self._queue and ahead < STEPS_AHEAD * self.config.engine.tokens_per_step_max:
             job = self._queue[0]
             need = self._blocks.blocks_for(len(job.tokens))
             too_long = need > self._blocks.blocks_usable  # a pin may have come after the request
@@ -163,6 +170,7 @@ class PrefillNode:
                 continue
             self.ledger.promise(job.key, need)
             self._admitted[job.key] = job
+            ahead += job.tokens_ahead
             job.turn.set_result(None)
 
     def _places_taken(self) -> int:
@@ -261,6 +269,8 @@ class PrefillNode:
             self._blocks.release(table)
             raise
         self.engine_loop.wake()
+        if prefix:
+            self._admit()  # fewer tokens are ahead than were counted
 
     async def _first_token(self, job: Job) -> TokenEvent:
         """Wait for the engine; a handoff that ends before the last layer is posted ends the request at once."""

@@ -18,6 +18,7 @@ from cachestore.device_pool import DevicePool
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.checksum_thread import ChecksumThread
 from kvtransfer.negotiation import Offers, host_identity
+from kvtransfer.observer import HandoffObserver
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpWriterLink
@@ -32,8 +33,16 @@ MACHINES_MAX = 4_096
 class Peers:
     """This process's writers, one for each decode process it has met. Control thread only."""
 
-    def __init__(self, *, runtime: NodeRuntime, config: PrefillConfig, pool: DevicePool) -> None:
+    def __init__(
+        self,
+        *,
+        runtime: NodeRuntime,
+        config: PrefillConfig,
+        pool: DevicePool,
+        observer: HandoffObserver | None = None,
+    ) -> None:
         self._runtime = runtime
+        self._observer = observer
         self._config = config
         self._copy_turns = config.shm.turns()
         self._pool = pool
@@ -79,6 +88,7 @@ class Peers:
                 loop=self._loop,
                 config=self._config.writer,
                 checksums=self._checksums,
+                observer=self._observer,
             )
             self._peers[record.incarnation] = peer
             self._attendances[record.incarnation] = self._attend(peer)

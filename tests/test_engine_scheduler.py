@@ -20,10 +20,12 @@ CONTEXT = 64
 class Bench:
     """A scheduler over 64 blocks of four."""
 
-    def __init__(self, tokens: int = 8, sequences: int = 4, waiting: int = 8, num_blocks: int = 64) -> None:
+    def __init__(
+        self, tokens: int = 8, sequences: int = 4, waiting: int = 8, num_blocks: int = 64, **limits: int
+    ) -> None:
         self.ledger = Ledger(num_blocks)
         self.blocks = BlockManager(self.ledger, SIZE, b"model")
-        config = SchedulerConfig(tokens_per_step_max=tokens, sequences_max=sequences, waiting_max=waiting)
+        config = SchedulerConfig(tokens_per_step_max=tokens, sequences_max=sequences, waiting_max=waiting, **limits)
         self.scheduler = Scheduler(config, self.blocks)
         self.seqs: dict[str, Sequence] = {}
 
@@ -270,6 +272,47 @@ def test_misuse_is_our_bug() -> None:
         bench.scheduler.submit(bare)
 
 
+def test_a_prompt_is_overtaken_so_often_and_no_more() -> None:
+    """One place, taken; a prompt waits, and sequences that come to decode have gone before it until there were two.
+    Then the place is the prompt's, and the others are next."""
+    bench = Bench(sequences=1, overtakes_max=2)
+    bench.resume("first", 4)
+    bench.step()
+    bench.submit("prompt", 4)
+    order = []
+    for n in range(5):
+        bench.resume(f"later-{n}", 4)
+    for last in ("first", "later-0", "later-1", "prompt", "later-2"):
+        seq = bench.seqs[last]
+        bench.scheduler.remove(seq)
+        order += [name for name, *_ in bench.step() or []]
+    assert order == ["later-0", "later-1", "prompt", "later-2", "later-3"]
+
+
+def test_rows_of_scores_are_limited() -> None:
+    """Two rows: the third prompt's last token waits, what comes before it is computed; nobody else goes ahead of it."""
+    bench = Bench(tokens=20, logits_rows_max=2)
+    for name in ("a", "b", "c", "d"):
+        bench.submit(name, 4)
+    assert bench.step() == [("a", 0, 4, True), ("b", 0, 4, True), ("c", 0, 3, False)]
+    assert bench.step() == [("a", 4, 5, True), ("b", 4, 5, True)]
+    bench.scheduler.remove(bench.seqs["a"])
+    assert bench.step() == [("b", 5, 6, True), ("c", 3, 4, True), ("d", 0, 3, False)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"logits_rows_max": 0}, "rows_max is 0"),
+        ({"logits_rows_max": 5}, r"logits_rows_max \(5\) is more than sequences_max \(4\)"),
+        ({"overtakes_max": 0}, "overtakes_max is 0"),
+    ],
+)
+def test_further_limits_are_validated(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Bench(**limits)
+
+
 @pytest.mark.parametrize(
     ("tokens", "sequences", "waiting", "message"),
     [
@@ -288,11 +331,17 @@ def test_limits_are_validated(tokens: int, sequences: int, waiting: int, message
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_course_of_events(data: st.DataObject) -> None:
-    """Random arrivals and departures: each step obeys the budget and the limit of running sequences, every running
-    sequence gets its token, a prompt's pieces follow each other without gap, and no block is lost."""
+    """Random arrivals and departures: each step obeys the budget and the limits of running sequences and of rows, every
+    running sequence gets its token, a prompt's pieces follow each other without gap, prompts begin in order, and no
+    block is lost."""
     sequences = data.draw(st.integers(1, 4))
     tokens = data.draw(st.integers(sequences, 12))
-    bench = Bench(tokens=tokens, sequences=sequences, waiting=6, num_blocks=48)
+    rows = data.draw(st.integers(1, sequences))
+    overtakes = data.draw(st.integers(1, 3))
+    bench = Bench(
+        tokens=tokens, sequences=sequences, waiting=6, num_blocks=48, logits_rows_max=rows, overtakes_max=overtakes
+    )
+    begun: list[int] = []
     live: dict[str, Sequence] = {}
     names = iter(range(1_000))
     for _ in range(data.draw(st.integers(1, 25))):
@@ -318,6 +367,9 @@ def test_any_course_of_events(data: st.DataObject) -> None:
             assert sum(stop - start for _, start, stop, _ in batch) <= tokens
             assert bench.scheduler.running <= sequences
             assert len(batch) <= sequences
+            assert sum(sample for *_, sample in batch) <= rows
+            begun += [int(name) for name, start, *_ in batch if start == 0]
+            assert begun == sorted(begun)
             for name, start, stop, sample in batch:
                 assert start == before[name][0]
                 assert sample == (stop == before[name][1])

@@ -1,0 +1,78 @@
+"""The pure parts of the measurements: what they make of recorded events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
+from benchmarks.interference_report import best_chunk, by_system, report
+
+MIB = 1 << 20
+
+
+def handoff() -> list[Event]:
+    """Two layers, two chunks of two records of 1 MiB; the transport takes 0.5 s a layer, and is behind once."""
+    return [
+        Event(0.0, What.GRANTED),
+        Event(1.0, What.PLANNED, writes=4),
+        Event(2.0, What.POSTED, 0, 2, 2 * MIB),
+        Event(2.5, What.COMPLETED, writes=2),
+        Event(3.0, What.POSTED, 1, 2, 2 * MIB),
+        Event(4.0, What.PLANNED, writes=4),
+        Event(4.5, What.POSTED, 0, 2, 2 * MIB),
+        Event(4.6, What.POSTED, 1, 2, 2 * MIB),
+        Event(4.75, What.COMPLETED, writes=2),
+        Event(5.0, What.COMPLETED, writes=2),
+        Event(5.5, What.COMPLETED, writes=2),
+        Event(6.0, What.DRAWN),
+        Event(6.1, What.SEALED),
+        Event(6.25, What.ENDED),
+    ]
+
+
+def test_a_handoff_in_figures() -> None:
+    """Exposed is what follows the last step; three layers' records were still on their way when the last was posted."""
+    found = figures(handoff())
+    assert round(found.exposed_ms) == 250
+    assert round(found.tail_ms) == 1400
+    assert round(found.drain_ms) == 900
+    assert found.left_bytes == 6 * MIB
+    assert found.sent_bytes == 8 * MIB
+    assert round(found.computed_ms) == 5000
+
+
+def test_the_layers_of_a_handoff() -> None:
+    """Each layer is computed once and sent once, in order; a later one begins when the one before has landed."""
+    computed, sent = spans(handoff())
+    assert [(span.chunk, span.layer, span.begin_s, span.end_s) for span in computed] == [
+        (0, 0, 1.0, 2.0), (0, 1, 2.0, 3.0), (1, 0, 4.0, 4.5), (1, 1, 4.5, 4.6),
+    ]  # fmt: skip
+    assert [(span.chunk, span.layer, span.begin_s, span.end_s) for span in sent] == [
+        (0, 0, 2.0, 2.5), (0, 1, 3.0, 4.75), (1, 0, 4.75, 5.0), (1, 1, 5.0, 5.5),
+    ]  # fmt: skip
+    trace = json.loads(json.dumps(chrome_trace(handoff(), name="shm")))
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 8
+    assert {event["name"] for event in trace["traceEvents"] if event["ph"] == "i"} == {
+        "granted", "drawn", "sealed", "ended",
+    }  # fmt: skip
+
+
+def run(system: str, gap_ms: float, prompts: int) -> dict[str, Any]:
+    return {
+        "system": system,
+        "phases": {"alone": (0, 10), "prompts": (10, 20), "saturated": (20, 30)},
+        "gaps": [(5, 1.0)] + [(15, gap_ms)] * 10 + [(25, 9 * gap_ms)] * 10,
+        "prompts": [(12, 400.0)] + [(25, 800.0)] * prompts,
+    }
+
+
+def test_interference() -> None:
+    """A chunk that is slow as a whole does not count, however short its gaps; ours are told as shares of the best."""
+    runs = [run("cluster", 10, 5), run("vllm-128", 20, 5), run("vllm-512", 100, 10), run("vllm-2048", 150, 10)]
+    assert best_chunk(runs) == "vllm-512"
+    assert best_chunk(runs[:1]) is None
+    found = by_system(runs)["cluster"]
+    assert (found["alone_p50"], found["p99"], found["max"], found["ttft_max"]) == (1, 10, 10, 400)
+    assert found["tokens_per_s"] == (10 + 5 * 4000) / 10
+    assert "P99 gap of cluster: 0.100 of vllm-512's" in report(runs)
