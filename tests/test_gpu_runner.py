@@ -76,8 +76,8 @@ def play(runner: Runner, params: SamplingParams) -> tuple[list[list[int]], list[
     results.append(step(runner, [seqs[2], seqs[0], seqs[1]], [None, None, None]))
     results.append(step(runner, seqs[:3], [None, None, None]))
     results.append(step(runner, [*seqs[:3], *seqs[3:]], [None, None, None, None, None]))
-    for batch in (seqs, seqs[:4], seqs[1:3], seqs[4:]):
-        results.append(step(runner, batch, [None] * len(batch)))
+    later = (seqs, seqs[:4], seqs[1:3], seqs[4:])
+    results.extend(step(runner, batch, [None] * len(batch)) for batch in later)
     return [seq.tokens for seq in seqs], results
 
 
