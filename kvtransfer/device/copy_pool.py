@@ -24,20 +24,25 @@ POLL_INTERVAL_S = 50e-6
 """Between two looks at the oldest copy: short beside a layer, long beside the look."""
 
 
+BATCHES_IN_FLIGHT_MAX = 64
+"""Queued on the device at a time: what is queued there can no longer be abandoned."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Batch:
     grant: GrantId
-    writes: int
+    ops: WriteOps
     total_bytes: int
-    done: DeviceEvent
+    ready: DeviceEvent
+    """The sources have been computed."""
+    done: DeviceEvent | None = None
 
 
 class DeviceCopyPool:
     """As `kvtransfer.transports.shm_copy.CopyPool`, with a device's side stream in the place of threads that copy.
 
-    What has been posted is on its way and cannot be called back: `abandon` and `stop` keep later posts from being
-    copied, and what was posted before completes as copied. `post` may be called from any thread, whose current stream
-    has computed the sources; the rest from the loop's thread.
+    What is queued on the device cannot be called back: it completes as copied after `abandon` and `stop` too. `post`
+    may be called from any thread, whose current stream has computed the sources; the rest from the loop's thread.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class DeviceCopyPool:
         self._side = streams.side()
         self._wake = threading.Condition()
         self._flying: deque[_Batch] = deque()
+        self._waiting: deque[_Batch] = deque()
         self._abandoned: set[GrantId] = set()
         self._uncompleted: Counter[GrantId] = Counter()
         self._stopped = False
@@ -84,18 +90,18 @@ class DeviceCopyPool:
             WriteOutOfBounds: the batch is not taken, and not completed either.
         """
         check_ops(ops, self._src_nbytes, self._dst_nbytes)
+        ready = self._streams.current().record()
+        batch = _Batch(grant=grant, ops=ops, total_bytes=ops.total_bytes, ready=ready)
         with self._wake:
             if self._stopped or grant in self._abandoned or len(ops.src) == 0:
                 self._uncompleted[grant] += 1
-                self._complete(grant, len(ops.src), ops.total_bytes, copied=len(ops.src) == 0)
+                self._complete(batch, copied=len(ops.src) == 0)
                 return
-            # Under the lock, so that batches are in the side stream in the order of the queue.
-            self._side.wait(self._streams.current().record())
-            self._streams.copy(self._side, self._dst, self._src, ops)
+            if self._waiting or len(self._flying) >= BATCHES_IN_FLIGHT_MAX:
+                self._waiting.append(batch)
+            else:
+                self._launch(batch)
             self._uncompleted[grant] += 1
-            self._flying.append(
-                _Batch(grant=grant, writes=len(ops.src), total_bytes=ops.total_bytes, done=self._side.record())
-            )
             self._wake.notify()
 
     def uncompleted(self, grant: GrantId) -> int:
@@ -104,13 +110,14 @@ class DeviceCopyPool:
             return self._uncompleted[grant]
 
     def abandon(self, grant: GrantId) -> None:
-        """Copy nothing that is posted for this grant from now on.
+        """Copy no more for this grant than is queued on the device: what waits for room there completes now.
 
         Raises:
             TooManyAbandonedGrants: the pool has stopped instead, which abandons everything.
         """
         with self._wake:
             self._abandoned.add(grant)
+            self._complete_waiting(lambda batch: batch.grant == grant)
             too_many = len(self._abandoned) > self._abandoned_grants_max
         if too_many:
             self.stop()
@@ -127,6 +134,7 @@ class DeviceCopyPool:
         """Take nothing more. `drained` comes when the device is through with what was posted. Idempotent; no wait."""
         with self._wake:
             self._stopped = True
+            self._complete_waiting(lambda _: True)
             self._wake.notify_all()
 
     def join(self) -> None:
@@ -138,19 +146,21 @@ class DeviceCopyPool:
     def _poll(self) -> None:
         try:
             while (batch := self._oldest()) is not None:
+                assert batch.done is not None
                 pause = threading.Event()
                 while not batch.done.done():
                     pause.wait(self._poll_interval_s)
                 with self._wake:
                     self._flying.popleft()
-                    self._complete(batch.grant, batch.writes, batch.total_bytes, copied=True)
+                    self._complete(batch, copied=True)
+                    while self._waiting and len(self._flying) < BATCHES_IN_FLIGHT_MAX:
+                        self._launch(self._waiting.popleft())
         finally:
             self.stop()
             with self._wake:
                 # After an error of the device nobody knows what was copied; the device can no longer write either.
                 while self._flying:
-                    batch = self._flying.popleft()
-                    self._complete(batch.grant, batch.writes, batch.total_bytes, copied=False)
+                    self._complete(self._flying.popleft(), copied=False)
                 call_loop(self._loop, self._drained)
 
     def _oldest(self) -> _Batch | None:
@@ -159,18 +169,35 @@ class DeviceCopyPool:
                 self._wake.wait()
             return self._flying[0] if self._flying else None
 
-    def _complete(self, grant: GrantId, writes: int, total_bytes: int, *, copied: bool) -> None:
+    def _launch(self, batch: _Batch) -> None:
+        """With the lock held, so that batches are in the side stream in the order of the queue."""
+        self._side.wait(batch.ready)
+        self._streams.copy(self._side, self._dst, self._src, batch.ops)
+        batch.done = self._side.record()
+        self._flying.append(batch)
+
+    def _complete_waiting(self, which: Callable[[_Batch], bool]) -> None:
+        """With the lock held."""
+        kept: deque[_Batch] = deque()
+        for batch in self._waiting:
+            if which(batch):
+                self._complete(batch, copied=False)
+            else:
+                kept.append(batch)
+        self._waiting = kept
+
+    def _complete(self, batch: _Batch, *, copied: bool) -> None:
         """With the lock held, so that `drained` is scheduled after every `completed`."""
         if copied:
-            self.writes_copied += writes
-            self.bytes_copied += total_bytes
+            self.writes_copied += len(batch.ops.src)
+            self.bytes_copied += batch.total_bytes
         else:
             self.batches_abandoned += 1
-        call_loop(self._loop, self._deliver, grant, writes, total_bytes, copied)
+        call_loop(self._loop, self._deliver, batch, copied)
 
-    def _deliver(self, grant: GrantId, writes: int, total_bytes: int, copied: bool) -> None:
+    def _deliver(self, batch: _Batch, copied: bool) -> None:
         with self._wake:
-            self._uncompleted[grant] -= 1
-            if self._uncompleted[grant] == 0:
-                del self._uncompleted[grant]
-        self._completed(grant, writes, total_bytes, copied)
+            self._uncompleted[batch.grant] -= 1
+            if self._uncompleted[batch.grant] == 0:
+                del self._uncompleted[batch.grant]
+        self._completed(batch.grant, len(batch.ops.src), batch.total_bytes, copied)
