@@ -3,12 +3,13 @@
 FROM python:3.11-slim AS build
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/baton
 WORKDIR /src
 # The largest layer first, and by itself: a changed source file does not load PyTorch again.
 COPY constraints.txt ./
 RUN /opt/baton/bin/pip install -c constraints.txt --index-url "$TORCH_INDEX_URL" torch
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY proto/batonpb proto/batonpb
 COPY baton baton
 COPY engine engine

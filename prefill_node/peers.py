@@ -33,6 +33,7 @@ class Peers:
     def __init__(self, *, runtime: NodeRuntime, config: PrefillConfig, pool: DevicePool) -> None:
         self._runtime = runtime
         self._config = config
+        self._copy_turns = config.shm.turns()
         self._pool = pool
         self._host = host_identity()
         self._loop = asyncio.get_running_loop()
@@ -183,7 +184,9 @@ class Peers:
         source_U8 = self._pool.region.array_U8
         try:
             if endpoint.transport is TransportName.SHM:
-                return await ShmWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.shm)
+                return await ShmWriterLink.connect(
+                    endpoint, pair, source_U8, events, self._loop, self._config.shm, self._copy_turns
+                )
             assert endpoint.transport is TransportName.TCP, endpoint.transport
             return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
         except (ShmConnectError, TcpConnectError) as error:

@@ -25,7 +25,7 @@ from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps
 from kvtransfer.transports import shm_copy
 from kvtransfer.transports.shm import ShmReceiverConfig, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
-from kvtransfer.transports.shm_copy import copy_records
+from kvtransfer.transports.shm_copy import copy_checked
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 60
@@ -187,17 +187,17 @@ class Child:
 
 
 class Gate:
-    """Stands in for `copy_records`: the first copy stays under way until `open` is set."""
+    """Stands in for `copy_checked`: the first copy stays under way until `open` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached = threading.Event()
         self.open = threading.Event()
-        monkeypatch.setattr(shm_copy, "copy_records", self._copy)
+        monkeypatch.setattr(shm_copy, "copy_checked", self._copy)
 
     def _copy(self, dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
         self.reached.set()
         assert self.open.wait(DEADLINE_S)
-        copy_records(dst_U8, src_U8, ops)
+        copy_checked(dst_U8, src_U8, ops)
 
 
 def to_json(endpoint: DataEndpoint) -> dict[str, Any]:

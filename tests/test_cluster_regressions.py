@@ -59,7 +59,7 @@ def test_no_seal_vouches_for_a_batch_that_was_not_copied() -> None:
     grant is not committed. Another attempt gives the answer, exactly, and every block comes back."""
 
     async def scenario() -> None:
-        real_copy, commit_sent = shm_copy.copy_records, threading.Event()
+        real_copy, commit_sent = shm_copy.copy_checked, threading.Event()
         copies = 0
         died: list[type[BaseException]] = []
         committed: list[bool] = []
@@ -79,7 +79,7 @@ def test_no_seal_vouches_for_a_batch_that_was_not_copied() -> None:
             return committed[-1]
 
         with (
-            patch.object(shm_copy, "copy_records", copy),
+            patch.object(shm_copy, "copy_checked", copy),
             patch.object(threading, "excepthook", lambda args: died.append(args.exc_type)),
             patch.object(DecodeNode, "commit", commit),
         ):

@@ -137,7 +137,7 @@ def test_a_failed_copy_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(shm_copy, "copy_records", fail)
+    monkeypatch.setattr(shm_copy, "copy_checked", fail)
 
     async def test() -> None:
         async with receiver() as r, linked(r, ShmWriterConfig(copy_threads=2)) as (link, events):

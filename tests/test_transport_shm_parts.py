@@ -1,4 +1,4 @@
-"""The pure parts of the shm transport: its messages, its book of open connections, its copying of records."""
+"""The pure parts of the shm transport: its messages, its book of open connections."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports import shm_copy
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.pair_fence import Evidence, PairFence
-from kvtransfer.transports.posted_writes import WriteOutOfBounds, check_ops
-from kvtransfer.transports.shm_copy import copy_records
+from kvtransfer.transports.posted_writes import check_ops
 from kvtransfer.transports.shm_receiver import refusal_of
 
 U64 = st.integers(0, 2**64 - 1)
@@ -159,44 +157,6 @@ def test_the_evidence_says_who_acknowledged_and_who_died() -> None:
     assert book.settled() == (2, "2 acknowledged, 1 dead, by pidfd (pid 11)")
     assert book.settled() is None
     assert book.is_idle
-
-
-SRC_NBYTES, DST_NBYTES = 300, 200
-
-
-@given(
-    st.integers(1, 40),
-    st.lists(st.tuples(st.integers(0, SRC_NBYTES), st.integers(0, DST_NBYTES), st.integers(0, 40)), max_size=12),
-    st.booleans(),
-    st.integers(1, 64),
-)
-def test_records_are_copied_as_one_by_one(
-    size: int, raw: list[tuple[int, int, int]], on_grid: bool, slice_bytes: int
-) -> None:
-    """Equal records on their grid, or any mixture: as after a plain loop, or nothing at all when one op is bad."""
-    if on_grid:
-        # Destinations are not repeated: of two copies to one place either may be the last.
-        by_row = {dst // size: src // size * size for src, dst, _ in raw}
-        triples = [(src, row * size, size) for row, src in by_row.items()]
-    else:
-        triples = raw
-    ops = WriteOps(
-        src=np.array([t[0] for t in triples], np.int64),
-        dst=np.array([t[1] for t in triples], np.int64),
-        nbytes=np.array([t[2] for t in triples], np.int64),
-    )
-    src_U8 = np.random.default_rng(0).integers(1, 256, SRC_NBYTES, dtype=np.uint8)
-    dst_U8, wanted_U8 = np.zeros(DST_NBYTES, np.uint8), np.zeros(DST_NBYTES, np.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shm_copy, "COPY_SLICE_BYTES", slice_bytes)
-        if any(src + n > SRC_NBYTES or dst + n > DST_NBYTES for src, dst, n in triples):
-            with pytest.raises(WriteOutOfBounds):
-                copy_records(dst_U8, src_U8, ops)
-        else:
-            copy_records(dst_U8, src_U8, ops)
-            for src, dst, n in triples:
-                wanted_U8[dst : dst + n] = src_U8[src : src + n]
-    assert np.array_equal(dst_U8, wanted_U8)
 
 
 def test_ops_of_another_shape_or_type_are_our_own_bug() -> None:

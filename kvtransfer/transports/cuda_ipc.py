@@ -12,6 +12,7 @@ has heard of that through sockets, and see what was written to device memory bef
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from baton.ids import Pair
@@ -61,7 +62,9 @@ class CudaIpcWriterLink(ShmWriterLink):
             except DeviceError as error:
                 raise ShmConnectError(f"{address}: {error}") from error
 
-        link = await cls.connect(endpoint, pair, source, events, loop, config, Handshake(open_region=open_region))
+        link = await cls.connect(
+            endpoint, pair, source, events, loop, config, handshake=Handshake(open_region=open_region)
+        )
         assert isinstance(link, CudaIpcWriterLink)
         return link
 
@@ -74,7 +77,9 @@ class CudaIpcWriterLink(ShmWriterLink):
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: ShmWriterConfig,
+        turns: AbstractContextManager[object],
     ) -> DeviceCopyPool:
+        del turns  # a device orders its own copies
         assert isinstance(mapping, OpenedRegion)
         return DeviceCopyPool(
             streams=mapping.driver.streams,

@@ -10,6 +10,7 @@ import mmap
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +18,7 @@ from typing import Protocol
 from baton.ids import Pair
 from kvtransfer.transport import DataEndpoint
 from kvtransfer.transports import shm_wire as wire
+from kvtransfer.transports.shm_copy import CopyLimits
 
 # A child of a later fork must not inherit the right to write; the mmap module of Python 3.11 may lack the name.
 _MADV_DONTFORK = getattr(mmap, "MADV_DONTFORK", 10)
@@ -36,9 +38,15 @@ class ShmWriterConfig:
 
     connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
     connect_retry_ms: int = field(default=20, metadata={"help": "pause while the receiver's backlog is full"})
-    copy_threads: int = field(default=1, metadata={"help": "copying threads of each link"})
+    copy_threads: int = field(
+        default=1,
+        metadata={"help": "threads of this process that copy at a time; count them with engine.compute_threads"},
+    )
     copy_chunk_ops_max: int = field(
-        default=256, metadata={"help": "writes copied between two looks at whether the grant was given up"}
+        default=1024, metadata={"help": "writes copied between two looks at whether the grant was given up"}
+    )
+    copy_chunk_bytes_max: int = field(
+        default=4 << 20, metadata={"help": "bytes of those writes, after which no further one is begun"}
     )
     abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
     outbox_messages_max: int = field(
@@ -53,6 +61,20 @@ class ShmWriterConfig:
         for name in self.__dataclass_fields__:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def copy_limits(self) -> CopyLimits:
+        """Of one link."""
+        return CopyLimits(
+            threads=self.copy_threads,
+            chunk_ops_max=self.copy_chunk_ops_max,
+            chunk_bytes_max=self.copy_chunk_bytes_max,
+            abandoned_grants_max=self.abandoned_grants_max,
+        )
+
+    def turns(self) -> threading.Semaphore:
+        """What bounds the copying threads of all links of a process together: made once, given to each `connect`."""
+        return threading.Semaphore(self.copy_threads)
 
 
 async def connect_socket(sock: socket.socket, endpoint: DataEndpoint, config: ShmWriterConfig) -> None:

@@ -1,5 +1,8 @@
 """Copies records between two mapped regions, on a small pool of threads.
 
+A batch is cut into chunks, which the threads take in turn: a large batch is copied by all of them, and a thread looks
+whether to go on after each chunk.
+
 Shape suffixes: U8 = one-dimensional array of bytes; RN = records of N bytes, one in each row; B = one entry per record.
 """
 
@@ -9,17 +12,31 @@ import asyncio
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from baton.ids import GrantId
+from kvtransfer.native.copy import native_copy
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants, check_ops
 
 COPY_SLICE_BYTES = 1 << 20
-"""Bound of the temporary that a copy of equal records makes: near the size of a second-level cache."""
+"""Bound of the temporary that NumPy's copy of equal records makes: near the size of a second-level cache."""
+CHUNK_BYTES_MIN = 1 << 18
+"""A batch is not cut into smaller chunks for the sake of having one for each thread: waking one costs too much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyLimits:
+    """`threads` of one link; its batches are cut into chunks of `chunk_ops_max` ops and about `chunk_bytes_max`."""
+
+    threads: int
+    chunk_ops_max: int
+    chunk_bytes_max: int
+    abandoned_grants_max: int
 
 
 def copy_records(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
@@ -29,6 +46,26 @@ def copy_records(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
         WriteOutOfBounds: see `check_ops`.
     """
     check_ops(ops, len(src_U8), len(dst_U8))
+    copy_checked(dst_U8, src_U8, contiguous(ops))
+
+
+def contiguous(ops: WriteOps) -> WriteOps:
+    """The same ops, in arrays that C can walk through."""
+    arrays = (np.ascontiguousarray(array) for array in (ops.src, ops.dst, ops.nbytes))
+    return WriteOps(**dict(zip(("src", "dst", "nbytes"), arrays, strict=True)))
+
+
+def copy_checked(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
+    """Copy every op of contiguous arrays that `check_ops` has passed."""
+    native = native_copy()
+    if native is not None:
+        native(dst_U8, src_U8, ops.dst, ops.src, ops.nbytes)
+    else:
+        copy_by_numpy(dst_U8, src_U8, ops)
+
+
+def copy_by_numpy(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
+    """What `copy_checked` does where there is no native library."""
     if len(ops.src) == 0:
         return
     row_nbytes = int(ops.nbytes[0])
@@ -50,15 +87,41 @@ def _copy_rows(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps, row_nbytes
         dst_RN[dst_row_B[start : start + step]] = src_RN[src_row_B[start : start + step]]
 
 
+def chunk_borders(nbytes_B: np.ndarray, limits: CopyLimits) -> list[int]:
+    """Where to cut a batch: chunk i is the ops from border i up to border i + 1. Always at least one chunk.
+
+    A chunk ends with the op that fills it, so it may be larger than `chunk_bytes_max` by less than one op.
+    """
+    count, total_bytes = len(nbytes_B), int(nbytes_B.sum())
+    target_bytes = max(CHUNK_BYTES_MIN, -(-total_bytes // limits.threads))
+    target_bytes = min(target_bytes, limits.chunk_bytes_max)
+    if total_bytes <= target_bytes and count <= limits.chunk_ops_max:
+        return [0, count]
+    by_bytes = np.searchsorted(np.cumsum(nbytes_B), np.arange(target_bytes, total_bytes, target_bytes)) + 1
+    by_ops = np.arange(0, count, limits.chunk_ops_max)
+    borders: list[int] = np.unique(np.concatenate(([0, count], by_bytes, by_ops))).tolist()
+    return borders
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Batch:
+    """`next_chunk`: the first that no thread has taken; `copied` turns False when one is left out."""
+
     grant: GrantId
     ops: WriteOps
     total_bytes: int
+    borders: list[int] = field(default_factory=list)
+    next_chunk: int = 0
+    chunks_under_way: int = 0
+    copied: bool = True
+
+    @property
+    def all_taken(self) -> bool:
+        return self.next_chunk == len(self.borders) - 1
 
 
 class CopyPool:
-    """Threads that copy posted batches from one region into another, first in first out.
+    """Threads that copy posted batches from one region into another, begun first in first out.
 
     `post` may be called from any thread, the rest from the loop's. Every posted batch ends in one `completed`. The
     queue has no limit of its own: whoever posts bounds the bytes that are not yet completed.
@@ -75,30 +138,31 @@ class CopyPool:
         loop: asyncio.AbstractEventLoop,
         completed: Completed,
         drained: Callable[[], None],
-        threads: int,
-        chunk_ops_max: int,
-        abandoned_grants_max: int,
+        limits: CopyLimits,
+        turns: AbstractContextManager[object],
         name: str,
     ) -> None:
-        """Starts the threads. Between two chunks of `chunk_ops_max` ops, `stop` and `abandon` are looked at."""
+        """Starts the threads. Each chunk is copied within `turns`, a semaphore that bounds the pools of a process."""
         self._dst_U8: np.ndarray | None = dst_U8
         self._src_U8: np.ndarray | None = src_U8
         self._src_nbytes, self._dst_nbytes = len(src_U8), len(dst_U8)
         self._loop = loop
         self._completed = completed
         self._drained = drained
-        self._chunk_ops_max = chunk_ops_max
-        self._abandoned_grants_max = abandoned_grants_max
+        self._limits = limits
+        self._turns = turns
         self._wake = threading.Condition()
         self._queue: deque[_Batch] = deque()
         self._abandoned: set[GrantId] = set()
         self._uncompleted: Counter[GrantId] = Counter()
         self._stopped = False
-        self._threads_left = threads
+        self._threads_left = limits.threads
         self.writes_copied = 0
         self.bytes_copied = 0
         self.batches_abandoned = 0
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(limits.threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -109,7 +173,8 @@ class CopyPool:
             WriteOutOfBounds: the batch is not taken, and not completed either.
         """
         check_ops(ops, self._src_nbytes, self._dst_nbytes)
-        batch = _Batch(grant=grant, ops=ops, total_bytes=ops.total_bytes)
+        batch = _Batch(grant=grant, ops=contiguous(ops), total_bytes=ops.total_bytes)
+        batch.borders = chunk_borders(ops.nbytes, self._limits)
         with self._wake:
             self._uncompleted[grant] += 1
             if self._stopped or grant in self._abandoned:
@@ -124,19 +189,19 @@ class CopyPool:
             return self._uncompleted[grant]
 
     def abandon(self, grant: GrantId) -> None:
-        """Copy no more for this grant: what is queued completes now, the chunk under way is the last.
+        """Copy no more for this grant: what is queued completes now, the chunks under way are the last.
 
         Raises:
             TooManyAbandonedGrants: the pool has stopped instead, which abandons everything.
         """
         with self._wake:
             self._abandoned.add(grant)
-            self._complete_queued(lambda batch: batch.grant == grant)
-            too_many = len(self._abandoned) > self._abandoned_grants_max
+            self._drop_queued(lambda batch: batch.grant == grant)
+            too_many = len(self._abandoned) > self._limits.abandoned_grants_max
         if too_many:
             self.stop()
             raise TooManyAbandonedGrants(
-                f"{self._abandoned_grants_max} abandoned grants remembered, none may be forgotten"
+                f"{self._limits.abandoned_grants_max} abandoned grants remembered, none may be forgotten"
             )
 
     def forget(self, grant: GrantId) -> None:
@@ -148,7 +213,7 @@ class CopyPool:
         """Copy no more: what is queued completes now, the chunks under way are the last. Idempotent; does not wait."""
         with self._wake:
             self._stopped = True
-            self._complete_queued(lambda _: True)
+            self._drop_queued(lambda _: True)
             self._wake.notify_all()
 
     def join(self) -> None:
@@ -160,35 +225,47 @@ class CopyPool:
 
     def _run(self) -> None:
         try:
-            while (batch := self._take()) is not None:
-                copied = False
-                try:
-                    copied = self._copy(batch)
-                finally:
-                    with self._wake:
-                        self._complete(batch, copied=copied)
+            while self._wait():
+                with self._turns:
+                    self._copy_next()
         finally:
             # Also on an unforeseen error: the error goes to threading.excepthook, and nobody waits for ever.
             self._leave()
 
-    def _take(self) -> _Batch | None:
+    def _wait(self) -> bool:
+        """Until there is a chunk to copy; False: stopped."""
         with self._wake:
             while not self._queue and not self._stopped:
                 self._wake.wait()
-            return None if self._stopped else self._queue.popleft()
+            return not self._stopped
 
-    def _copy(self, batch: _Batch) -> bool:
-        assert self._dst_U8 is not None
-        assert self._src_U8 is not None
-        ops = batch.ops
-        for start in range(0, len(ops.src), self._chunk_ops_max):
-            with self._wake:
-                if self._stopped or batch.grant in self._abandoned:
-                    return False
-            end = start + self._chunk_ops_max
+    def _copy_next(self) -> None:
+        """Copy the next chunk, unless there is none any more."""
+        with self._wake:
+            if not self._queue:
+                return
+            batch = self._queue[0]
+            start, end = batch.borders[batch.next_chunk : batch.next_chunk + 2]
+            batch.next_chunk += 1
+            batch.chunks_under_way += 1
+            if batch.all_taken:
+                self._queue.popleft()
+            if self._queue:
+                self._wake.notify()
+        copied = False
+        try:
+            ops = batch.ops
             chunk = WriteOps(src=ops.src[start:end], dst=ops.dst[start:end], nbytes=ops.nbytes[start:end])
-            copy_records(self._dst_U8, self._src_U8, chunk)
-        return True
+            assert self._dst_U8 is not None
+            assert self._src_U8 is not None
+            copy_checked(self._dst_U8, self._src_U8, chunk)
+            copied = True
+        finally:
+            with self._wake:
+                batch.chunks_under_way -= 1
+                batch.copied = batch.copied and copied
+                if batch.all_taken and batch.chunks_under_way == 0:
+                    self._complete(batch, copied=batch.copied)
 
     def _leave(self) -> None:
         self.stop()
@@ -197,12 +274,15 @@ class CopyPool:
             if self._threads_left == 0:
                 call_loop(self._loop, self._drained)
 
-    def _complete_queued(self, which: Callable[[_Batch], bool]) -> None:
-        """With the lock held."""
+    def _drop_queued(self, which: Callable[[_Batch], bool]) -> None:
+        """With the lock held. The last of the chunks under way completes a batch that has begun."""
         kept: deque[_Batch] = deque()
         for batch in self._queue:
             if which(batch):
-                self._complete(batch, copied=False)
+                batch.copied = False
+                batch.next_chunk = len(batch.borders) - 1
+                if batch.chunks_under_way == 0:
+                    self._complete(batch, copied=False)
             else:
                 kept.append(batch)
         self._queue = kept

@@ -2,8 +2,8 @@
 
 Visibility of the copies to whoever has read the seal: the copying thread hands its completion to the loop's thread
 through a lock, and that thread passes the seal through the kernel's socket locks; each is a release on one side and an
-acquire on the other, on every architecture. On x86 stores are also seen in order anyway, and memcpy ends its
-non-temporal stores with a fence of its own. So no explicit fence is issued here.
+acquire on the other, on every architecture. Non-temporal stores are not ordered by that on x86: the native copy ends
+with a store fence of its own (`native/copy.c`), and so does memcpy where it uses them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import asyncio
 import mmap
 import socket
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.native.copy import copies_by
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.link_end import LinkEnd
@@ -71,6 +73,7 @@ class ShmWriterLink:
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: ShmWriterConfig,
+        turns: AbstractContextManager[object],
     ) -> None:
         """Takes ownership of socket and mapping. Use `connect`."""
         self._sock = sock
@@ -85,7 +88,9 @@ class ShmWriterLink:
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._seals = 0
-        self._pool = self._make_pool(mapping, source_region_U8, pair=pair, events=events, loop=loop, config=config)
+        self._pool = self._make_pool(
+            mapping, source_region_U8, pair=pair, events=events, loop=loop, config=config, turns=turns
+        )
         loop.add_reader(sock, self._read)
 
     def _make_pool(
@@ -97,6 +102,7 @@ class ShmWriterLink:
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: ShmWriterConfig,
+        turns: AbstractContextManager[object],
     ) -> Copier:
         """What copies from `source` into the opened region. cuda_ipc has its own."""
         assert isinstance(mapping, mmap.mmap)
@@ -106,9 +112,8 @@ class ShmWriterLink:
             loop=loop,
             completed=events.writes_completed,
             drained=self._drained,
-            threads=config.copy_threads,
-            chunk_ops_max=config.copy_chunk_ops_max,
-            abandoned_grants_max=config.abandoned_grants_max,
+            limits=config.copy_limits,
+            turns=turns,
             name=f"shm-copy-{pair.receiver:x}",
         )
 
@@ -121,12 +126,14 @@ class ShmWriterLink:
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: ShmWriterConfig | None = None,
+        turns: AbstractContextManager[object] | None = None,
         handshake: Handshake | None = None,
     ) -> ShmWriterLink:
         """Connect, prove the pair's secret and map the receiver's region.
 
         `source_region_U8` is the caller's: a uint8 array, unless `handshake` opens something else than host memory.
-        The link lets go of it at its end.
+        The link lets go of it at its end. `turns` is the semaphore of `config.turns` that all links of a process share;
+        without it this link has one of its own.
 
         Raises:
             ShmConnectError: refused, unreachable, or not done within `connect_ms_max`.
@@ -156,6 +163,7 @@ class ShmWriterLink:
                 events=events,
                 loop=loop,
                 config=config,
+                turns=turns or config.turns(),
             )
         except BaseException:
             # No thread could be started. The region may still be mapped, so no BYE.
@@ -214,6 +222,8 @@ class ShmWriterLink:
             "address": self._address,
             "epoch": self._epoch,
             "state": self._ending.reason or "open",
+            "copies_by": copies_by(),
+            "copy_threads": self._config.copy_threads,
             "writes": self._pool.writes_copied,
             "bytes": self._pool.bytes_copied,
             "batches_abandoned": self._pool.batches_abandoned,

@@ -1,0 +1,108 @@
+"""C code of our own: built with the package where a compiler is at hand, or at its first use, or done without.
+
+A library's file name carries a hash of its source and of how it is built, so that one of another version is never
+loaded. This file stands alone: the build of the package runs it by its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+COMPILE_S_MAX = 60
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
+
+
+class NotBuilt(Exception):
+    """There is no library, and why: no compiler, or what it said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLibrary:
+    """`handle` is None where there is none: `status` says why then, and from where it was loaded else."""
+
+    handle: ctypes.CDLL | None
+    status: str
+
+
+def library_name(source: Path, libraries: tuple[str, ...] = ()) -> str:
+    """File name of what `source` is built to on this kind of machine."""
+    digest = hashlib.blake2b(source.read_bytes(), digest_size=8)
+    digest.update("\0".join((*FLAGS, *libraries, platform.machine(), platform.libc_ver()[0])).encode())
+    return f"{source.stem}-{digest.hexdigest()}.so"
+
+
+def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
+    """Compile `source` into `folder` unless it is there. Several processes may do so at once.
+
+    `libraries` are linked to, as for "-l".
+
+    Raises:
+        NotBuilt: no compiler, an error of the compiler, or a folder that cannot be written to.
+    """
+    target = folder / library_name(source, libraries)
+    if target.exists():
+        return target
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise NotBuilt(f"no C compiler ({', '.join(COMPILERS)}) was found")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(prefix=target.stem, suffix=".part", dir=folder)
+    except OSError as error:
+        raise NotBuilt(f"{folder}: {error.strerror}") from error
+    os.close(handle)
+    part = Path(name)
+    try:
+        command = [compiler, *FLAGS, "-o", str(part), str(source), *(f"-l{library}" for library in libraries)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S_MAX, check=False)
+        if done.returncode:
+            lines = [*done.stderr.strip().splitlines(), f"{compiler} ended with {done.returncode}"]
+            raise NotBuilt(next((line for line in lines if "error: " in line), lines[0]))
+        part.chmod(0o755)
+        part.replace(target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotBuilt(str(error)) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+    return target
+
+
+def load(source: Path, libraries: tuple[str, ...] = ()) -> NativeLibrary:
+    """The library of `source`: the one beside it, else one built there, else one built in the user's cache folder.
+
+    May take a second, the first time. Never raises for want of a compiler or of a place to write to.
+    """
+    reasons = []
+    for folder in (source.parent, _cache_folder()):
+        try:
+            path = build(source, folder, libraries)
+            _check_owner(path)
+            return NativeLibrary(handle=ctypes.CDLL(str(path)), status=f"loaded from {path}")
+        except (NotBuilt, OSError) as error:
+            reasons.append(str(error))
+    return NativeLibrary(handle=None, status=f"not built: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "baton"
+
+
+def _check_owner(path: Path) -> None:
+    """A library that another user could have put there is not loaded. Raises NotBuilt."""
+    for place in (path, path.parent):
+        status = place.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+            raise NotBuilt(f"{place} belongs to, or may be written by, another user")
