@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
-from baton.health import HEALTH_SERVICE, HealthService
+from baton.health import HEALTH_SERVICE, REFLECTION_SERVICE
 from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.status import to_status
@@ -31,6 +29,8 @@ from baton.status import to_status
 log = get_log("rpc")
 _T = TypeVar("_T")
 if TYPE_CHECKING:
+    from baton.health_service import HealthService
+
     _Handler = grpc.RpcMethodHandler[Any, Any]
     _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,7 +44,7 @@ UNTIMED_METHODS: Final = frozenset(
         "/baton.v1.Transfer/Attend",
         f"/{HEALTH_SERVICE}/Check",
         f"/{HEALTH_SERVICE}/Watch",
-        f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
+        f"/{REFLECTION_SERVICE}/ServerReflectionInfo",
     }
 )
 """Live as long as their caller, or are called by tools that set no deadline; keepalive ends them when it is gone."""
@@ -144,8 +144,9 @@ class RpcServer:
 
     def set_ready(self, ready: bool) -> None:
         """Flip readiness, and with it the health of each service. Liveness stays as it is."""
-        assert self._health is not None, "set_ready before start"
-        self._health.set_ready(ready)
+        assert self._server is not None, "set_ready before start"
+        if self._health is not None:
+            self._health.set_ready(ready)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s` to end, cancel the rest and see their handlers end. Idempotent.
@@ -174,12 +175,27 @@ class RpcServer:
             ],
         )
         names = [service for service, _, _ in self._services]
-        self._health = HealthService(names)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for _, register, servicer in self._services:
             register(servicer, server)
-        reflection.enable_server_reflection([*names, HEALTH_SERVICE, reflection.SERVICE_NAME], server)
+        self._add_health(names, server)
         return server
+
+    def _add_health(self, names: list[str], server: grpc.aio.Server) -> None:
+        """Health and reflection. Nodes do not need them of each other, so a machine without the packages serves."""
+        try:
+            from grpc_health.v1 import health_pb2_grpc
+            from grpc_reflection.v1alpha import reflection
+
+            from baton.health_service import HealthService
+        except ImportError as error:
+            log.warning(
+                "no health checks and no reflection here: install grpcio-health-checking and grpcio-reflection",
+                missing=error.name,
+            )
+            return
+        self._health = HealthService(names)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection([*names, HEALTH_SERVICE, REFLECTION_SERVICE], server)
 
 
 class _Edge(grpc.aio.ServerInterceptor):

@@ -12,7 +12,7 @@ from pathlib import Path
 from baton.errors import InvalidField
 from kvtransfer.transport import TransportName
 
-SAME_HOST_ONLY = frozenset({TransportName.SHM})
+SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
 DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.TCP)
 
@@ -34,7 +34,9 @@ class FallbackConfig:
 
 
 def check_transports(transports: Sequence[TransportName]) -> None:
-    """Raises InvalidField unless `transports` names at least one, none twice."""
+    """Raises InvalidField unless `transports` names at least one, none twice, each for a region in host memory."""
+    if TransportName.CUDA_IPC in transports:
+        raise InvalidField("transports", "has cuda_ipc, but this node's region is in host memory: use shm, tcp")
     if not transports or len(set(transports)) != len(transports):
         raise InvalidField("transports", "must name at least one transport, none of them twice")
 

@@ -18,6 +18,7 @@ from baton.ids import Epoch, GrantId, Pair
 class TransportName(Enum):
     """Named best first: where both sides offer several, the first one that can work between them is used."""
 
+    CUDA_IPC = "cuda_ipc"  # regions on GPUs of one machine
     SHM = "shm"
     TCP = "tcp"
 

@@ -66,7 +66,8 @@ def make_request(
         request.sampling.max_tokens = max_tokens
     if model is not None:
         request.model = model
-    request.cache_salt = cache_salt.encode()
+    if cache_salt:
+        request.cache_salt = cache_salt
     if isinstance(prompt, str):
         request.text = prompt
     else:

@@ -43,3 +43,12 @@ def test_the_command_loads_nothing_heavy_until_it_is_needed() -> None:
     heavy = "{'torch', 'grpc', 'numpy', 'pydantic'}"
     loaded = run("-c", f"import cli.main, sys; cli.main.run(['--help']); print(sorted({heavy} & set(sys.modules)))")
     assert (loaded.returncode, loaded.stdout.splitlines()[-1]) == (0, "[]"), loaded.stderr
+
+
+def test_a_pair_runs_without_the_packages_that_it_can_do_without() -> None:
+    """Engine, kvtransfer and both halves load, and a server serves, where redis, the health and reflection services,
+    starlette and pydantic-settings are not installed: a machine with a GPU may have none of them."""
+    result = run("-m", "tests.without_packages")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "serving\n[]\n"
+    assert "install grpcio-health-checking" in result.stderr

@@ -10,12 +10,38 @@ from typing import Any
 import numpy as np
 
 from baton.ids import Epoch, Pair
+from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, ReceiverPort, TransportName, WriterEvents, WriterLink
+from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
 from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+from tests.fake_device import FakeDriver
 
 ConnectErrors = (ShmConnectError, TcpConnectError)
+
+
+class FakeDeviceRegion(DeviceRegion):
+    """Device memory that the suite can look into."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(FakeDriver(), nbytes, "test-region")
+
+    @property
+    def array_U8(self) -> np.ndarray:
+        array_U8: np.ndarray = self.memory
+        return array_U8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeSource:
+    """Any bytes as the source of copies between devices."""
+
+    memory: np.ndarray
+    nbytes: int
+
+
+AnyRegion = Region | FakeDeviceRegion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +55,15 @@ class Kit:
         """The receiver can take the right to write back from a writer that stands still."""
         return self.transport is TransportName.TCP
 
-    def port(self, region: Region, events: ReceiverEvents) -> ReceiverPort:
+    def region(self, nbytes: int) -> AnyRegion:
+        if self.transport is TransportName.CUDA_IPC:
+            return FakeDeviceRegion(nbytes)
+        return Region.create(nbytes, "test-region")
+
+    def port(self, region: Any, events: ReceiverEvents) -> ReceiverPort:
         loop = asyncio.get_running_loop()
+        if self.transport is TransportName.CUDA_IPC:
+            return CudaIpcReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
         if self.transport is TransportName.SHM:
             return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
         return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
@@ -38,6 +71,10 @@ class Kit:
     async def link(self, endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents) -> WriterLink:
         """Deadlines are short, so that a test of them is: nothing here is slow on a healthy machine."""
         loop = asyncio.get_running_loop()
+        if self.transport is TransportName.CUDA_IPC:
+            source = FakeSource(memory=source_U8, nbytes=len(source_U8))
+            device = ShmWriterConfig(bye_ms_max=300)
+            return await CudaIpcWriterLink.connect_device(endpoint, pair, source, events, loop, FakeDriver(), device)
         if self.transport is TransportName.SHM:
             shm = ShmWriterConfig(copy_chunk_ops_max=4, bye_ms_max=300)
             return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
@@ -46,6 +83,7 @@ class Kit:
 
 
 KITS = (
+    Kit(name="cuda-ipc", transport=TransportName.CUDA_IPC),
     Kit(name="shm", transport=TransportName.SHM),
     Kit(name="tcp", transport=TransportName.TCP),
     Kit(name="tcp-3-streams", transport=TransportName.TCP, streams=3),

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
-from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverPort, Seal, WriteOps, WriterLink
 from tests.shm_peer import Events, say, source_bytes
 from tests.transport_kits import KITS, ConnectErrors, Everything, endpoint_from_json, endpoint_to_json
@@ -62,7 +61,7 @@ class Peer:
 
     async def do_receive(self, kit: str, nbytes: int, pair: list[int], epoch: int, grants: list[str]) -> dict[str, Any]:
         maker = next(k for k in KITS if k.name == kit)
-        self.port = maker.port(Region.create(nbytes, "peer-region"), Events())
+        self.port = maker.port(maker.region(nbytes), Events())
         of = Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1]))
         for grant in grants:
             self.port.allow(of, Epoch(epoch), GrantId(bytes.fromhex(grant)), Everything())

@@ -33,7 +33,7 @@ class Receiving:
     def __init__(self, kit: Kit, events: Recorder) -> None:
         self.kit = kit
         self.events = events
-        self.region = Region.create(REGION_NBYTES, "test-region")
+        self.region = kit.region(REGION_NBYTES)
         self.port: ReceiverPort = kit.port(self.region, events)
 
     def expect(self, pair: Pair = PAIR, epoch: Epoch = EPOCH, grant: GrantId = GRANT) -> dict[str, Any]:

@@ -60,9 +60,12 @@ class Decoder:
         return rotary_angles(positions_T, self.frequencies, factor=self.rope_factor, dtype=self.embedding_VE.dtype)
 
     def run_layer(
-        self, layer: int, x_TE: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], attend: Attend
+        self, layer: int, x_TE: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, attend: Attend
     ) -> torch.Tensor:
-        """Layer `layer` of the pre-norm transformer -> [T, E]. Calls `attend` once."""
+        """Layer `layer` of the pre-norm transformer -> [T, E]. Calls `attend` once.
+
+        Without `angles`, `attend` gets queries and keys that are not turned yet: it does that itself.
+        """
         w, eps = self.layers[layer], self.config.rms_norm_eps
         num_tokens, head_dim = x_TE.shape[0], self.config.head_dim
 
@@ -72,7 +75,9 @@ class Decoder:
         v_TKD = w.v(normed_TE).view(num_tokens, self.config.num_kv_heads, head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             q_THD, k_TKD = rms_norm(q_THD, w.q_norm, eps), rms_norm(k_TKD, w.k_norm, eps)
-        out_THD = attend(rotate(q_THD, *angles), rotate(k_TKD, *angles), v_TKD)
+        if angles is not None:
+            q_THD, k_TKD = rotate(q_THD, *angles), rotate(k_TKD, *angles)
+        out_THD = attend(q_THD, k_TKD, v_TKD)
         x_TE = x_TE + w.o(out_THD.reshape(num_tokens, -1))
 
         return x_TE + swiglu(rms_norm(x_TE, w.post_attention_norm, eps), w.gate, w.up, w.down)

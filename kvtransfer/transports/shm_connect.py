@@ -11,7 +11,9 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from baton.ids import Pair
 from kvtransfer.transport import DataEndpoint
@@ -90,34 +92,10 @@ async def connect_socket(sock: socket.socket, endpoint: DataEndpoint, config: Sh
         raise ShmConnectError(f"{endpoint.address}: the listener runs as user {uid}, we as {os.geteuid()}")
 
 
-@dataclass(slots=True)
-class Handshake:
-    """HELLO, CHALLENGE, ANSWER, WELCOME on one socket."""
+class OpenRegion(Protocol):
+    """A receiver's region, open in this process."""
 
-    nonce: bytes = b""
-    """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
-
-    async def run(
-        self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
-    ) -> mmap.mmap:
-        """The mapped region, the caller's. Raises ShmConnectError, OSError, MalformedMessage."""
-        sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
-        challenge, fd = await _receive(sock, loop)
-        if fd is not None:
-            os.close(fd)
-        if not isinstance(challenge, wire.Challenge):
-            raise ShmConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
-        self.nonce = challenge.nonce
-        sock.send(wire.encode(wire.Answer(nonce=challenge.nonce)))
-        welcome, fd = await _receive(sock, loop)
-        if fd is None:
-            raise ShmConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
-        try:
-            if not isinstance(welcome, wire.Welcome):
-                raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
-            return _map_region(fd, welcome.region_nbytes, endpoint.address)
-        finally:
-            os.close(fd)
+    def close(self) -> None: ...
 
 
 def _map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
@@ -132,6 +110,38 @@ def _map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
         mapping.close()
         raise
     return mapping
+
+
+@dataclass(slots=True)
+class Handshake:
+    """HELLO, CHALLENGE, ANSWER, WELCOME on one socket."""
+
+    nonce: bytes = b""
+    """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
+    open_region: Callable[[int, int, str], OpenRegion] = _map_region
+    """From (descriptor, bytes of the region, address for messages); the descriptor is closed afterwards."""
+
+    async def run(
+        self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
+    ) -> OpenRegion:
+        """The opened region, the caller's. Raises ShmConnectError, OSError, MalformedMessage."""
+        sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
+        challenge, fd = await _receive(sock, loop)
+        if fd is not None:
+            os.close(fd)
+        if not isinstance(challenge, wire.Challenge):
+            raise ShmConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
+        self.nonce = challenge.nonce
+        sock.send(wire.encode(wire.Answer(nonce=challenge.nonce)))
+        welcome, fd = await _receive(sock, loop)
+        if fd is None:
+            raise ShmConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
+        try:
+            if not isinstance(welcome, wire.Welcome):
+                raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
+            return self.open_region(fd, welcome.region_nbytes, endpoint.address)
+        finally:
+            os.close(fd)
 
 
 async def _receive(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> tuple[wire.Message, int | None]:

@@ -13,7 +13,7 @@ import mmap
 import socket
 from collections import deque
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kvtransfer.transports.link_end import LinkEnd
 from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
 from kvtransfer.transports.shm_connect import (
     Handshake,
+    OpenRegion,
     ShmConnectError,
     ShmWriterConfig,
     connect_socket,
@@ -32,6 +33,21 @@ from kvtransfer.transports.shm_connect import (
     say_late_bye,
 )
 from kvtransfer.transports.shm_copy import CopyPool
+
+
+class Copier(Protocol):
+    """What copies for a link: a `CopyPool`, or the like of it on a device."""
+
+    writes_copied: int
+    bytes_copied: int
+    batches_abandoned: int
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None: ...
+    def uncompleted(self, grant: GrantId) -> int: ...
+    def abandon(self, grant: GrantId) -> None: ...
+    def forget(self, grant: GrantId) -> None: ...
+    def stop(self) -> None: ...
+    def join(self) -> None: ...
 
 
 class ShmWriterLink:
@@ -49,11 +65,11 @@ class ShmWriterLink:
         self,
         *,
         sock: socket.socket,
-        mapping: mmap.mmap,
+        mapping: OpenRegion,
         nonce: bytes,
         endpoint: DataEndpoint,
         pair: Pair,
-        source_region_U8: np.ndarray,
+        source_region_U8: Any,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: ShmWriterConfig,
@@ -61,7 +77,7 @@ class ShmWriterLink:
     ) -> None:
         """Takes ownership of socket and mapping. Use `connect`."""
         self._sock = sock
-        self._mapping: mmap.mmap | None = mapping
+        self._mapping: OpenRegion | None = mapping
         self._nonce = nonce
         self._address = endpoint.address
         self._epoch = endpoint.epoch
@@ -72,9 +88,27 @@ class ShmWriterLink:
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._seals = 0
-        self._pool = CopyPool(
+        self._pool = self._make_pool(
+            mapping, source_region_U8, pair=pair, events=events, loop=loop, config=config, turns=turns
+        )
+        loop.add_reader(sock, self._read)
+
+    def _make_pool(
+        self,
+        mapping: Any,
+        source: Any,
+        *,
+        pair: Pair,
+        events: WriterEvents,
+        loop: asyncio.AbstractEventLoop,
+        config: ShmWriterConfig,
+        turns: AbstractContextManager[object],
+    ) -> Copier:
+        """What copies from `source` into the opened region. cuda_ipc has its own."""
+        assert isinstance(mapping, mmap.mmap)
+        return CopyPool(
             dst_U8=np.frombuffer(mapping, dtype=np.uint8),
-            src_U8=source_region_U8,
+            src_U8=source,
             loop=loop,
             completed=events.writes_completed,
             drained=self._drained,
@@ -82,29 +116,30 @@ class ShmWriterLink:
             turns=turns,
             name=f"shm-copy-{pair.receiver:x}",
         )
-        loop.add_reader(sock, self._read)
 
     @classmethod
     async def connect(
         cls,
         endpoint: DataEndpoint,
         pair: Pair,
-        source_region_U8: np.ndarray,
+        source_region_U8: Any,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: ShmWriterConfig | None = None,
         turns: AbstractContextManager[object] | None = None,
+        handshake: Handshake | None = None,
     ) -> ShmWriterLink:
         """Connect, prove the pair's secret and map the receiver's region.
 
-        `source_region_U8` is the caller's; the link lets go of it at its end. `turns` is the semaphore of
-        `config.turns` that all links of a process share; without it this link has one of its own.
+        `source_region_U8` is the caller's: a uint8 array, unless `handshake` opens something else than host memory.
+        The link lets go of it at its end. `turns` is the semaphore of `config.turns` that all links of a process share;
+        without it this link has one of its own.
 
         Raises:
             ShmConnectError: refused, unreachable, or not done within `connect_ms_max`.
         """
         config = config or ShmWriterConfig()
-        handshake = Handshake()
+        handshake = handshake or Handshake()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             async with asyncio.timeout(config.connect_ms_max / 1000):

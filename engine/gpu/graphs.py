@@ -1,0 +1,188 @@
+"""Decode steps as CUDA graphs: a step of some hundred kernels becomes one launch.
+
+A graph is captured for each of a few batch sizes ("buckets"); a batch runs in the smallest that holds it, its last rows
+filled with padding. Padding rows write into one block that is set aside for them and are read by nobody.
+
+Shape suffixes: B rows of a bucket   M columns of the block tables   V vocabulary
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from baton.errors import InvalidField
+from baton.ids import BlockId
+from engine.types import SequenceSlice
+
+_FIXED_COLUMNS = 2
+"""Of a packed row, before its block table: token id, position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphConfig:
+    """Which decode steps run as graphs; others run as they are, kernel by kernel."""
+
+    graph_rows_max: int = field(
+        default=64, metadata={"help": "largest decode batch that runs as a CUDA graph; 0: none"}
+    )
+    graph_context_max: int = field(
+        default=8192,
+        metadata={"help": "longest context, in tokens, of a sequence in a decode batch that runs as a graph"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.graph_rows_max < 0:
+            raise InvalidField("graph_rows_max", f"is {self.graph_rows_max}; must be 0 (no graphs) or more")
+        if self.graph_context_max < 1:
+            raise InvalidField("graph_context_max", f"is {self.graph_context_max}; must be at least 1")
+
+
+def bucket_sizes(rows_max: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then steps of 8 up to 64, of 16 up to 256, of 32 beyond; the last is `rows_max` itself.
+
+    Small ones double because a graph costs memory and time at start; later ones grow by a quarter at most, because
+    padding costs time in every step.
+    """
+    sizes, size = [], 1
+    while size < rows_max:
+        sizes.append(size)
+        size += size if size < 8 else 8 if size < 64 else 16 if size < 256 else 32
+    return (*sizes, rows_max) if rows_max else ()
+
+
+class Capture(Protocol):
+    """How a computation on fixed tensors becomes something to launch again and again."""
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Run `compute` at least once, and return what repeats it: same tensors read, same tensor written.
+
+        The returned tensor is overwritten by the next repetition of this or any other graph of the same capture.
+        """
+        ...
+
+
+class CudaCapture:
+    """torch.cuda.CUDAGraph, all graphs out of one memory pool. Runs on a GPU only."""
+
+    WARM_UP_RUNS = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See `Capture.capture`. Warms up first: kernels are compiled and libraries make their workspaces then, which
+        is not allowed during a capture."""
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            for _ in range(self.WARM_UP_RUNS):
+                compute()
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on with the device meanwhile (copies of records): only this thread's calls are checked.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            out = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeInputs:
+    """The inputs of one decode step on the device, as `forward` of `DecodeGraphs` gets them; views of one buffer."""
+
+    ids_B: torch.Tensor
+    positions_B: torch.Tensor
+    tables_BM: torch.Tensor
+
+
+Forward = Callable[[DecodeInputs], torch.Tensor]
+"""From the inputs of a bucket's rows to the scores of the next token of each, [B, V]. Must not look at values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    inputs: torch.Tensor
+    staging: torch.Tensor
+    """Pinned host memory of the same shape where there is a device: written by the CPU, copied in one go."""
+    replay: Callable[[], torch.Tensor]
+
+
+class DecodeGraphs:
+    """One graph for each bucket. Engine thread only, after `warm_up`."""
+
+    def __init__(
+        self,
+        *,
+        forward: Forward,
+        block_size: int,
+        padding_block: BlockId,
+        device: torch.device,
+        capture: Capture,
+        config: GraphConfig,
+    ) -> None:
+        self._forward = forward
+        self._block_size = block_size
+        self._padding_block = padding_block
+        self._device = device
+        self._capture = capture
+        self._rows_max = config.graph_rows_max
+        self._context_max = config.graph_context_max
+        self._columns = -(-config.graph_context_max // block_size)
+        self._sizes = bucket_sizes(config.graph_rows_max)
+        self._graphs: dict[int, _Graph] = {}
+        self.steps = 0
+        self.rows_padded = 0
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture every bucket, the largest first so that the others fit into its memory. Writes the padding block."""
+        for done, rows in enumerate(reversed(self._sizes)):
+            if progress is not None:
+                progress(done, len(self._sizes))
+            self._graphs[rows] = self._captured(rows)
+
+    def fits(self, slices: Sequence[SequenceSlice]) -> bool:
+        """Whether a batch can run as a graph: one token of each sequence, not too many, none too long."""
+        return 0 < len(slices) <= self._rows_max and all(
+            s.stop - s.start == 1 and s.stop <= self._context_max for s in slices
+        )
+
+    def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Scores of the token after each slice -> [rows, V]: a view, overwritten by the next `run`."""
+        assert self.fits(slices), len(slices)
+        graph = self._graphs[self._sizes[bisect_left(self._sizes, len(slices))]]
+        self._fill(graph.staging.numpy(), slices)
+        graph.inputs.copy_(graph.staging, non_blocking=True)
+        self.steps += 1
+        self.rows_padded += len(graph.inputs) - len(slices)
+        return graph.replay()[: len(slices)]
+
+    def _captured(self, rows: int) -> _Graph:
+        shape = (rows, _FIXED_COLUMNS + self._columns)
+        inputs = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        staging = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._fill(staging.numpy(), ())
+        inputs.copy_(staging)
+        views = DecodeInputs(ids_B=inputs[:, 0], positions_B=inputs[:, 1], tables_BM=inputs[:, _FIXED_COLUMNS:])
+        return _Graph(inputs=inputs, staging=staging, replay=self._capture.capture(lambda: self._forward(views)))
+
+    def _fill(self, staging: np.ndarray, slices: Sequence[SequenceSlice]) -> None:
+        """A row of padding is a sequence of one token, id 0, in the padding block."""
+        for row, s in enumerate(slices):
+            needed = -(-s.stop // self._block_size)
+            staging[row, 0] = s.tokens[s.start]
+            staging[row, 1] = s.start
+            staging[row, _FIXED_COLUMNS : _FIXED_COLUMNS + needed] = s.block_table[:needed]
+        staging[len(slices) :, :_FIXED_COLUMNS] = 0
+        staging[len(slices) :, _FIXED_COLUMNS] = self._padding_block

@@ -1,0 +1,230 @@
+"""Triton kernels over one layer of the paged region, whose records are [K|V][kv_head][slot][head_dim].
+
+Every kernel counts in elements from the layer's first one, in 64 bits: a region may hold more than 2**31 elements.
+Sizes that are no powers of two are padded to the next one and masked. A block id below 0 stands for "no block": nothing
+is read or written there. Slots past the end of a context are never read, so they may hold anything, NaN too.
+
+Under TRITON_INTERPRET=1 (read by Triton when this module is imported) the kernels run on the CPU.
+
+Shape suffixes as in engine/types.py; P splits of one context, G query heads that share one KV head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate_store_kernel(
+    q: Any,  # [T, H, D]
+    k: Any,  # [T, K, D]
+    v: Any,  # [T, K, D]
+    q_out: Any,  # [T, H, D], contiguous
+    cos: Any,  # [T, D/2], contiguous
+    sin: Any,  # [T, D/2], contiguous
+    layer: Any,  # the layer's first element
+    blocks: Any,  # int64 [T]
+    slots: Any,  # int64 [T]
+    num_tokens: Any,
+    q_stride: Any,
+    k_stride: Any,
+    v_stride: Any,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    TILE_T: tl.constexpr,
+    ROTATE: tl.constexpr,
+) -> None:
+    """Turn queries and keys by their rotary angles, and store keys and values in their slots, in one pass.
+
+    Grid (tiles of tokens, H + K) with ROTATE, else (tiles of tokens, K): then queries are left alone. Angles are
+    applied in float32 whatever the type of the tensors.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    head = tl.program_id(1)
+    t_T = tl.program_id(0).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
+    d_D = tl.arange(0, HALF_PADDED)
+    in_T = t_T < num_tokens
+    in_TD = in_T[:, None] & (d_D < HALF)[None, :]
+    if ROTATE:
+        angle_TD = t_T[:, None] * HALF + d_D[None, :]
+        cos_TD = tl.load(cos + angle_TD, mask=in_TD, other=0.0).to(tl.float32)
+        sin_TD = tl.load(sin + angle_TD, mask=in_TD, other=0.0).to(tl.float32)
+        if head < NUM_HEADS:
+            from_TD = t_T[:, None] * q_stride + head * HEAD_DIM + d_D[None, :]
+            first_TD = tl.load(q + from_TD, mask=in_TD, other=0.0).to(tl.float32)
+            second_TD = tl.load(q + from_TD + HALF, mask=in_TD, other=0.0).to(tl.float32)
+            to_TD = (t_T[:, None] * NUM_HEADS + head) * HEAD_DIM + d_D[None, :]
+            tl.store(q_out + to_TD, (first_TD * cos_TD - second_TD * sin_TD).to(q_out.dtype.element_ty), mask=in_TD)
+            tl.store(
+                q_out + to_TD + HALF, (second_TD * cos_TD + first_TD * sin_TD).to(q_out.dtype.element_ty), mask=in_TD
+            )
+            return
+        head -= NUM_HEADS
+
+    block_T = tl.load(blocks + t_T, mask=in_T, other=-1)
+    slot_T = tl.load(slots + t_T, mask=in_T, other=0)
+    in_TD &= (block_T >= 0)[:, None]
+    row_T = block_T * (2 * NUM_KV_HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + slot_T
+    to_TD = row_T[:, None] * HEAD_DIM + d_D[None, :]
+
+    from_TD = t_T[:, None] * k_stride + head * HEAD_DIM + d_D[None, :]
+    first_TD = tl.load(k + from_TD, mask=in_TD, other=0.0)
+    second_TD = tl.load(k + from_TD + HALF, mask=in_TD, other=0.0)
+    if ROTATE:
+        x_TD = first_TD.to(tl.float32)
+        y_TD = second_TD.to(tl.float32)
+        first_TD = (x_TD * cos_TD - y_TD * sin_TD).to(layer.dtype.element_ty)
+        second_TD = (y_TD * cos_TD + x_TD * sin_TD).to(layer.dtype.element_ty)
+    tl.store(layer + to_TD, first_TD, mask=in_TD)
+    tl.store(layer + to_TD + HALF, second_TD, mask=in_TD)
+
+    to_TD += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    from_TD = t_T[:, None] * v_stride + head * HEAD_DIM + d_D[None, :]
+    tl.store(layer + to_TD, tl.load(v + from_TD, mask=in_TD, other=0.0), mask=in_TD)
+    tl.store(layer + to_TD + HALF, tl.load(v + from_TD + HALF, mask=in_TD, other=0.0), mask=in_TD)
+
+
+@triton.jit
+def gather_kernel(
+    layer: Any,  # the layer's first element
+    blocks: Any,  # int64 [n]: the blocks of all contexts, one after another
+    first_rows: Any,  # int64 [n]: which row of the outputs the block's first slot goes to
+    num_slots: Any,  # int64 [n]: how many of its slots belong to the context
+    k_out: Any,  # [C, K, D], contiguous
+    v_out: Any,  # [C, K, D], contiguous
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOTS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+) -> None:
+    """Copy the contexts of a step out of the region, token-major, for kernels that want them so. Grid (n, K)."""
+    at = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    block = tl.load(blocks + at)
+    s_S = tl.arange(0, SLOTS_PADDED)
+    d_D = tl.arange(0, DIM_PADDED)
+    in_SD = (s_S < tl.load(num_slots + at))[:, None] & (d_D < HEAD_DIM)[None, :]
+    from_S = block * (2 * NUM_KV_HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + s_S
+    from_SD = from_S[:, None] * HEAD_DIM + d_D[None, :]
+    to_S = (tl.load(first_rows + at) + s_S) * NUM_KV_HEADS + head
+    to_SD = to_S[:, None] * HEAD_DIM + d_D[None, :]
+    tl.store(k_out + to_SD, tl.load(layer + from_SD, mask=in_SD), mask=in_SD)
+    from_SD += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    tl.store(v_out + to_SD, tl.load(layer + from_SD, mask=in_SD), mask=in_SD)
+
+
+@triton.jit
+def decode_split_kernel(
+    q: Any,  # [B, H, D], contiguous
+    layer: Any,  # the layer's first element
+    tables: Any,  # int32 [B, columns]: block ids
+    contexts: Any,  # int32 [B]: tokens of each context, 0 for a row of padding
+    out_part: Any,  # float32 [B, H, P, D]: each split's weighted sum of values, over its own weights' sum
+    max_part: Any,  # float32 [B, H, P]: the largest score of the split, times log2(e)
+    sum_part: Any,  # float32 [B, H, P]: the sum of the split's weights; 0 where the split is empty
+    scale_log2: Any,  # head_dim**-0.5 * log2(e)
+    table_columns: Any,
+    num_splits: Any,
+    split_tokens_min: Any,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    TILE_C: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    """One query token of each sequence over one part of its context; `decode_combine_kernel` joins the parts.
+
+    Grid (B, K, P): flash-decoding (Dao et al. 2023), the query heads of a group together as one matrix, so that each K
+    and V is read once. Scores and sums are float32, softmax is online (Milakov & Gimelshein 2018). With WIDEN products
+    are of float32 operands as well.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context = tl.load(contexts + row)
+    split_tokens = tl.maximum(tl.cdiv(context, num_splits), split_tokens_min)
+    split_tokens = tl.cdiv(split_tokens, TILE_C) * TILE_C
+    first = split * split_tokens
+    last = tl.minimum(first + split_tokens, context)
+
+    g_G = tl.arange(0, GROUP_PADDED)
+    d_D = tl.arange(0, DIM_PADDED)
+    in_G = g_G < GROUP
+    in_D = d_D < HEAD_DIM
+    head_G = row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + g_G
+    part_G = head_G * num_splits + split
+    if first >= last:
+        tl.store(sum_part + part_G, tl.zeros([GROUP_PADDED], tl.float32), mask=in_G)
+        return
+
+    q_GD = tl.load(q + head_G[:, None] * HEAD_DIM + d_D[None, :], mask=in_G[:, None] & in_D[None, :], other=0.0)
+    if WIDEN:
+        q_GD = q_GD.to(tl.float32)
+    max_G = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    sum_G = tl.zeros([GROUP_PADDED], tl.float32)
+    out_GD = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+    for start in range(first, last, TILE_C):
+        c_C = start + tl.arange(0, TILE_C)
+        in_C = c_C < last
+        block_C = tl.load(tables + row * table_columns + c_C // BLOCK_SIZE, mask=in_C, other=0).to(tl.int64)
+        from_C = block_C * (2 * NUM_KV_HEADS * BLOCK_SIZE) + kv_head * BLOCK_SIZE + c_C % BLOCK_SIZE
+        from_CD = from_C[:, None] * HEAD_DIM + d_D[None, :]
+        in_CD = in_C[:, None] & in_D[None, :]
+        k_CD = tl.load(layer + from_CD, mask=in_CD, other=0.0)
+        v_CD = tl.load(layer + from_CD + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=in_CD, other=0.0)
+        if WIDEN:
+            k_CD = k_CD.to(tl.float32)
+            v_CD = v_CD.to(tl.float32)
+        score_GC = tl.dot(q_GD, tl.trans(k_CD), input_precision="ieee") * scale_log2
+        score_GC = tl.where(in_C[None, :], score_GC, float("-inf"))
+        new_max_G = tl.maximum(max_G, tl.max(score_GC, axis=1))
+        weight_GC = tl.exp2(score_GC - new_max_G[:, None])
+        shrink_G = tl.exp2(max_G - new_max_G)
+        sum_G = sum_G * shrink_G + tl.sum(weight_GC, axis=1)
+        out_GD = out_GD * shrink_G[:, None] + tl.dot(weight_GC.to(v_CD.dtype), v_CD, input_precision="ieee")
+        max_G = new_max_G
+    tl.store(max_part + part_G, max_G, mask=in_G)
+    tl.store(sum_part + part_G, sum_G, mask=in_G)
+    to_GD = part_G[:, None] * HEAD_DIM + d_D[None, :]
+    tl.store(out_part + to_GD, out_GD / sum_G[:, None], mask=in_G[:, None] & in_D[None, :])
+
+
+@triton.jit
+def decode_combine_kernel(
+    out_part: Any,  # see decode_split_kernel
+    max_part: Any,
+    sum_part: Any,
+    out: Any,  # [B, H, D], contiguous
+    num_splits: Any,
+    SPLITS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+) -> None:
+    """Join the splits of one head of one sequence. Grid (B * H,). A row without a context becomes zeros."""
+    head = tl.program_id(0).to(tl.int64)
+    p_P = tl.arange(0, SPLITS_PADDED)
+    d_D = tl.arange(0, DIM_PADDED)
+    part_P = head * num_splits + p_P
+    sum_P = tl.load(sum_part + part_P, mask=p_P < num_splits, other=0.0)
+    # An empty split has written its sum alone.
+    used_P = sum_P > 0.0
+    max_P = tl.load(max_part + part_P, mask=used_P, other=float("-inf"))
+    highest = tl.max(max_P, axis=0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    weight_P = sum_P * tl.exp2(max_P - highest)
+    in_PD = used_P[:, None] & (d_D < HEAD_DIM)[None, :]
+    out_PD = tl.load(out_part + part_P[:, None] * HEAD_DIM + d_D[None, :], mask=in_PD, other=0.0)
+    total = tl.sum(weight_P, axis=0)
+    total = tl.where(total == 0.0, 1.0, total)
+    out_D = tl.sum(out_PD * weight_P[:, None], axis=0) / total
+    tl.store(out + head * HEAD_DIM + d_D, out_D.to(out.dtype.element_ty), mask=d_D < HEAD_DIM)

@@ -1,0 +1,257 @@
+"""Runs a Hugging Face model on a GPU over the paged region. Shape suffixes as in engine/types.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from baton.ids import BlockId
+from engine.checkpoint import Progress, load_tensors
+from engine.gpu import paged
+from engine.gpu.admission import AUTO, Phase, admit
+from engine.gpu.attention import DecodePlan, GpuAttention, TritonDecode
+from engine.gpu.graphs import Capture, CudaCapture, DecodeGraphs, DecodeInputs, GraphConfig
+from engine.kv_pool import KvPool
+from engine.logprobs import token_logprobs
+from engine.model_config import ComputeDtype, ModelConfig, load_model_config
+from engine.models.decoder import Decoder
+from engine.models.weights import weight_shapes
+from engine.sampler import sample
+from engine.types import Batch, KvSink, KvSpec, SequenceSlice, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConfig:
+    """What can be chosen about the GPU's part."""
+
+    attention_prefill: str = field(
+        default=AUTO, metadata={"help": "attention of prompts: auto (the best that passes its trial), or a name"}
+    )
+    attention_decode: str = field(default=AUTO, metadata={"help": "attention of single tokens: auto, or a name"})
+    graphs: GraphConfig = field(default_factory=GraphConfig)
+
+
+class GpuRunner:
+    """A `Runner` for one model on one device. `run` is called from one thread at a time.
+
+    On a device of type "cpu" it runs too, where Triton's kernels run in the interpreter: for tests.
+    """
+
+    padding_blocks = 1
+    """How many blocks of the region `warm_up` wants for itself."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        block_size: int,
+        device: torch.device | str = "cuda",
+        gpu: GpuConfig | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        """Takes the tensors of `weight_shapes(config)`, of one type, which is that of the KV cache too."""
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        assert len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}, dtypes
+        self.config = config
+        self.device = torch.device(device)
+        self.gpu = gpu or GpuConfig()
+        self.kv_spec = KvSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=str(dtypes.pop()).removeprefix("torch."),
+        )
+        self.vocab_size = config.vocab_size
+        self.context_len_max = config.context_len_max
+        self.eos_token_ids = config.eos_token_ids
+        self._attention_rows: dict[str, str] = {}
+        self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        self._capture = capture
+        self._pool: KvPool | None = None
+        self._attention: GpuAttention | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        block_size: int,
+        dtype: ComputeDtype = ComputeDtype.AUTO,
+        device: torch.device | str = "cuda",
+        gpu: GpuConfig | None = None,
+        progress: Progress | None = None,
+    ) -> GpuRunner:
+        """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
+
+        Raises:
+            ModelError: the folder, its config or its weights cannot be used.
+        """
+        config = load_model_config(folder)
+        torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
+        tensors = load_tensors(folder, weight_shapes(config), dtype=torch_dtype, progress=progress)
+        return cls(config=config, tensors=tensors, block_size=block_size, device=device, gpu=gpu)
+
+    def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
+        """See `Runner.bind`. A region in host memory serves a runner on the CPU only."""
+        assert self.device.type == "cpu", f"a region in host memory cannot serve {self.device}: use bind_tensor"
+        self.bind_tensor(torch.from_numpy(region_U8), num_blocks)
+
+    def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
+        """As `bind`, for a region that is a tensor on this runner's device. Chooses the attention: runs kernels.
+
+        Raises:
+            InvalidField: a backend that the configuration names failed its trial.
+        """
+        assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
+        pool = KvPool(region_U8, num_blocks, self.kv_spec)
+        heads = self.config.num_heads
+        prefill = admit(pool, heads, Phase.PREFILL, wanted=self.gpu.attention_prefill)
+        decode = admit(pool, heads, Phase.DECODE, wanted=self.gpu.attention_decode)
+        # As text: the backends hold the pool, which `unbind` has to let go of.
+        self._attention_rows = {f"{each.phase.value} attention": str(each) for each in (prefill, decode)}
+        self._pool = pool
+        self._attention = GpuAttention(pool, prefill=prefill.backend, decode=decode.backend)
+
+    @torch.inference_mode()
+    def warm_up(self, padding_block: BlockId, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture the decode graphs. `padding_block` belongs to the runner from now on; nothing else is written.
+
+        Without graphs where decode is not Triton's: the others plan each step on the host.
+        """
+        assert self._pool is not None and self._attention is not None, "bind comes before warm_up"
+        decode = self._attention.decode
+        if not self.gpu.graphs.graph_rows_max or not isinstance(decode, TritonDecode):
+            return
+        pool, context_max = self._pool, self.gpu.graphs.graph_context_max
+        graphs = DecodeGraphs(
+            forward=lambda inputs: self._decode_forward(pool, decode, inputs, context_max),
+            block_size=self.kv_spec.block_size,
+            padding_block=padding_block,
+            device=self.device,
+            capture=self._capture or CudaCapture(self.device),
+            config=self.gpu.graphs,
+        )
+        graphs.warm_up(progress)
+        self._graphs = graphs
+
+    def unbind(self) -> None:
+        """See `Runner.unbind`."""
+        self._pool = self._attention = self._graphs = None
+
+    def describe(self) -> dict[str, str]:
+        """For people: what computes the attention, and why."""
+        if self._graphs is None:
+            return {**self._attention_rows, "decode graphs": "none"}
+        return {
+            **self._attention_rows,
+            "decode graphs": f"{self._graphs.steps} steps, {self._graphs.rows_padded} rows of padding",
+        }
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, sink: KvSink) -> StepResult:
+        """See `Runner.run`. `sink.layer_done` is called when the layer's K and V are *queued* on the current stream.
+
+        A sink that copies them has to order its copies behind that stream (an event recorded there does).
+        """
+        assert batch.slices, "an empty batch has nothing to run"
+        assert self._pool is not None, "bind comes before run"
+        self._check_tokens(batch)
+        drawn = [(row, s) for row, s in enumerate(batch.slices) if s.sample]
+        if self._graphs is not None and self._graphs.fits(batch.slices):
+            logits = self._graphs.run(batch.slices)
+            # One launch computes all layers, so none is done before the others.
+            for layer in range(self.kv_spec.num_layers):
+                sink.layer_done(layer)
+            if not drawn:
+                return StepResult()
+            if len(drawn) < len(batch.slices):
+                logits = logits[torch.tensor([row for row, _ in drawn], device=self.device)]
+            return self._draw(logits, [s for _, s in drawn])
+        x_TE = self._forward(batch, sink)
+        if not drawn:
+            return StepResult()
+        ends = list(accumulate(s.stop - s.start for s in batch.slices))
+        rows_B = torch.tensor([ends[row] - 1 for row, _ in drawn], device=self.device)
+        return self._draw(self._decoder.logits(x_TE[rows_B]), [s for _, s in drawn])
+
+    @torch.inference_mode()
+    def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        """As `run` without graphs, but returns the scores of every token instead of drawing -> [T, V]."""
+        return self._decoder.logits(self._forward(batch, sink))
+
+    def _draw(self, logits_BV: torch.Tensor, slices: list[SequenceSlice]) -> StepResult:
+        """On the device, but for one copy back of a few bytes for each sequence."""
+        params = [s.params for s in slices]
+        tokens_B = sample(
+            logits_BV,
+            params,
+            [s.output_index for s in slices],
+            tokens=[s.tokens for s in slices],
+            eos_token_ids=self.eos_token_ids,
+        )
+        logprobs = token_logprobs(logits_BV, tokens_B, params)
+        return StepResult(
+            sampled={s.key: token for s, token in zip(slices, tokens_B.tolist(), strict=True)},
+            logprobs={slices[row].key: found for row, found in logprobs.items()},
+        )
+
+    def _check_tokens(self, batch: Batch) -> None:
+        for s in batch.slices:
+            new = s.tokens[s.start : s.stop]
+            assert min(new) >= 0 and max(new) < self.vocab_size, "token id outside the vocabulary"
+
+    def _forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        pool, attention, decoder = self._pool, self._attention, self._decoder
+        assert pool is not None and attention is not None, "bind comes before run"
+        tokens = np.concatenate([np.asarray(s.tokens[s.start : s.stop], dtype=np.int64) for s in batch.slices])
+        metadata = attention.prepare(batch)
+        angles = decoder.angles(metadata.positions_T)
+        x_TE = decoder.embed(torch.from_numpy(tokens).to(self.device))
+        slots = metadata.slots
+        for layer in range(self.kv_spec.num_layers):
+
+            def attend(
+                q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int = layer
+            ) -> torch.Tensor:
+                q_THD = paged.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
+                sink.layer_done(layer)
+                return attention.attend(layer, q_THD, metadata)
+
+            x_TE = decoder.run_layer(layer, x_TE, None, attend)
+        return x_TE
+
+    def _decode_forward(
+        self, pool: KvPool, decode: TritonDecode, inputs: DecodeInputs, context_max: int
+    ) -> torch.Tensor:
+        """What a graph holds: everything from token ids to scores, without a look at any value."""
+        decoder, size = self._decoder, self.kv_spec.block_size
+        positions_B = inputs.positions_B.to(torch.int64)
+        tables_BM = inputs.tables_BM.contiguous()
+        blocks_B = tables_BM.gather(1, (positions_B // size)[:, None])[:, 0].to(torch.int64)
+        slots_B = positions_B % size
+        rows = len(positions_B)
+        plan = DecodePlan(
+            tables_BM=tables_BM,
+            contexts_B=(inputs.positions_B + 1).contiguous(),
+            num_splits=decode.num_splits(rows, context_max),
+        )
+        angles = decoder.angles(positions_B)
+        x_BE = decoder.embed(inputs.ids_B.to(torch.int64))
+        for layer in range(self.kv_spec.num_layers):
+
+            def attend(
+                q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: int = layer
+            ) -> torch.Tensor:
+                q_BHD = paged.rotate_and_store(pool, layer, q_BHD, k_BKD, v_BKD, angles, blocks_B, slots_B)
+                return decode.attend(layer, q_BHD, plan)
+
+            x_BE = decoder.run_layer(layer, x_BE, None, attend)
+        return decoder.logits(x_BE)

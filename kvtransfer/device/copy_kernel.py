@@ -1,0 +1,63 @@
+"""One Triton kernel that copies records between two memories of a device, wherever the writes say.
+
+Shape suffix: W = one entry per write; P = one entry per piece of a write, of `PIECE_WORDS` words at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvtransfer.transport import WriteOps
+
+PIECE_WORDS = 1024
+
+
+@triton.jit
+def copy_kernel(
+    dst: Any,
+    src: Any,
+    writes: Any,  # int64 [3, W], contiguous: source, destination and length, in words
+    num_writes: Any,
+    PIECE: tl.constexpr,
+) -> None:
+    """Grid (W, pieces of the longest write)."""
+    write = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1).to(tl.int64) * PIECE + tl.arange(0, PIECE)
+    inside = at < tl.load(writes + 2 * num_writes + write)
+    words = tl.load(src + tl.load(writes + write) + at, mask=inside)
+    tl.store(dst + tl.load(writes + num_writes + write) + at, words, mask=inside)
+
+
+def copy_records(dst_U8: torch.Tensor, src_U8: torch.Tensor, ops: WriteOps) -> None:
+    """Queue the copies on the current stream. Both memories are uint8 tensors of one device, `ops` has been checked.
+
+    In words of 8 bytes where every offset and length is a multiple of that, as records of KV are; else byte by byte.
+    """
+    if len(ops.src) == 0:
+        return
+    word_bytes = 8
+    aligned = dst_U8.data_ptr() % 8 == 0 and src_U8.data_ptr() % 8 == 0
+    writes_3W = torch.from_numpy(np.stack([ops.src, ops.dst, ops.nbytes]))
+    if not aligned or bool((writes_3W % word_bytes).any()):
+        word_bytes = 1
+    writes_3W //= word_bytes
+    longest = int(writes_3W[2].max())
+    if longest == 0:
+        return
+    if dst_U8.is_cuda:
+        # From pinned memory the copy of the table is queued as well; its allocator waits for that before reuse.
+        writes_3W = writes_3W.pin_memory().to(dst_U8.device, non_blocking=True)
+    copy_kernel[(len(ops.src), triton.cdiv(longest, PIECE_WORDS))](
+        _words(dst_U8, word_bytes), _words(src_U8, word_bytes), writes_3W, len(ops.src), PIECE=PIECE_WORDS
+    )
+
+
+def _words(memory_U8: torch.Tensor, word_bytes: int) -> torch.Tensor:
+    if word_bytes == 1:
+        return memory_U8
+    return memory_U8[: len(memory_U8) // word_bytes * word_bytes].view(torch.int64)

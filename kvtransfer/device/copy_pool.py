@@ -1,0 +1,203 @@
+"""Copies of records on a side stream of the device, behind the layer that computed them.
+
+The compute stream never waits for a copy: each posted batch is queued on the side stream behind an event of the compute
+stream, and a thread polls for its end. So sources must not be overwritten before the batch's completion, which is what
+holds their blocks anyway (DESIGN I1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from baton.ids import GrantId
+from kvtransfer.device.streams import DeviceEvent, DeviceStreams
+from kvtransfer.transport import WriteOps
+from kvtransfer.transports.loop_calls import call_loop
+from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants, check_ops
+
+POLL_INTERVAL_S = 50e-6
+"""Between two looks at the oldest copy: short beside a layer, long beside the look."""
+
+
+BATCHES_IN_FLIGHT_MAX = 64
+"""Queued on the device at a time: what is queued there can no longer be abandoned."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Batch:
+    grant: GrantId
+    ops: WriteOps
+    total_bytes: int
+    ready: DeviceEvent
+    """The sources have been computed."""
+    done: DeviceEvent | None = None
+
+
+class DeviceCopyPool:
+    """As `kvtransfer.transports.shm_copy.CopyPool`, with a device's side stream in the place of threads that copy.
+
+    What is queued on the device cannot be called back: it completes as copied after `abandon` and `stop` too. `post`
+    may be called from any thread, whose current stream has computed the sources; the rest from the loop's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        streams: DeviceStreams,
+        dst: Any,
+        src: Any,
+        dst_nbytes: int,
+        src_nbytes: int,
+        loop: asyncio.AbstractEventLoop,
+        completed: Completed,
+        drained: Callable[[], None],
+        abandoned_grants_max: int,
+        name: str,
+        poll_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
+        """Starts the polling thread. `dst` and `src` are memories as `streams.copy` takes them."""
+        self._streams = streams
+        self._dst: Any = dst
+        self._src: Any = src
+        self._dst_nbytes, self._src_nbytes = dst_nbytes, src_nbytes
+        self._loop = loop
+        self._completed = completed
+        self._drained = drained
+        self._abandoned_grants_max = abandoned_grants_max
+        self._poll_interval_s = poll_interval_s
+        self._side = streams.side()
+        self._wake = threading.Condition()
+        self._flying: deque[_Batch] = deque()
+        self._waiting: deque[_Batch] = deque()
+        self._abandoned: set[GrantId] = set()
+        self._uncompleted: Counter[GrantId] = Counter()
+        self._stopped = False
+        self.writes_copied = 0
+        self.bytes_copied = 0
+        self.batches_abandoned = 0
+        self._thread = threading.Thread(target=self._poll, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None:
+        """Queue one batch behind what the calling thread's stream has queued so far; returns at once.
+
+        Raises:
+            WriteOutOfBounds: the batch is not taken, and not completed either.
+        """
+        check_ops(ops, self._src_nbytes, self._dst_nbytes)
+        ready = self._streams.current().record()
+        batch = _Batch(grant=grant, ops=ops, total_bytes=ops.total_bytes, ready=ready)
+        with self._wake:
+            if self._stopped or grant in self._abandoned or len(ops.src) == 0:
+                self._uncompleted[grant] += 1
+                self._complete(batch, copied=len(ops.src) == 0)
+                return
+            if self._waiting or len(self._flying) >= BATCHES_IN_FLIGHT_MAX:
+                self._waiting.append(batch)
+            else:
+                self._launch(batch)
+            self._uncompleted[grant] += 1
+            self._wake.notify()
+
+    def uncompleted(self, grant: GrantId) -> int:
+        """Batches of this grant whose `completed` has not been called yet."""
+        with self._wake:
+            return self._uncompleted[grant]
+
+    def abandon(self, grant: GrantId) -> None:
+        """Copy no more for this grant than is queued on the device: what waits for room there completes now.
+
+        Raises:
+            TooManyAbandonedGrants: the pool has stopped instead, which abandons everything.
+        """
+        with self._wake:
+            self._abandoned.add(grant)
+            self._complete_waiting(lambda batch: batch.grant == grant)
+            too_many = len(self._abandoned) > self._abandoned_grants_max
+        if too_many:
+            self.stop()
+            raise TooManyAbandonedGrants(
+                f"{self._abandoned_grants_max} abandoned grants remembered, none may be forgotten"
+            )
+
+    def forget(self, grant: GrantId) -> None:
+        """Nothing will be posted for this grant any more: it need not be remembered as abandoned."""
+        with self._wake:
+            self._abandoned.discard(grant)
+
+    def stop(self) -> None:
+        """Take nothing more. `drained` comes when the device is through with what was posted. Idempotent; no wait."""
+        with self._wake:
+            self._stopped = True
+            self._complete_waiting(lambda _: True)
+            self._wake.notify_all()
+
+    def join(self) -> None:
+        """Let go of both memories and of the thread. Called after `drained`: the thread is at its very end."""
+        assert self._stopped
+        self._thread.join()
+        self._dst = self._src = None
+
+    def _poll(self) -> None:
+        try:
+            while (batch := self._oldest()) is not None:
+                assert batch.done is not None
+                pause = threading.Event()
+                while not batch.done.done():
+                    pause.wait(self._poll_interval_s)
+                with self._wake:
+                    self._flying.popleft()
+                    self._complete(batch, copied=True)
+                    while self._waiting and len(self._flying) < BATCHES_IN_FLIGHT_MAX:
+                        self._launch(self._waiting.popleft())
+        finally:
+            self.stop()
+            with self._wake:
+                # After an error of the device nobody knows what was copied; the device can no longer write either.
+                while self._flying:
+                    self._complete(self._flying.popleft(), copied=False)
+                call_loop(self._loop, self._drained)
+
+    def _oldest(self) -> _Batch | None:
+        with self._wake:
+            while not self._flying and not self._stopped:
+                self._wake.wait()
+            return self._flying[0] if self._flying else None
+
+    def _launch(self, batch: _Batch) -> None:
+        """With the lock held, so that batches are in the side stream in the order of the queue."""
+        self._side.wait(batch.ready)
+        self._streams.copy(self._side, self._dst, self._src, batch.ops)
+        batch.done = self._side.record()
+        self._flying.append(batch)
+
+    def _complete_waiting(self, which: Callable[[_Batch], bool]) -> None:
+        """With the lock held."""
+        kept: deque[_Batch] = deque()
+        for batch in self._waiting:
+            if which(batch):
+                self._complete(batch, copied=False)
+            else:
+                kept.append(batch)
+        self._waiting = kept
+
+    def _complete(self, batch: _Batch, *, copied: bool) -> None:
+        """With the lock held, so that `drained` is scheduled after every `completed`."""
+        if copied:
+            self.writes_copied += len(batch.ops.src)
+            self.bytes_copied += batch.total_bytes
+        else:
+            self.batches_abandoned += 1
+        call_loop(self._loop, self._deliver, batch, copied)
+
+    def _deliver(self, batch: _Batch, copied: bool) -> None:
+        with self._wake:
+            self._uncompleted[batch.grant] -= 1
+            if self._uncompleted[batch.grant] == 0:
+                del self._uncompleted[batch.grant]
+        self._completed(batch.grant, len(batch.ops.src), batch.total_bytes, copied)

@@ -1,0 +1,46 @@
+"""`DeviceStreams` by torch.cuda. Runs on a GPU only; the order of the calls is what the tests check, elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from kvtransfer.device.copy_kernel import copy_records
+from kvtransfer.transport import WriteOps
+
+
+class CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+
+class CudaStream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def record(self) -> CudaEvent:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return CudaEvent(event)
+
+    def wait(self, event: CudaEvent) -> None:
+        self.stream.wait_event(event.event)
+
+
+class CudaStreams:
+    """The streams of one CUDA device. Side streams have high priority: a copy that waits delays another node."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def current(self) -> CudaStream:
+        return CudaStream(torch.cuda.current_stream(self._device))
+
+    def side(self) -> CudaStream:
+        return CudaStream(torch.cuda.Stream(self._device, priority=-1))
+
+    def copy(self, stream: CudaStream, dst: torch.Tensor, src: torch.Tensor, ops: WriteOps) -> None:
+        with torch.cuda.stream(stream.stream):
+            copy_records(dst, src, ops)

@@ -1,0 +1,131 @@
+"""Device memory that other processes of the machine can be given: plain cudaMalloc, exported by CUDA IPC.
+
+Plain, because memory of the stream-ordered and of the expandable allocators cannot be exported, nor registered for
+GPUDirect. cuda-bindings and torch are imported when a `CudaDriver` is made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvtransfer.device.streams import DeviceStreams
+
+IPC_HANDLE_BYTES = 64
+_MPS_DIRECTORY = "/tmp/nvidia-mps"
+
+
+class DeviceError(Exception):
+    """The device, or its driver, has refused; the text says what was asked and what to do."""
+
+
+class DeviceDriver(Protocol):
+    """Calls into one device. Any thread. Each raises DeviceError."""
+
+    streams: DeviceStreams
+
+    def allocate(self, nbytes: int) -> int:
+        """Zeroed memory -> its address."""
+        ...
+
+    def free(self, address: int) -> None: ...
+
+    def export(self, address: int) -> bytes:
+        """A handle of IPC_HANDLE_BYTES that another process can open, of memory from `allocate`."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """Memory of another process -> its address here."""
+        ...
+
+    def close(self, address: int) -> None:
+        """Undo `open`."""
+        ...
+
+    def memory(self, address: int, nbytes: int) -> Any:
+        """The bytes as `streams.copy` takes them; a view, which keeps nothing alive."""
+        ...
+
+    def refusal(self) -> str | None:
+        """Why memory cannot be shared between processes here; None: it can."""
+        ...
+
+
+def mps_in_use(environment: Mapping[str, str] = os.environ, default: str = _MPS_DIRECTORY) -> bool:
+    """Whether processes of this machine reach the device through the Multi-Process Service."""
+    return (Path(environment.get("CUDA_MPS_PIPE_DIRECTORY", default)) / "control").exists()
+
+
+class CudaDriver:
+    """By cuda-bindings. Runs on a GPU only."""
+
+    def __init__(self, ordinal: int = 0) -> None:
+        """Raises DeviceError: no cuda-bindings, no torch with CUDA, or no such device."""
+        try:
+            import torch
+            from cuda.bindings import runtime
+        except ImportError as error:
+            raise DeviceError(f"{error}: install cuda-bindings, and torch with CUDA") from error
+        if not torch.cuda.is_available() or ordinal >= torch.cuda.device_count():
+            raise DeviceError(f"there is no CUDA device {ordinal} here; torch sees {torch.cuda.device_count()}")
+        from kvtransfer.device.cuda_streams import CudaStreams
+
+        self._torch = torch
+        self._runtime = runtime
+        self._ordinal = ordinal
+        self.device = torch.device("cuda", ordinal)
+        self.streams: DeviceStreams = CudaStreams(self.device)
+
+    def allocate(self, nbytes: int) -> int:
+        address = int(self._call("cudaMalloc", nbytes))
+        self._call("cudaMemset", address, 0, nbytes)
+        return address
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", address)
+
+    def export(self, address: int) -> bytes:
+        return bytes(self._call("cudaIpcGetMemHandle", address).reserved)
+
+    def open(self, handle: bytes) -> int:
+        mem_handle = self._runtime.cudaIpcMemHandle_t()
+        mem_handle.reserved = list(handle) if not isinstance(mem_handle.reserved, bytes) else handle
+        return int(self._call("cudaIpcOpenMemHandle", mem_handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
+
+    def close(self, address: int) -> None:
+        self._call("cudaIpcCloseMemHandle", address)
+
+    def memory(self, address: int, nbytes: int) -> Any:
+        """A uint8 tensor [nbytes]."""
+        return self._torch.as_tensor(_Span(address, nbytes), device=self.device)
+
+    def refusal(self) -> str | None:
+        if mps_in_use():
+            return (
+                "the Multi-Process Service runs here: a process that it ends takes others' copies with it, and their "
+                "end proves nothing; stop MPS, or leave cuda_ipc out of the transports"
+            )
+        return None
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        # Another thread may have chosen another device for itself.
+        self._torch.cuda.set_device(self._ordinal)
+        status, *results = getattr(self._runtime, name)(*arguments)
+        if int(status) != 0:
+            _, text = self._runtime.cudaGetErrorString(status)
+            raise DeviceError(f"{name}{arguments!r:.80}: {text!s}")
+        return results[0] if results else None
+
+
+class _Span:
+    """Device memory as torch takes it over without a copy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

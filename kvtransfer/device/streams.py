@@ -1,0 +1,44 @@
+"""What the transfers need of a device's streams. CUDA's in `cuda_streams`; the tests have a simulator.
+
+A stream runs what is queued on it in order; two streams run in any order but for what `wait` adds. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from kvtransfer.transport import WriteOps
+
+
+class DeviceEvent(Protocol):
+    """A point in a stream."""
+
+    def done(self) -> bool:
+        """Whether the stream has passed it. Any thread; never blocks. What was queued before is visible then."""
+        ...
+
+
+class DeviceStream(Protocol):
+    def record(self) -> DeviceEvent:
+        """The point behind all that is queued now."""
+        ...
+
+    def wait(self, event: DeviceEvent) -> None:
+        """What is queued from now on runs after `event`; the caller does not wait."""
+        ...
+
+
+class DeviceStreams(Protocol):
+    """The streams of one device."""
+
+    def current(self) -> DeviceStream:
+        """The one that the calling thread computes on."""
+        ...
+
+    def side(self) -> DeviceStream:
+        """A new one."""
+        ...
+
+    def copy(self, stream: DeviceStream, dst: Any, src: Any, ops: WriteOps) -> None:
+        """Queue copies between two memories of the device; the arrays of `ops` may be reused at once."""
+        ...

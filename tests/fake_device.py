@@ -1,0 +1,102 @@
+"""A driver whose device memory is a memfd: "IPC handles" open it through /proc, streams copy when they are asked."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError
+from kvtransfer.transport import WriteOps
+
+_HANDLE = struct.Struct("<iiQ")
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def done(self) -> bool:
+        """Not at the first look: the poller has to come back."""
+        self.looks += 1
+        return self.looks > 2
+
+
+class FakeStream:
+    def record(self) -> FakeEvent:
+        return FakeEvent()
+
+    def wait(self, event: FakeEvent) -> None:
+        pass
+
+
+class FakeStreams:
+    def current(self) -> FakeStream:
+        return FakeStream()
+
+    def side(self) -> FakeStream:
+        return FakeStream()
+
+    def copy(self, stream: FakeStream, dst: np.ndarray, src: np.ndarray, ops: WriteOps) -> None:
+        for a, b, n in zip(ops.src.tolist(), ops.dst.tolist(), ops.nbytes.tolist(), strict=True):
+            dst[b : b + n] = src[a : a + n]
+
+
+class FakeDriver:
+    """Addresses are numbers of mappings."""
+
+    def __init__(self, refusal: str | None = None) -> None:
+        self.streams = FakeStreams()
+        self._refusal = refusal
+        self._next = 1
+        self._files: dict[int, int] = {}
+        self._mappings: dict[int, mmap.mmap] = {}
+
+    @property
+    def open_memories(self) -> int:
+        return len(self._mappings)
+
+    def allocate(self, nbytes: int) -> int:
+        fd = os.memfd_create("fake-device", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        address = self._map(fd, nbytes)
+        self._files[address] = fd
+        return address
+
+    def free(self, address: int) -> None:
+        os.close(self._files.pop(address))
+        self.close(address)
+
+    def export(self, address: int) -> bytes:
+        handle = _HANDLE.pack(os.getpid(), self._files[address], len(self._mappings[address]))
+        return handle.ljust(IPC_HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        pid, fd, nbytes = _HANDLE.unpack(handle[: _HANDLE.size])
+        try:
+            own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DeviceError(f"cudaIpcOpenMemHandle: {error}") from error
+        try:
+            return self._map(own, nbytes)
+        finally:
+            os.close(own)
+
+    def close(self, address: int) -> None:
+        self._mappings.pop(address).close()
+
+    def memory(self, address: int, nbytes: int) -> Any:
+        mapping = self._mappings[address]
+        assert nbytes == len(mapping)
+        return np.frombuffer(mapping, dtype=np.uint8)
+
+    def refusal(self) -> str | None:
+        return self._refusal
+
+    def _map(self, fd: int, nbytes: int) -> int:
+        address, self._next = self._next, self._next + 1
+        self._mappings[address] = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+        return address

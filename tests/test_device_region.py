@@ -1,0 +1,126 @@
+"""Device memory and its export, over a driver without a device; the copy kernel in Triton's interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tests.triton_interpreter  # noqa: F401  # before the kernel
+from baton.errors import InvalidField
+from kvtransfer.device.copy_kernel import copy_records
+from kvtransfer.device.driver import CudaDriver, DeviceError, mps_in_use
+from kvtransfer.device.region import DeviceRegion, OpenedRegion
+from kvtransfer.negotiation import check_transports, choose
+from kvtransfer.transport import DataEndpoint, TransportName
+from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
+from kvtransfer.transports.shm import ShmConnectError
+from tests.fake_device import FakeDriver
+from tests.shm_harness import LINK_EPOCH, LINK_PAIR, Recorder, ops_of, run
+from tests.transport_kits import FakeSource
+
+
+def test_a_region_is_opened_by_what_its_file_holds() -> None:
+    """Written on one side, read on the other; both let go of everything."""
+    driver = FakeDriver()
+    region = DeviceRegion(driver, 4096, "region")
+    opened = OpenedRegion(driver, region.fd, 4096)
+    opened.memory[7] = 9
+    assert region.memory[7] == 9
+    with pytest.raises(OSError, match="not permitted"):
+        os.write(region.fd, b"x")
+    opened.close()
+    opened.close()
+    region.close()
+    region.close()
+    assert driver.open_memories == 0
+
+
+def test_a_file_that_is_no_export_is_refused() -> None:
+    """Of another kind, or of a region of another size: nothing is opened."""
+    driver = FakeDriver()
+    region = DeviceRegion(driver, 4096, "region")
+    with pytest.raises(DeviceError, match="exports 4096 bytes for a region of 8192"):
+        OpenedRegion(driver, region.fd, 8192)
+    fd = os.memfd_create("other", os.MFD_CLOEXEC)
+    os.write(fd, b"not ours")
+    with pytest.raises(DeviceError, match="no exported region"):
+        OpenedRegion(driver, fd, 4096)
+    os.close(fd)
+    region.close()
+    assert driver.open_memories == 0
+
+
+def test_under_mps_neither_side_begins() -> None:
+    """A region is not made and a link is not tried; both say what to do."""
+    driver = FakeDriver(refusal="the Multi-Process Service runs here; stop MPS")
+    with pytest.raises(DeviceError, match="cuda_ipc: the Multi-Process Service runs here"):
+        DeviceRegion(driver, 4096, "region")
+    assert driver.open_memories == 0
+
+    async def connect() -> None:
+        endpoint = DataEndpoint(
+            transport=TransportName.CUDA_IPC, address="@baton-shm-x", secret=bytes(16), epoch=LINK_EPOCH
+        )
+        source = FakeSource(memory=np.zeros(8, np.uint8), nbytes=8)
+        loop = asyncio.get_running_loop()
+        with pytest.raises(ShmConnectError, match="stop MPS"):
+            await CudaIpcWriterLink.connect_device(endpoint, LINK_PAIR, source, Recorder(), loop, driver)
+
+    run(connect())
+
+
+def test_mps_is_seen_by_its_control_pipe(tmp_path: Path) -> None:
+    """The directory is MPS's own setting, or its default."""
+    assert not mps_in_use({}, str(tmp_path))
+    (tmp_path / "control").touch()
+    assert mps_in_use({}, str(tmp_path))
+    assert mps_in_use({"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}, "/nonexistent")
+    assert not mps_in_use({"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}, str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_driver_says_what_is_missing() -> None:
+    """One typed error, whatever part of CUDA it is that is not there."""
+    with pytest.raises(DeviceError, match=r"install cuda-bindings|there is no CUDA device 0"):
+        CudaDriver()
+
+
+def test_cuda_ipc_is_chosen_on_one_host_only_and_needs_a_region_on_a_gpu() -> None:
+    """Best of all between two processes of a host, never between hosts; a node in host memory cannot be set to it."""
+    both = [TransportName.CUDA_IPC, TransportName.TCP]
+    assert choose(["cuda_ipc", "tcp"], both, same_host=True) is TransportName.CUDA_IPC
+    assert choose(["cuda_ipc", "tcp"], both, same_host=False) is TransportName.TCP
+    with pytest.raises(InvalidField, match="has cuda_ipc, but this node's region is in host memory"):
+        check_transports(both)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_copy_kernel_copies_what_the_writes_say(seed: int) -> None:
+    """Equal records, odd lengths, empty and large writes, at any offset: those bytes and no others."""
+    chance = random.Random(seed)
+    step = chance.choice((1, 8, 64))
+    src_U8 = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, 40_000, dtype=np.uint8))
+    dst_U8 = torch.zeros(40_000, dtype=torch.uint8)
+    cuts = sorted(chance.sample(range(0, 40_000, step), 6))
+    lengths = [(b - a) // step * step for a, b in itertools.pairwise(cuts)]
+    sources = [chance.randrange(0, 40_000 - n + 1, step) for n in lengths]
+    ops = ops_of([*sources, 0], [*cuts[:-1], 0], [*lengths, 0])
+    wanted_U8 = dst_U8.clone()
+    for a, b, n in zip(sources, cuts, lengths, strict=False):
+        wanted_U8[b : b + n] = src_U8[a : a + n]
+    copy_records(dst_U8, src_U8, ops)
+    assert torch.equal(dst_U8, wanted_U8)
+
+
+def test_nothing_to_copy_is_nothing() -> None:
+    """No write, or writes of no bytes: no kernel is launched on an empty grid."""
+    memory_U8 = torch.zeros(8, dtype=torch.uint8)
+    copy_records(memory_U8, memory_U8, ops_of([], [], []))
+    copy_records(memory_U8, memory_U8, ops_of([0], [3], [0]))

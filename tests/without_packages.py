@@ -1,0 +1,61 @@
+"""Run in a process of its own: import a prefill and decode pair, and start a server, with some packages not there."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import pkgutil
+import random
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+BLOCKED = frozenset({"redis", "grpc_health", "grpc_reflection", "starlette", "pydantic_settings"})
+
+
+class Blocker:
+    """Stands before all other finders."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def import_all() -> int:
+    """The roots of a pair, and each module of the packages below them but the GPU's own."""
+    names = ["prefill_node.main", "decode_node.main", "mixed_node.main"]
+    for package in ("engine", "kvtransfer", "cachestore"):
+        found = pkgutil.walk_packages(importlib.import_module(package).__path__, prefix=f"{package}.")
+        names += [module.name for module in found if not module.name.startswith("engine.gpu")]
+    for name in names:
+        importlib.import_module(name)
+    return len(names)
+
+
+async def serve_and_call() -> str:
+    import grpc.aio
+    from batonpb import node_pb2, node_pb2_grpc
+
+    from baton.rpc import RpcLimits, RpcServer
+
+    class Node(node_pb2_grpc.NodeServicer):
+        async def GetStatus(
+            self, request: node_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[object, object]
+        ) -> node_pb2.NodeStatus:
+            return node_pb2.NodeStatus(story="serving")
+
+    server = RpcServer(limits=RpcLimits(), rng=random.Random(1))
+    server.add("baton.v1.Node", node_pb2_grpc.add_NodeServicer_to_server, Node())
+    port = await server.start("127.0.0.1:0")
+    server.set_ready(True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        status = await node_pb2_grpc.NodeStub(channel).GetStatus(node_pb2.GetStatusRequest(), timeout=20)
+    await server.stop(0)
+    return str(status.story)
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, Blocker())
+    assert import_all() > 50
+    print(asyncio.run(serve_and_call()))
+    print(sorted(BLOCKED & {name.split(".")[0] for name in sys.modules}))
