@@ -1,0 +1,232 @@
+"""`kernels.c`, with its types: bfloat16 on a CPU with AVX512-BF16. Shape suffixes as in engine/types.py.
+
+All calls let go of the interpreter's lock and check nothing: shapes and ids are the caller's to have checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.log import get_log
+from baton.native import load
+
+log = get_log("native")
+
+PANEL = 32
+HEAD_DIM_MAX = 256
+TASK_ROWS_MAX = 256
+"""Rows of one sequence that one thread computes the attention of; beyond it the work is shared."""
+_HUGE_PAGE = 2 << 20
+
+
+class Epilogue(IntEnum):
+    """What becomes of a product: the numbers are those of kernels.c."""
+
+    STORE = 0
+    ADD = 1
+    SWIGLU = 2
+
+
+class Workspace:
+    """Buffers kept between calls, by name: fresh memory would be cleared by the kernel at every step, page by page."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[rows, columns] with whatever was in it. Valid until the next call with this name."""
+        size = rows * columns
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(rows, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Where one step's rows and contexts are, the same for all layers. int64 all."""
+
+    tables: np.ndarray
+    """Block ids of all sequences, one after another."""
+    table_at_B: np.ndarray
+    rows_at: np.ndarray
+    """[B + 1] first row of each sequence, and the number of rows."""
+    contexts_B: np.ndarray
+    tasks: np.ndarray
+    """[tasks, 3] sequence, its first row, number of rows."""
+    blocks_T: np.ndarray
+    slots_T: np.ndarray
+
+
+class Kernels:
+    """The functions of kernels.c. Any thread may call them; a workspace belongs to one caller at a time."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        pointer, integer, flag, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+        self.level = int(handle.baton_kernels_level())
+        """0: this CPU lacks the instructions. 1: it has them. 2: it has AMX, too."""
+        if self.level == 0:
+            return
+
+        def function(name: str, result: type | None, *types: type) -> Any:
+            found = getattr(handle, name)
+            found.restype, found.argtypes = result, types
+            return found
+
+        self._linear = function(
+            "baton_linear", None, pointer, integer, *[pointer] * 3, *[integer] * 4, flag, pointer, flag
+        )
+        self._linear_scratch = function("baton_linear_scratch", integer, integer, integer)
+        self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real)
+        self._rotate_store = function("baton_rotate_store", None, *[pointer] * 8, *[integer] * 5, real, flag)
+        self._attention = function(
+            "baton_attention",
+            None,
+            *[pointer, integer],
+            *[pointer] * 7,
+            *[integer] * 5,
+            *[real, pointer, integer, flag],
+        )
+        self._attention_scratch = function("baton_attention_scratch", integer, integer, integer)
+
+    def linear(
+        self,
+        x_TE: torch.Tensor,
+        panels: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        *,
+        columns: int,
+        epilogue: Epilogue,
+        workspace: Workspace,
+    ) -> None:
+        """`x_TE` times a matrix of `columns` outputs that `pack` has packed, into `out`, whose rows are contiguous."""
+        rows, inner = x_TE.shape
+        scratch = workspace.take("linear", 1, self._linear_scratch(rows, inner), torch.int32)
+        self._linear(
+            x_TE.data_ptr(),
+            x_TE.stride(0),
+            panels.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+            columns,
+            inner,
+            epilogue,
+            scratch.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    def rms_norm(self, x_TE: torch.Tensor, weight: torch.Tensor, out_TE: torch.Tensor, eps: float) -> None:
+        """As `engine.models.layers.rms_norm`, into `out_TE`; both are contiguous."""
+        self._rms_norm(x_TE.data_ptr(), weight.data_ptr(), out_TE.data_ptr(), *x_TE.shape, eps)
+
+    def rotate_store(
+        self,
+        qkv_TX: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        layer_N2KSD: torch.Tensor,
+        plan: AttentionPlan,
+        eps: float,
+    ) -> None:
+        """Norm and turn the queries and keys of `qkv_TX` in place; write keys and values to their slots."""
+        _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
+        self._rotate_store(
+            qkv_TX.data_ptr(),
+            None if norms is None else norms[0].data_ptr(),
+            None if norms is None else norms[1].data_ptr(),
+            angles[0].data_ptr(),
+            angles[1].data_ptr(),
+            layer_N2KSD.data_ptr(),
+            plan.blocks_T.ctypes.data,
+            plan.slots_T.ctypes.data,
+            qkv_TX.shape[0],
+            qkv_TX.shape[1] // head_dim - 2 * kv_heads,
+            kv_heads,
+            block_size,
+            head_dim,
+            eps,
+            torch.get_num_threads(),
+        )
+
+    def attention(
+        self,
+        qkv_TX: torch.Tensor,
+        layer_N2KSD: torch.Tensor,
+        plan: AttentionPlan,
+        out_TX: torch.Tensor,
+        workspace: Workspace,
+    ) -> None:
+        """The queries of `qkv_TX` over their sequences up to and including themselves -> `out_TX`."""
+        _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
+        threads = torch.get_num_threads()
+        scratch_bytes = self._attention_scratch(int(plan.contexts_B.max()), head_dim)
+        scratch = workspace.take("attention", threads, scratch_bytes, torch.uint8)
+        self._attention(
+            qkv_TX.data_ptr(),
+            qkv_TX.stride(0),
+            out_TX.data_ptr(),
+            layer_N2KSD.data_ptr(),
+            plan.tables.ctypes.data,
+            plan.table_at_B.ctypes.data,
+            plan.rows_at.ctypes.data,
+            plan.contexts_B.ctypes.data,
+            plan.tasks.ctypes.data,
+            len(plan.tasks),
+            out_TX.shape[1] // head_dim,
+            kv_heads,
+            block_size,
+            head_dim,
+            head_dim**-0.5,
+            scratch.data_ptr(),
+            scratch_bytes,
+            threads,
+        )
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] bfloat16 -> panels of 32 outputs, [ceil(out / 32), ceil(in / 2), 32, 2], zero past the ends."""
+    outputs, inner = weight.shape
+    panels, pairs = -(-outputs // PANEL), -(-inner // 2)
+    padded = weight
+    if (panels * PANEL, pairs * 2) != (outputs, inner):
+        padded = weight.new_zeros(panels * PANEL, pairs * 2)
+        padded[:outputs, :inner] = weight
+    packed = huge_pages(padded.numel() * 2).view(torch.bfloat16).view(panels, pairs, PANEL, 2)
+    return packed.copy_(padded.view(panels, PANEL, pairs, 2).permute(0, 2, 1, 3))
+
+
+def huge_pages(num_bytes: int) -> torch.Tensor:
+    """Zeroed memory, uint8 [num_bytes], in pages of 2 MiB where the system gives them: weights are read from end to end
+    at every step, and small pages cost a table walk every 4 KiB."""
+    block = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(block, dtype=torch.uint8)
+    first = -whole.data_ptr() % _HUGE_PAGE
+    return whole[first : first + num_bytes]
+
+
+@cache
+def native_kernels() -> Kernels | None:
+    """None: no library, or a CPU without the instructions; said once in the log. The first call may take seconds."""
+    library = load(Path(__file__).with_name("kernels.c"))
+    if library.handle is None:
+        log.warning("compute kernels are missing: PyTorch's are used, which are slower", why=library.status)
+        return None
+    kernels = Kernels(library.handle)
+    if kernels.level == 0:
+        log.info("compute kernels need AVX512-BF16, which this CPU lacks: PyTorch's are used")
+        return None
+    return kernels
