@@ -13,10 +13,10 @@ from engine.checkpoint import Progress, load_tensors
 from engine.forward import DeterministicForward, Forward, NativeForward, TorchForward
 from engine.kv_pool import KvPool
 from engine.logprobs import token_logprobs
-from engine.model_config import ComputeDtype, ModelConfig, load_model_config
+from engine.model_config import ComputeDtype, ModelConfig, Quantisation, UnsupportedModelError, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.native_decoder import NativeDecoder, supports
-from engine.models.products import NativePacking, OneDnnPacking
+from engine.models.products import NativePacking, OneDnnPacking, Packing
 from engine.models.weights import weight_shapes
 from engine.native.kernels import Kernels, Workspace, native_kernels
 from engine.sampler import sample
@@ -43,6 +43,7 @@ class TorchRunner:
         block_size: int,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
+        quantisation: Quantisation = Quantisation.NONE,
     ) -> None:
         """Takes the tensors of `weight_shapes(config)`; those on `device` already are not copied.
 
@@ -68,7 +69,12 @@ class TorchRunner:
         self._native: _Native | None = None
         kernels = native_kernels() if self._may_be_native() else None
         if kernels is not None:
-            self._native = _Native(config, tensors, kernels)
+            self._native = _Native(config, tensors, kernels, quantisation)
+        elif quantisation is not Quantisation.NONE:
+            raise UnsupportedModelError(
+                f"weights cannot be {quantisation.value} here: that needs bfloat16, a CPU with AVX512-BF16 and the "
+                "engine's compute kernels (a C compiler at the first start); set quantisation to none"
+            )
         else:
             self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
         self._forward: Forward | None = None
@@ -82,17 +88,25 @@ class TorchRunner:
         dtype: ComputeDtype = ComputeDtype.AUTO,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
+        quantisation: Quantisation = Quantisation.NONE,
         progress: Progress | None = None,
     ) -> TorchRunner:
         """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
 
         Raises:
-            ModelError: the folder, its config or its weights cannot be used.
+            ModelError: the folder, its config or its weights cannot be used, or not quantised on this machine.
         """
         config = load_model_config(folder)
         torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
         tensors = load_tensors(folder, weight_shapes(config), dtype=torch_dtype, progress=progress)
-        return cls(config=config, tensors=tensors, block_size=block_size, device=device, deterministic=deterministic)
+        return cls(
+            config=config,
+            tensors=tensors,
+            block_size=block_size,
+            device=device,
+            deterministic=deterministic,
+            quantisation=quantisation,
+        )
 
     @property
     def uses_kernels(self) -> bool:
@@ -165,10 +179,14 @@ class TorchRunner:
 class _Native:
     """The decoder over kernels.c, and its buffers."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kernels: Kernels) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation
+    ) -> None:
         self._kernels = kernels
         self._workspace = Workspace()
-        packing = OneDnnPacking() if kernels.level > 1 else NativePacking(kernels, self._workspace)
+        packing: Packing = NativePacking(kernels, self._workspace, quantisation.bits)
+        if kernels.level > 1 and quantisation is Quantisation.NONE:
+            packing = OneDnnPacking()
         self._decoder = NativeDecoder(config, tensors, kernels=kernels, packing=packing, workspace=self._workspace)
 
     def over(self, pool: KvPool) -> NativeForward:

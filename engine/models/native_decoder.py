@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from engine.model_config import ModelConfig
 from engine.models import weights
-from engine.models.products import GatedProduct, Packing, Product
+from engine.models.products import LOGITS, GatedProduct, Packing, Product
 from engine.models.rotary import attention_factor, rotary_angles, rotary_frequencies
 from engine.native.kernels import HEAD_DIM_MAX, Kernels, Workspace
 
@@ -57,7 +57,7 @@ class NativeDecoder:
         self._embedding_VE = tensors[weights.EMBEDDING]
         self._final_norm = tensors[weights.FINAL_NORM]
         head_VE = self._embedding_VE if config.tie_word_embeddings else tensors[weights.LM_HEAD]
-        self._lm_head = packing.product("logits", head_VE, None)
+        self._lm_head = packing.product(LOGITS, head_VE, None)
         self._layers = tuple(self._layer(tensors, weights.layer_prefix(i)) for i in range(config.num_layers))
         self._frequencies = rotary_frequencies(config.rope, config.head_dim)
         self._rope_factor = attention_factor(config.rope)

@@ -13,9 +13,12 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.native.kernels import PANEL, Epilogue, Kernels, Workspace, pack
+from engine.native.kernels import Epilogue, Kernels, Workspace
+from engine.native.packing import PANEL, pack
 
 HALF_PANEL = PANEL // 2
+LOGITS = "logits"
+"""The name of the output projection."""
 
 
 class Product(Protocol):
@@ -85,12 +88,15 @@ class _OneDnn:
 class NativePacking:
     """kernels.c."""
 
-    def __init__(self, kernels: Kernels, workspace: Workspace) -> None:
+    def __init__(self, kernels: Kernels, workspace: Workspace, bits: int = 16) -> None:
+        """`bits` of a weight: 16 is bfloat16; 8 and 4 round it, but the output projection is never below 8."""
         self._kernels = kernels
         self._workspace = workspace
+        self._bits = bits
 
     def product(self, name: str, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None) -> _Native:
-        run = _native(self._kernels, self._workspace, weight_YX, bias_Y)
+        bits = max(self._bits, 8) if name == LOGITS else self._bits
+        run = _native(self._kernels, self._workspace, weight_YX, bias_Y, bits)
         return _Native(run, self._workspace, name, weight_YX.shape[0])
 
     def gated(
@@ -98,7 +104,8 @@ class NativePacking:
     ) -> GatedProduct:
         width = gate_YX.shape[0]
         both_YX = _interleave(gate_YX, up_YX)
-        run = _native(self._kernels, self._workspace, both_YX, None if biases is None else _interleave(*biases))
+        bias_Y = None if biases is None else _interleave(*biases)
+        run = _native(self._kernels, self._workspace, both_YX, bias_Y, self._bits)
 
         def gated(x_TX: torch.Tensor) -> torch.Tensor:
             out_TY = self._workspace.take("gated", x_TX.shape[0], width)
@@ -112,15 +119,17 @@ class NativePacking:
 _Run = Callable[[torch.Tensor, torch.Tensor, int, Epilogue], None]
 
 
-def _native(kernels: Kernels, workspace: Workspace, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None) -> _Run:
-    panels = pack(weight_YX)
+def _native(
+    kernels: Kernels, workspace: Workspace, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None, bits: int
+) -> _Run:
+    matrix = pack(weight_YX, bits)
     bias = None
     if bias_Y is not None:
-        bias = bias_Y.new_zeros(panels.shape[0] * PANEL)
+        bias = bias_Y.new_zeros(-(-matrix.outputs // PANEL) * PANEL)
         bias[: len(bias_Y)] = bias_Y
 
     def run(x_TX: torch.Tensor, out_TY: torch.Tensor, columns: int, epilogue: Epilogue) -> None:
-        kernels.linear(x_TX, panels, bias, out_TY, columns=columns, epilogue=epilogue, workspace=workspace)
+        kernels.linear(x_TX, matrix, bias, out_TY, columns=columns, epilogue=epilogue, workspace=workspace)
 
     return run
 

@@ -101,18 +101,79 @@ INLINE void panel_rows(int R, int a_r, int a_k, const uint32_t *a, const bf16 *p
     }
 }
 
+/* Quantised weights: whole numbers of 8 or 4 bits, exact in bfloat16, times a scale for each column and 64 k.
+ *
+ * 8 bits: [32][2] for each pair, as in bfloat16. 4 bits: [2][16][2] words of 16 bits for each 4 pairs, the nibble of the
+ * first pair lowest; 0..15 stand for -8..7. */
+#define SCALED_PAIRS 32
+
+INLINE __m512bh whole8(const uint8_t *x) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(x + 16))));
+    return _mm512_cvtne2ps_pbh(high, low);
+}
+
+/* -8..7 in bfloat16, twice: the lookup's index has one bit more than a nibble, which is the next nibble's. */
+static const bf16 NIBBLES[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+                                 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+                                 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
+/* As panel_rows, over `pairs` pairs of quantised weights; pairs is a multiple of SCALED_PAIRS. */
+INLINE void quantised_rows(int R, int bits, const uint32_t *a, const uint8_t *panel, const float *scales, int64_t pairs,
+                           __m512 (*total)[2], const char *ahead) {
+    __m512i table = _mm512_loadu_si512(NIBBLES);
+    for (int64_t scaled = 0; scaled < pairs; scaled += SCALED_PAIRS) {
+        __m512 acc[ROWS_MAX][2];
+        UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+        for (int64_t four = 0; four < SCALED_PAIRS; four += 4) {
+            __m512i x0, x1;
+            if (bits == 4) {
+                x0 = _mm512_loadu_si512(panel), x1 = _mm512_loadu_si512(panel + 64);
+                panel += 128;
+            }
+            if (ahead) {
+                for (int i = 0; i < (bits == 4 ? 128 : 256); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+                ahead += bits == 4 ? 128 : 256;
+            }
+            UNROLL for (int j = 0; j < 4; j++) {
+                __m512bh w0, w1;
+                if (bits == 4) {
+                    w0 = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(x0, 4 * j), table);
+                    w1 = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(x1, 4 * j), table);
+                } else {
+                    w0 = whole8(panel), w1 = whole8(panel + 32);
+                    panel += 64;
+                }
+                UNROLL for (int r = 0; r < R; r++) {
+                    __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[j * ROWS_MAX + r]);
+                    acc[r][0] = _mm512_dpbf16_ps(acc[r][0], w0, x);
+                    acc[r][1] = _mm512_dpbf16_ps(acc[r][1], w1, x);
+                }
+            }
+            a += 4 * ROWS_MAX;
+        }
+        __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16);
+        scales += PANEL;
+        UNROLL for (int r = 0; r < R; r++) {
+            total[r][0] = _mm512_fmadd_ps(acc[r][0], s0, total[r][0]);
+            total[r][1] = _mm512_fmadd_ps(acc[r][1], s1, total[r][1]);
+        }
+    }
+}
+
 enum { EPILOGUE_STORE = 0, EPILOGUE_ADD = 1, EPILOGUE_SWIGLU = 2 };
 
 typedef struct {
     const uint32_t *a;  /* [groups][pairs][ROWS_MAX] */
-    const bf16 *panels; /* [n / 32][pairs][32][2] */
+    const uint8_t *panels; /* [n / 32][pairs][32][2] of `bits` */
+    const float *scales;   /* [n / 32][pairs / 32][32], where bits is not 16 */
     const bf16 *bias;   /* [n_panels * 32], or NULL */
     bf16 *out;          /* [m][stride] */
-    int64_t m, pairs, n_panels, n, stride, groups, rows_per_group, groups_per_block, counter, pack_counter;
+    int64_t m, pairs, panel_bytes, n_panels, n, stride, groups, rows_per_group, groups_per_block, counter, pack_counter;
     const bf16 *x;
     int64_t x_stride, k;
     uint32_t *a_writable;
-    int epilogue;
+    int epilogue, bits;
 } Linear;
 
 INLINE void finish(const Linear *l, __m512 (*acc)[2], int R, int64_t row, int64_t panel) {
@@ -148,16 +209,19 @@ INLINE void finish(const Linear *l, __m512 (*acc)[2], int R, int64_t row, int64_
     case R: {                                                                                                   \
         __m512 acc[R][2];                                                                                       \
         UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();                         \
-        if (lines == 2) panel_rows(R, 1, ROWS_MAX, a, panel, l->pairs, acc, ahead, 2);                          \
-        else if (lines == 1) panel_rows(R, 1, ROWS_MAX, a, panel, l->pairs, acc, ahead, 1);                     \
-        else panel_rows(R, 1, ROWS_MAX, a, panel, l->pairs, acc, ahead, 0);                                     \
+        if (l->bits == 8) quantised_rows(R, 8, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);          \
+        else if (l->bits == 4) quantised_rows(R, 4, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);     \
+        else if (lines == 2) panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 2);       \
+        else if (lines == 1) panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 1);       \
+        else panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 0);                       \
         finish(l, acc, R, row, p);                                                                              \
         break;                                                                                                  \
     }
 
 static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const char *ahead, int lines) {
     const uint32_t *a = l->a + group * l->pairs * ROWS_MAX;
-    const bf16 *panel = l->panels + p * l->pairs * 2 * PANEL;
+    const uint8_t *panel = l->panels + p * l->panel_bytes;
+    const float *scales = l->scales ? l->scales + p * (l->pairs / SCALED_PAIRS) * PANEL : NULL;
     int64_t row = group * l->rows_per_group;
     switch (rows) {
         ROW_CASE(1) ROW_CASE(2) ROW_CASE(3) ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
@@ -169,7 +233,7 @@ static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const
 static void linear_tasks(void *arg) {
     Linear *l = arg;
     int64_t blocks = (l->groups + l->groups_per_block - 1) / l->groups_per_block, tasks = blocks * l->n_panels;
-    int64_t panel_bytes = l->pairs * 4 * PANEL, task = take(&l->counter);
+    int64_t panel_bytes = l->panel_bytes, task = take(&l->counter);
     while (task < tasks) {
         int64_t next = take(&l->counter);
         int64_t block = task / l->n_panels, p = task % l->n_panels;
@@ -181,8 +245,8 @@ static void linear_tasks(void *arg) {
         for (int64_t group = first; group < end; group++) {
             int64_t rows = l->m - group * l->rows_per_group;
             if (rows > l->rows_per_group) rows = l->rows_per_group;
-            int lines = count == 1 ? 2 : group - first < 2 ? 1 : 0;
-            one_group(l, group, p, (int)rows, ahead + (lines == 1 ? (group - first) * (panel_bytes / 2) : 0), lines);
+            int lines = l->bits != 16 ? group == first : count == 1 ? 2 : group - first < 2 ? 1 : 0;
+            one_group(l, group, p, (int)rows, ahead + (group - first < 2 ? (group - first) * (panel_bytes / 2) : 0), lines);
         }
         task = next;
     }
@@ -236,6 +300,8 @@ static void pack_group(const Linear *l, int64_t group) {
     pack_words(x, l->x_stride, rows, l->k / 2, to, ROWS_MAX);
     if (l->k & 1)
         for (int64_t r = 0; r < rows; r++) to[l->k / 2 * ROWS_MAX + r] = x[r * l->x_stride + l->k - 1];
+    int64_t words = (l->k + 1) / 2;
+    memset(to + words * ROWS_MAX, 0, (size_t)(l->pairs - words) * ROWS_MAX * 4);
 }
 
 static void pack_tasks(void *arg) {
@@ -243,15 +309,23 @@ static void pack_tasks(void *arg) {
     for (int64_t group; (group = take(&l->pack_counter)) < l->groups;) pack_group(l, group);
 }
 
+INLINE int64_t pairs_of(int64_t k, int bits) {
+    int64_t pairs = (k + 1) / 2;
+    return bits == 16 ? pairs : (pairs + SCALED_PAIRS - 1) / SCALED_PAIRS * SCALED_PAIRS;
+}
+
 /* out[m][n] = x[m][k] * W^T (+ bias); EPILOGUE_ADD adds to what `out` holds; EPILOGUE_SWIGLU takes panels of 16 columns
- * of the gate and 16 of the other side and stores [m][n / 2]. `scratch` holds baton_linear_scratch(m, k) 32-bit words. */
-API void baton_linear(const bf16 *x, int64_t x_stride, const bf16 *panels, const bf16 *bias, bf16 *out, int64_t stride,
-                      int64_t m, int64_t n, int64_t k, int epilogue, uint32_t *scratch, int threads) {
-    int64_t pairs = (k + 1) / 2, groups = (m + ROWS_MAX - 1) / ROWS_MAX;
+ * of the gate and 16 of the other side and stores [m][n / 2]. `bits` of a weight are 16 (bfloat16), 8 or 4, the latter
+ * two with scales. `scratch` holds baton_linear_scratch(m, k, bits) 32-bit words. */
+API void baton_linear(const bf16 *x, int64_t x_stride, const uint8_t *panels, const float *scales, int bits,
+                      const bf16 *bias, bf16 *out, int64_t stride, int64_t m, int64_t n, int64_t k, int epilogue,
+                      uint32_t *scratch, int threads) {
+    int64_t pairs = pairs_of(k, bits), groups = (m + ROWS_MAX - 1) / ROWS_MAX;
     int64_t per_group = (m + groups - 1) / groups;
     groups = (m + per_group - 1) / per_group;
     int64_t per_block = (384 << 10) / (per_group * pairs * 4);
-    Linear l = {.a = scratch, .a_writable = scratch, .panels = panels, .bias = bias, .out = out, .m = m, .pairs = pairs,
+    Linear l = {.a = scratch, .a_writable = scratch, .panels = panels, .scales = scales, .bits = bits, .bias = bias,
+                .out = out, .m = m, .pairs = pairs, .panel_bytes = pairs * PANEL * bits / 4,
                 .n_panels = (n + PANEL - 1) / PANEL, .n = n, .stride = stride, .groups = groups,
                 .rows_per_group = per_group, .groups_per_block = per_block < 1 ? 1 : per_block, .x = x,
                 .x_stride = x_stride, .k = k, .epilogue = epilogue};
@@ -259,9 +333,9 @@ API void baton_linear(const bf16 *x, int64_t x_stride, const bf16 *panels, const
     parallel(linear_tasks, &l, threads);
 }
 
-API int64_t baton_linear_scratch(int64_t m, int64_t k) {
+API int64_t baton_linear_scratch(int64_t m, int64_t k, int bits) {
     int64_t groups = (m + ROWS_MAX - 1) / ROWS_MAX;
-    return (groups + 1) * ((k + 1) / 2) * ROWS_MAX;
+    return (groups + 1) * pairs_of(k, bits) * ROWS_MAX;
 }
 
 /* ---------------------------------------------------------------- norm, rotation */

@@ -6,7 +6,6 @@ All calls let go of the interpreter's lock and check nothing: shapes and ids are
 from __future__ import annotations
 
 import ctypes
-import mmap
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -18,14 +17,13 @@ import torch
 
 from baton.log import get_log
 from baton.native import load
+from engine.native.packing import PackedMatrix
 
 log = get_log("native")
 
-PANEL = 32
 HEAD_DIM_MAX = 256
 TASK_ROWS_MAX = 256
 """Rows of one sequence that one thread computes the attention of; beyond it the work is shared."""
-_HUGE_PAGE = 2 << 20
 
 
 class Epilogue(IntEnum):
@@ -83,9 +81,13 @@ class Kernels:
             return found
 
         self._linear = function(
-            "baton_linear", None, pointer, integer, *[pointer] * 3, *[integer] * 4, flag, pointer, flag
+            "baton_linear",
+            None,
+            *[pointer, integer, pointer, pointer, flag, pointer, pointer],
+            *[integer] * 4,
+            *[flag, pointer, flag],
         )
-        self._linear_scratch = function("baton_linear_scratch", integer, integer, integer)
+        self._linear_scratch = function("baton_linear_scratch", integer, integer, integer, flag)
         self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real)
         self._rotate_store = function("baton_rotate_store", None, *[pointer] * 8, *[integer] * 5, real, flag)
         self._attention = function(
@@ -100,28 +102,33 @@ class Kernels:
 
     def linear(
         self,
-        x_TE: torch.Tensor,
-        panels: torch.Tensor,
+        x_TX: torch.Tensor,
+        matrix: PackedMatrix,
         bias: torch.Tensor | None,
-        out: torch.Tensor,
+        out_TY: torch.Tensor,
         *,
         columns: int,
         epilogue: Epilogue,
         workspace: Workspace,
     ) -> None:
-        """`x_TE` times a matrix of `columns` outputs that `pack` has packed, into `out`, whose rows are contiguous."""
-        rows, inner = x_TE.shape
-        scratch = workspace.take("linear", 1, self._linear_scratch(rows, inner), torch.int32)
+        """`x_TX` times the first `columns` outputs of a matrix, into `out_TY`; rows of both are contiguous.
+
+        `bias` has an entry for every output of every panel.
+        """
+        rows = x_TX.shape[0]
+        scratch = workspace.take("linear", 1, self._linear_scratch(rows, matrix.inputs, matrix.bits), torch.int32)
         self._linear(
-            x_TE.data_ptr(),
-            x_TE.stride(0),
-            panels.data_ptr(),
+            x_TX.data_ptr(),
+            x_TX.stride(0),
+            matrix.panels.data_ptr(),
+            None if matrix.scales is None else matrix.scales.data_ptr(),
+            matrix.bits,
             None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
+            out_TY.data_ptr(),
+            out_TY.stride(0),
             rows,
             columns,
-            inner,
+            matrix.inputs,
             epilogue,
             scratch.data_ptr(),
             torch.get_num_threads(),
@@ -193,29 +200,6 @@ class Kernels:
             scratch_bytes,
             threads,
         )
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] bfloat16 -> panels of 32 outputs, [ceil(out / 32), ceil(in / 2), 32, 2], zero past the ends."""
-    outputs, inner = weight.shape
-    panels, pairs = -(-outputs // PANEL), -(-inner // 2)
-    padded = weight
-    if (panels * PANEL, pairs * 2) != (outputs, inner):
-        padded = weight.new_zeros(panels * PANEL, pairs * 2)
-        padded[:outputs, :inner] = weight
-    packed = huge_pages(padded.numel() * 2).view(torch.bfloat16).view(panels, pairs, PANEL, 2)
-    return packed.copy_(padded.view(panels, PANEL, pairs, 2).permute(0, 2, 1, 3))
-
-
-def huge_pages(num_bytes: int) -> torch.Tensor:
-    """Zeroed memory, uint8 [num_bytes], in pages of 2 MiB where the system gives them: weights are read from end to end
-    at every step, and small pages cost a table walk every 4 KiB."""
-    block = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(block, dtype=torch.uint8)
-    first = -whole.data_ptr() % _HUGE_PAGE
-    return whole[first : first + num_bytes]
 
 
 @cache
