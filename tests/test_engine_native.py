@@ -193,6 +193,19 @@ def test_products(rows: int, outputs: int, inner: int) -> None:
         assert (found - expected).abs().max() < 4 * 2.0**-8 * expected.abs().max()
 
 
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 8_192, 31_999])
+def test_the_highest_score(columns: int) -> None:
+    """Few values, so that nearly every row has ties: the first of the highest, as torch finds it in float32."""
+    kernels = native_kernels()
+    assert kernels is not None
+    rows = torch.randint(-3, 4, (9, columns), generator=torch.Generator().manual_seed(columns)).bfloat16()
+    rows[0] = -0.0
+    rows[1, : columns // 2] = float("-inf")
+    rows[2] = float("-inf")
+    expected = [row.index(max(row)) for row in rows.float().tolist()]
+    assert kernels.highest(rows).tolist() == expected
+
+
 def test_other_types_and_modes_stay_with_torch() -> None:
     """float32, and a deterministic runner of either type."""
     config, tensors = model("odd sizes")

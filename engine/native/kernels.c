@@ -85,7 +85,7 @@ INLINE __m512 exp512(__m512 x) {
 /* acc[R][2] += A[R] * panel, over `pairs` pairs of k. Pair kp of row r is a[kp * a_k + r * a_r]. */
 INLINE void panel_rows(int R, int a_r, int a_k, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*acc)[2],
                        const char *ahead, int lines) {
-    for (int64_t kp = 0; kp < pairs; kp++) {
+    _Pragma("GCC unroll 2") for (int64_t kp = 0; kp < pairs; kp++) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel), w1 = (__m512bh)_mm512_loadu_si512(panel + 32);
         if (lines) {
             _mm_prefetch(ahead, _MM_HINT_T1);
@@ -340,7 +340,7 @@ API int64_t baton_linear_scratch(int64_t m, int64_t k, int bits) {
 
 /* ---------------------------------------------------------------- norm, rotation */
 
-/* out[r] = x[r] / rms(x[r]) * weight, for rows of `n`; `x_stride` and `out_stride` between rows. */
+/* out = x / rms(x) * weight, `n` of each. */
 INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, float eps) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i += 16) {
@@ -354,8 +354,23 @@ INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, fl
     }
 }
 
-API void baton_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t n, float eps) {
-    for (int64_t r = 0; r < rows; r++) norm_row(x + r * n, weight, out + r * n, n, eps);
+typedef struct {
+    const bf16 *x, *weight;
+    bf16 *out;
+    int64_t rows, n, counter;
+    float eps;
+} Norm;
+
+static void norm_tasks(void *arg) {
+    Norm *a = arg;
+    for (int64_t first; (first = 16 * take(&a->counter)) < a->rows;)
+        for (int64_t r = first; r < a->rows && r < first + 16; r++)
+            norm_row(a->x + r * a->n, a->weight, a->out + r * a->n, a->n, a->eps);
+}
+
+API void baton_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t n, float eps, int threads) {
+    Norm a = {.x = x, .weight = weight, .out = out, .rows = rows, .n = n, .eps = eps};
+    parallel(norm_tasks, &a, rows > 32 ? threads : 1);
 }
 
 /* Pair (i, i + d/2) of one head turned, each product rounded as the plain way rounds it. */
@@ -698,6 +713,40 @@ API void baton_attention(const bf16 *q, int64_t q_stride, bf16 *out, const bf16 
                    .kv_heads = kv_heads, .block_size = block_size, .d = d, .scale = scale, .scratch = scratch,
                    .scratch_bytes = scratch_bytes};
     parallel(attention_tasks, &a, threads);
+}
+
+/* ---------------------------------------------------------------- sampling */
+
+typedef struct {
+    const bf16 *x;
+    int64_t *out;
+    int64_t rows, n, counter;
+} Highest;
+
+static void highest_tasks(void *arg) {
+    Highest *a = arg;
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int64_t row; (row = take(&a->counter)) < a->rows;) {
+        const bf16 *x = a->x + row * a->n;
+        __m512 best = _mm512_set1_ps(-__builtin_inff());
+        __m512i where = _mm512_set1_epi32(INT32_MAX);
+        for (int64_t i = 0; i < a->n; i += 16) {
+            __mmask16 mask = a->n - i >= 16 ? 0xffff : (__mmask16)((1u << (a->n - i)) - 1);
+            __m512 v = widen(load16(x + i, a->n - i));
+            __mmask16 higher = _mm512_mask_cmp_ps_mask(mask, v, best, _CMP_GT_OQ);
+            best = _mm512_mask_mov_ps(best, higher, v);
+            where = _mm512_mask_mov_epi32(where, higher, _mm512_add_epi32(lanes, _mm512_set1_epi32((int)i)));
+        }
+        __mmask16 top = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
+        int64_t found = _mm512_mask_reduce_min_epi32(top, where);
+        a->out[row] = found < a->n ? found : 0;
+    }
+}
+
+/* out[r] = the first column of row r whose value is the row's highest; 0 where none is above minus infinity. */
+API void baton_highest(const bf16 *x, int64_t *out, int64_t rows, int64_t n, int threads) {
+    Highest a = {.x = x, .out = out, .rows = rows, .n = n};
+    parallel(highest_tasks, &a, rows > 1 ? threads : 1);
 }
 
 /* 1: this CPU has the instructions. 2: it has AMX too, which other libraries use better for many rows. */

@@ -88,7 +88,7 @@ class Kernels:
             *[flag, pointer, flag],
         )
         self._linear_scratch = function("baton_linear_scratch", integer, integer, integer, flag)
-        self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real)
+        self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real, flag)
         self._rotate_store = function("baton_rotate_store", None, *[pointer] * 8, *[integer] * 5, real, flag)
         self._attention = function(
             "baton_attention",
@@ -99,6 +99,15 @@ class Kernels:
             *[real, pointer, integer, flag],
         )
         self._attention_scratch = function("baton_attention_scratch", integer, integer, integer)
+
+        self._highest = function("baton_highest", None, *[pointer] * 2, *[integer] * 2, flag)
+
+    def highest(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """The first column of each row's highest value -> int64 [B]. Contiguous bfloat16; NaN is no value."""
+        assert scores_BV.dtype is torch.bfloat16 and scores_BV.is_contiguous(), scores_BV.dtype
+        out_B = torch.empty(scores_BV.shape[0], dtype=torch.int64)
+        self._highest(scores_BV.data_ptr(), out_B.data_ptr(), *scores_BV.shape, torch.get_num_threads())
+        return out_B
 
     def linear(
         self,
@@ -136,7 +145,7 @@ class Kernels:
 
     def rms_norm(self, x_TE: torch.Tensor, weight: torch.Tensor, out_TE: torch.Tensor, eps: float) -> None:
         """As `engine.models.layers.rms_norm`, into `out_TE`; both are contiguous."""
-        self._rms_norm(x_TE.data_ptr(), weight.data_ptr(), out_TE.data_ptr(), *x_TE.shape, eps)
+        self._rms_norm(x_TE.data_ptr(), weight.data_ptr(), out_TE.data_ptr(), *x_TE.shape, eps, torch.get_num_threads())
 
     def rotate_store(
         self,
