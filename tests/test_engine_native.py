@@ -148,6 +148,17 @@ def test_scores_are_those_of_torch(made: tuple[ModelConfig, dict[str, torch.Tens
         assert_near(native.score(*step), plain.score(*step))
 
 
+def test_products_are_those_of_one_dnn_where_there_is_amx(
+    made: tuple[ModelConfig, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if this CPU had AMX: other products between the same norms and attention."""
+    monkeypatch.setattr(native_kernels(), "level", 2)
+    native, plain = both(*made, 16)
+    tokens = text(70, 1)
+    for step in (piece(0, tokens, 0, 50),), (piece(0, tokens, 50, 69), piece(1, tokens, 0, 1)):
+        assert_near(native.score(*step), plain.score(*step))
+
+
 def test_the_kv_is_that_of_torch(made: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
     """The first layer's records, which no attention has gone into, are the same within a rounding; others untouched."""
     native, plain = both(*made, 16)
