@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
 
 NUM_BLOCKS = 96
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=64)
-BASE = {
+BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 331,
     "hidden_size": 96,
@@ -37,7 +38,7 @@ BASE = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-CHANGES = {
+CHANGES: dict[str, dict[str, Any]] = {
     "odd sizes": {},
     "one head of 128": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 128},
     "many of 64": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False},

@@ -105,7 +105,7 @@ def test_what_cannot_be_quantised_says_so(folder: Path, monkeypatch: pytest.Monk
     """float32 and deterministic nodes by their configuration; a machine without the kernels when it loads."""
     for wrong in ({"dtype": ComputeDtype.FLOAT32}, {"deterministic": True}):
         with pytest.raises(InvalidField, match="quantisation"):
-            EngineConfig(model="m", quantisation=Quantisation.INT4, **wrong)  # type: ignore[arg-type]
+            EngineConfig(model="m", quantisation=Quantisation.INT4, **wrong)
     monkeypatch.setattr("engine.torch_runner.native_kernels", lambda: None)
     with pytest.raises(UnsupportedModelError, match="AVX512-BF16"):
         TorchRunner.load(folder, block_size=16, quantisation=Quantisation.INT8)

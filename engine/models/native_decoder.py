@@ -37,7 +37,7 @@ def supports(config: ModelConfig) -> bool:
 
 
 class NativeDecoder:
-    """Weights and what happens between the attentions. Used by one thread at a time: buffers are used again."""
+    """Weights and what happens between the attentions. Used by one thread at a time: it keeps buffers and tables."""
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class NativeDecoder:
         self._layers = tuple(self._layer(tensors, weights.layer_prefix(i)) for i in range(config.num_layers))
         self._frequencies = rotary_frequencies(config.rope, config.head_dim)
         self._rope_factor = attention_factor(config.rope)
+        self._cosines = self._sines = torch.empty(0, config.head_dim // 2, dtype=torch.bfloat16)
 
     def norms(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Weights of the norms of queries and keys, where the model has them."""
@@ -71,8 +72,13 @@ class NativeDecoder:
         return F.embedding(tokens_T, self._embedding_VE)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotary cosines and sines of a batch, the same for all layers."""
-        return rotary_angles(positions_T, self._frequencies, factor=self._rope_factor, dtype=torch.bfloat16)
+        """The rotary cosines and sines of a batch, [T, D/2] each, the same for all layers. Looked up, once computed."""
+        end = int(positions_T.max()) + 1
+        if end > len(self._cosines):
+            known = torch.arange(min(2 * end, max(end, self.config.context_len_max)))
+            both = rotary_angles(known, self._frequencies, factor=self._rope_factor, dtype=torch.bfloat16)
+            self._cosines, self._sines = (part[:, 0].contiguous() for part in both)
+        return self._cosines.index_select(0, positions_T), self._sines.index_select(0, positions_T)
 
     def open(self, layer: int, x_TE: torch.Tensor) -> torch.Tensor:
         """The first part of a layer -> queries, keys and values [T, X], not normed and not turned yet."""
