@@ -48,6 +48,10 @@ class ModelInfo:
     block_size: int
     protocol_min: int
     protocol_max: int
+    quantisation: str = ""
+    """How the weights are rounded for computing; empty: not at all. Apart from the fingerprint."""
+    quantisation_must_agree: bool = False
+    """This node hands over only with nodes of the same quantisation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +170,8 @@ def model_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
         block_size=model.block_size,
         protocol_min=model.protocol_min,
         protocol_max=model.protocol_max,
+        quantisation=model.quantisation,
+        quantisation_must_agree=model.quantisation_must_agree,
     )
 
 
@@ -180,6 +186,8 @@ def model_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
         block_size=message.block_size,
         protocol_min=message.protocol_min,
         protocol_max=message.protocol_max,
+        quantisation=message.quantisation,
+        quantisation_must_agree=message.quantisation_must_agree,
     )
 
 

@@ -165,4 +165,6 @@ def _model_info(built: BuiltEngine, layout: Layout) -> ModelInfo:
         block_size=layout.block_size,
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
+        quantisation=built.quantisation,
+        quantisation_must_agree=built.quantisation_must_agree,
     )

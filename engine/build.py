@@ -14,6 +14,7 @@ from engine.model_config import (
     ComputeDtype,
     ModelError,
     ModelFolderError,
+    Quantisation,
     QuantisedCheckpointError,
     UnsupportedModelError,
 )
@@ -45,6 +46,13 @@ class EngineConfig:
             "help": "same tokens whatever else is in the batch, and after a resumption: one token at a time, slow; "
             "nodes need the same compute_threads"
         },
+    )
+    quantisation: Quantisation = field(
+        default=Quantisation.NONE,
+        metadata={"help": "none, int8 or int4: weights rounded at the start; faster decoding, other answers; bfloat16"},
+    )
+    quantisation_must_agree: bool = field(
+        default=False, metadata={"help": "hand over only with nodes of the same quantisation"}
     )
     block_size: int = field(default=16, metadata={"help": "token positions in a block"})
     num_blocks: int = field(default=1024, metadata={"help": "blocks in the region"})
@@ -78,6 +86,8 @@ class EngineConfig:
             raise InvalidField("sequences_max", "must not exceed tokens_per_step_max (a token for each in a step)")
         if self.logits_rows_max is not None and not 1 <= self.logits_rows_max <= self.sequences_max:
             raise InvalidField("logits_rows_max", "must be from 1 to sequences_max")
+        if self.quantisation is not Quantisation.NONE and (self.deterministic or self.dtype is ComputeDtype.FLOAT32):
+            raise InvalidField("quantisation", "needs dtype bfloat16 (or auto) and not deterministic")
         if self.mock_layer_delay_ms < 0:
             raise InvalidField("mock_layer_delay_ms", "must not be negative")
 
@@ -100,6 +110,9 @@ class BuiltEngine:
     model_name: str
     fingerprint: str
     """Digest of configuration and weights: nodes that differ in it never hand over."""
+    quantisation: str = ""
+    """How the weights are rounded, which is no part of the digest; empty: not at all."""
+    quantisation_must_agree: bool = False
 
 
 def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> BuiltEngine:
@@ -142,7 +155,14 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
         block_size=config.block_size,
         dtype=config.dtype,
         deterministic=config.deterministic,
+        quantisation=config.quantisation,
         progress=progress,
     )
     name = Path(config.model).name if Path(config.model).is_dir() else config.model
-    return BuiltEngine(runner=runner, model_name=name, fingerprint=checkpoint_fingerprint(folder))
+    return BuiltEngine(
+        runner=runner,
+        model_name=name,
+        fingerprint=checkpoint_fingerprint(folder),
+        quantisation="" if config.quantisation is Quantisation.NONE else config.quantisation.value,
+        quantisation_must_agree=config.quantisation_must_agree,
+    )

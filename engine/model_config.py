@@ -31,6 +31,7 @@ __all__ = [
     "ModelError",
     "ModelFamily",
     "ModelFolderError",
+    "Quantisation",
     "QuantisedCheckpointError",
     "RopeConfig",
     "UnsupportedActivationError",
@@ -70,6 +71,18 @@ class ModelFamily(Enum):
     MISTRAL = "MistralForCausalLM"
     QWEN2 = "Qwen2ForCausalLM"  # Qwen2.5 too
     QWEN3 = "Qwen3ForCausalLM"
+
+
+class Quantisation(Enum):
+    """How matrices are rounded when they are loaded; the arithmetic and the KV cache stay bfloat16."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"  # the output projection: int8
+
+    @property
+    def bits(self) -> int:
+        return {Quantisation.NONE: 16, Quantisation.INT8: 8, Quantisation.INT4: 4}[self]
 
 
 class ComputeDtype(Enum):

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from engine.filters import candidates, filtered_scores, has_filter
+from engine.native.kernels import native_kernels
 from engine.penalties import adjust, has_adjustment
 from engine.types import SamplingParams
 
@@ -46,17 +47,26 @@ def sample(
     adjusted = {i for i, p in enumerate(params) if has_adjustment(p, output_indices[i])}
     hard = [i for i, p in enumerate(params) if p.temperature > 0 or i in adjusted]
     if not hard:
-        return logits_BV.argmax(dim=-1)
+        return _highest(logits_BV)
     # Every other row is greedy, whose argmax needs no float64.
     easy = [i for i in range(len(params)) if params[i].temperature == 0 and i not in adjusted]
     tokens_B = torch.empty(len(params), dtype=torch.int64, device=logits_BV.device)
     if easy:
-        tokens_B[easy] = logits_BV[easy].argmax(dim=-1)
+        tokens_B[easy] = _highest(logits_BV[easy])
     scores_RV = logits_BV[hard].to(torch.float64)
     if adjusted:
         _adjust(scores_RV, hard, adjusted, params, tokens, output_indices, eos_token_ids)
     tokens_B[hard] = _draw(scores_RV, [params[i] for i in hard], [output_indices[i] for i in hard])
     return tokens_B
+
+
+def _highest(logits_BV: torch.Tensor) -> torch.Tensor:
+    """The lowest id of the highest score of each row -> int64 [B]."""
+    if logits_BV.dtype is torch.bfloat16 and logits_BV.device.type == "cpu" and logits_BV.is_contiguous():
+        kernels = native_kernels()
+        if kernels is not None:
+            return kernels.highest(logits_BV)
+    return logits_BV.argmax(dim=-1)
 
 
 def _adjust(

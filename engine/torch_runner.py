@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, AttentionMetadata, TorchAttention
 from engine.checkpoint import Progress, load_tensors
+from engine.forward import DeterministicForward, Forward, NativeForward, TorchForward
 from engine.kv_pool import KvPool
 from engine.logprobs import token_logprobs
-from engine.model_config import ComputeDtype, ModelConfig, load_model_config
+from engine.model_config import ComputeDtype, ModelConfig, Quantisation, UnsupportedModelError, load_model_config
 from engine.models.decoder import Decoder
+from engine.models.native_decoder import NativeDecoder, supports
+from engine.models.products import NativePacking, OneDnnPacking, Packing
 from engine.models.weights import weight_shapes
+from engine.native.kernels import Kernels, Workspace, native_kernels
 from engine.sampler import sample
 from engine.types import Batch, KvSink, KvSpec, StepResult
 
@@ -41,6 +43,7 @@ class TorchRunner:
         block_size: int,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
+        quantisation: Quantisation = Quantisation.NONE,
     ) -> None:
         """Takes the tensors of `weight_shapes(config)`; those on `device` already are not copied.
 
@@ -63,9 +66,18 @@ class TorchRunner:
         self.context_len_max = config.context_len_max
         self.eos_token_ids = config.eos_token_ids
         self.deterministic = deterministic
-        self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
-        self._pool: KvPool | None = None
-        self._attention: AttentionBackend | None = None
+        self._native: _Native | None = None
+        kernels = native_kernels() if self._may_be_native() else None
+        if kernels is not None:
+            self._native = _Native(config, tensors, kernels, quantisation)
+        elif quantisation is not Quantisation.NONE:
+            raise UnsupportedModelError(
+                f"weights cannot be {quantisation.value} here: that needs bfloat16, a CPU with AVX512-BF16 and the "
+                "engine's compute kernels (a C compiler at the first start); set quantisation to none"
+            )
+        else:
+            self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        self._forward: Forward | None = None
 
     @classmethod
     def load(
@@ -76,17 +88,30 @@ class TorchRunner:
         dtype: ComputeDtype = ComputeDtype.AUTO,
         device: torch.device | str = "cpu",
         deterministic: bool = False,
+        quantisation: Quantisation = Quantisation.NONE,
         progress: Progress | None = None,
     ) -> TorchRunner:
         """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
 
         Raises:
-            ModelError: the folder, its config or its weights cannot be used.
+            ModelError: the folder, its config or its weights cannot be used, or not quantised on this machine.
         """
         config = load_model_config(folder)
         torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
         tensors = load_tensors(folder, weight_shapes(config), dtype=torch_dtype, progress=progress)
-        return cls(config=config, tensors=tensors, block_size=block_size, device=device, deterministic=deterministic)
+        return cls(
+            config=config,
+            tensors=tensors,
+            block_size=block_size,
+            device=device,
+            deterministic=deterministic,
+            quantisation=quantisation,
+        )
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether kernels.c computes, and not PyTorch's operations."""
+        return self._native is not None
 
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
         """See `Runner.bind`. A region in host memory serves a runner on the CPU only."""
@@ -97,12 +122,17 @@ class TorchRunner:
     def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
         """As `bind`, for a region that is a tensor on this runner's device."""
         assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
-        self._pool = KvPool(region_U8, num_blocks, self.kv_spec)
-        self._attention = TorchAttention(self._pool)
+        pool = KvPool(region_U8, num_blocks, self.kv_spec)
+        if self._native is not None:
+            self._forward = self._native.over(pool)
+        elif self.deterministic:
+            self._forward = DeterministicForward(self._decoder, pool)
+        else:
+            self._forward = TorchForward(self._decoder, pool)
 
     def unbind(self) -> None:
         """See `Runner.unbind`."""
-        self._pool = self._attention = None
+        self._forward = None
 
     @torch.inference_mode()
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
@@ -111,13 +141,15 @@ class TorchRunner:
         That is before the attention of the same layer, so the bytes travel while the rest of the layer is computed.
         """
         assert batch.slices, "an empty batch has nothing to run"
-        x_TE = self._forward(batch, sink)
+        forward = self._forward
+        assert forward is not None, "bind comes before run"
+        x_TE = forward.forward(batch, sink)
         ends = accumulate(s.stop - s.start for s in batch.slices)
         drawn = [(s, end - 1) for s, end in zip(batch.slices, ends, strict=True) if s.sample]
         if not drawn:
             return StepResult()
         rows_B = torch.tensor([row for _, row in drawn], device=self.device)
-        logits_BV = self._logits(x_TE[rows_B])
+        logits_BV = forward.logits(x_TE[rows_B])
         params = [s.params for s, _ in drawn]
         tokens_B = sample(
             logits_BV,
@@ -135,62 +167,27 @@ class TorchRunner:
     @torch.inference_mode()
     def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
         """As `run`, but returns the scores of every token of the batch instead of drawing -> [T, V]. For evaluation."""
-        return self._logits(self._forward(batch, sink))
+        assert self._forward is not None, "bind comes before score"
+        return self._forward.logits(self._forward.forward(batch, sink)).clone()
 
-    def _logits(self, x_BE: torch.Tensor) -> torch.Tensor:
-        if not self.deterministic:
-            return self._decoder.logits(x_BE)
-        return torch.cat([self._decoder.logits(x_BE[row : row + 1].clone()) for row in range(len(x_BE))])
+    def _may_be_native(self) -> bool:
+        """A deterministic runner stays with the operations whose results it was compared by."""
+        is_bfloat16 = self.kv_spec.dtype == "bfloat16"
+        return is_bfloat16 and self.device.type == "cpu" and not self.deterministic and supports(self.config)
 
-    def _forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
-        if self.deterministic:
-            return self._forward_each(batch, sink)
-        pool, attention, decoder = self._pool, self._attention, self._decoder
-        assert pool is not None and attention is not None, "bind comes before run"
-        tokens = np.concatenate([np.asarray(s.tokens[s.start : s.stop], dtype=np.int64) for s in batch.slices])
-        assert tokens.min() >= 0 and tokens.max() < self.vocab_size, "token id outside the vocabulary"
-        metadata = attention.prepare(batch)
-        angles = decoder.angles(metadata.positions_T)
-        x_TE = decoder.embed(torch.from_numpy(tokens).to(self.device))
-        for layer in range(self.kv_spec.num_layers):
 
-            def attend(
-                q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int = layer
-            ) -> torch.Tensor:
-                pool.store(layer, k_TKD, v_TKD, metadata.slots)
-                sink.layer_done(layer)
-                return attention.attend(layer, q_THD, metadata)
+class _Native:
+    """The decoder over kernels.c, and its buffers."""
 
-            x_TE = decoder.run_layer(layer, x_TE, angles, attend)
-        return x_TE
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation
+    ) -> None:
+        self._kernels = kernels
+        self._workspace = Workspace()
+        packing: Packing = NativePacking(kernels, self._workspace, quantisation.bits)
+        if kernels.level > 1 and quantisation is Quantisation.NONE:
+            packing = OneDnnPacking()
+        self._decoder = NativeDecoder(config, tensors, kernels=kernels, packing=packing, workspace=self._workspace)
 
-    def _forward_each(self, batch: Batch, sink: KvSink) -> torch.Tensor:
-        """As `_forward`, but every operation is given one token at a time, in order.
-
-        The kernels then see the same shapes whatever else is in the step: they choose blocking and order of summation
-        by shape, which is where the difference in rounding between two batches comes from.
-        """
-        pool, attention, decoder = self._pool, self._attention, self._decoder
-        assert pool is not None and attention is not None, "bind comes before run"
-        singles = [replace(s, start=at, stop=at + 1) for s in batch.slices for at in range(s.start, s.stop)]
-        metadata = [attention.prepare(Batch(slices=(single,))) for single in singles]
-        angles = [decoder.angles(each.positions_T) for each in metadata]
-        ids = torch.tensor([single.tokens[single.start] for single in singles], device=self.device)
-        assert int(ids.min()) >= 0 and int(ids.max()) < self.vocab_size, "token id outside the vocabulary"
-        rows = [decoder.embed(ids[row : row + 1]) for row in range(len(singles))]
-        for layer in range(self.kv_spec.num_layers):
-            for row, each in enumerate(metadata):
-
-                def attend(
-                    q_1HD: torch.Tensor,
-                    k_1KD: torch.Tensor,
-                    v_1KD: torch.Tensor,
-                    layer: int = layer,
-                    each: AttentionMetadata = each,
-                ) -> torch.Tensor:
-                    pool.store(layer, k_1KD, v_1KD, each.slots)
-                    return attention.attend(layer, q_1HD, each)
-
-                rows[row] = decoder.run_layer(layer, rows[row], angles[row], attend)
-            sink.layer_done(layer)
-        return torch.cat(rows)
+    def over(self, pool: KvPool) -> NativeForward:
+        return NativeForward(self._decoder, pool, self._kernels, self._workspace)

@@ -23,6 +23,9 @@ def differences(own: ModelInfo, peer: ModelInfo) -> list[str]:
         found.append(
             f"protocol versions ({own.protocol_min}-{own.protocol_max}, {peer.protocol_min}-{peer.protocol_max})"
         )
+    must_agree = own.quantisation_must_agree or peer.quantisation_must_agree
+    if must_agree and own.quantisation != peer.quantisation:
+        found.append(f"quantisation of the weights ({own.quantisation or 'none'}, {peer.quantisation or 'none'})")
     return found
 
 

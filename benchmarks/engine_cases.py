@@ -1,0 +1,101 @@
+"""What benchmarks/engine.py measures, the same on both sides. Imports nothing but the standard library."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "473m": _QWEN3
+    | {
+        "num_hidden_layers": 28,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 32_000,
+    },
+    "small": _QWEN3
+    | {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 8_192,
+    },
+}
+DECODES = {"473m": ((1, 64), (1, 512), (16, 64), (16, 512)), "small": ((16, 64),)}
+"""(batch, context)"""
+STEPS = {"473m": 32, "small": 256}
+REPEATS = {"473m": 1, "small": 3}
+"""In a round: the larger model's fits into three minutes, with vLLM's start."""
+PREFILL = (16, 512)
+
+Generate = Callable[[list[list[int]], int], float]
+"""(prompts, tokens to write) -> seconds, until the last token of the last prompt's answer."""
+
+
+def write_config(folder: Path, model: str) -> Path:
+    """A folder with nothing but config.json: each side makes random weights of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(MODELS[model]), encoding="utf-8")
+    return folder
+
+
+def weight_bytes(model: str) -> int:
+    """Of the matrices that a step reads, in bfloat16; the embedding is read as the output projection."""
+    m = MODELS[model]
+    hidden, head = m["hidden_size"], m["head_dim"]
+    attention = 2 * hidden * head * (m["num_attention_heads"] + m["num_key_value_heads"])
+    mlp = 3 * hidden * m["intermediate_size"]
+    return 2 * (m["num_hidden_layers"] * (attention + mlp) + m["vocab_size"] * hidden)
+
+
+def kv_bytes(model: str, tokens: int) -> int:
+    m = MODELS[model]
+    return 2 * 2 * tokens * m["num_hidden_layers"] * m["num_key_value_heads"] * m["head_dim"]
+
+
+def measure(model: str, generate: Generate) -> dict[str, float]:
+    """Tokens a second of prefill, and seconds a step of decoding: the difference between long and short answers."""
+    rng, repeats = random.Random(0), REPEATS[model]
+
+    def prompts(batch: int, context: int) -> list[list[int]]:
+        size = MODELS[model]["vocab_size"]
+        return [[rng.randrange(2, size) for _ in range(context)] for _ in range(batch)]
+
+    generate(prompts(16, 64), 8)
+    found: dict[str, float] = {}
+    batch, context = PREFILL
+    short = {PREFILL: median(generate(prompts(batch, context), 1) for _ in range(repeats))}
+    found["prefill_tokens_s"] = batch * context / short[PREFILL]
+    for case in DECODES[model]:
+        one = short.get(case) or median(generate(prompts(*case), 1) for _ in range(repeats))
+        whole = median(generate(prompts(*case), 1 + STEPS[model]) for _ in range(1 if case == PREFILL else repeats))
+        found[f"decode_s_{case[0]}_{case[1]}"] = (whole - one) / STEPS[model]
+    return found

@@ -1,0 +1,114 @@
+"""Our side of benchmarks/engine.py: `python -m benchmarks.engine_own MODEL FOLDER THREADS BITS`; JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from baton.ids import Attempt, RequestId, RequestKey
+from benchmarks.engine_cases import measure, write_config
+from cachestore.device_pool import layout_of
+from engine.block_manager import BlockManager, growth_blocks
+from engine.core import Engine
+from engine.model_config import load_model_config
+from engine.models.weights import weight_shapes
+from engine.native.packing import huge_pages
+from engine.scheduler import SchedulerConfig
+from engine.sequence import Sequence, SequenceMode
+from engine.torch_runner import TorchRunner, configure_threads
+from engine.types import NullSink, SamplingParams
+from kvtransfer.ledger import Ledger
+
+BLOCK_SIZE, NUM_BLOCKS, TOKENS_PER_STEP = 16, 1_024, 512
+READ_BYTES = 1 << 30
+
+
+class OwnEngine:
+    """Scheduler, blocks and runner on this thread; nothing is kept between two calls."""
+
+    def __init__(self, folder: Path) -> None:
+        config = load_model_config(folder)
+        generator = torch.Generator().manual_seed(0)
+        tensors = {
+            name: (torch.ones(s) if len(s) == 1 else torch.randn(s, generator=generator) * s[1] ** -0.5).bfloat16()
+            for name, s in weight_shapes(config).items()
+        }
+        self._runner = TorchRunner(config=config, tensors=tensors, block_size=BLOCK_SIZE)
+        region = np.full(layout_of(self._runner.kv_spec).region_bytes(NUM_BLOCKS), 1, np.uint8)
+        self._runner.bind(region, NUM_BLOCKS)
+        self._calls = 0
+        self.outside_s: list[float] = []
+        """Of each step of the last call that only decodes: the time that is not the runner's."""
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> float:
+        blocks = BlockManager(Ledger(NUM_BLOCKS), BLOCK_SIZE, b"benchmark")
+        limits = SchedulerConfig(tokens_per_step_max=TOKENS_PER_STEP, sequences_max=16, waiting_max=16)
+        engine = Engine(self._runner, blocks, limits)
+        self.outside_s.clear()
+        started = time.perf_counter()
+        for number, prompt in enumerate(prompts):
+            engine.submit(self._sequence(blocks, f"{self._calls}-{number}", prompt, tokens))
+        self._calls += 1
+        while True:
+            begun = time.perf_counter()
+            batch = engine.schedule()
+            if batch is None:
+                return time.perf_counter() - started
+            ran = time.perf_counter()
+            result = engine.run(batch, NullSink())
+            done = time.perf_counter()
+            engine.postprocess(batch, result)
+            if batch.num_tokens == len(prompts):
+                self.outside_s.append(time.perf_counter() - done + ran - begun)
+
+    def _sequence(self, blocks: BlockManager, name: str, prompt: list[int], tokens: int) -> Sequence:
+        held = blocks.blocks_for(len(prompt))
+        growth = growth_blocks(
+            prompt_len=len(prompt),
+            known_len=len(prompt),
+            max_tokens=tokens,
+            context_len_max=self._runner.context_len_max,
+            block_size=BLOCK_SIZE,
+            blocks_held=held,
+        )
+        return Sequence(
+            key=RequestKey(request=RequestId(name), attempt=Attempt(0)),
+            params=SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=tokens, ignore_eos=True),
+            tokens=list(prompt),
+            prompt_len=len(prompt),
+            computed=0,
+            block_table=blocks.admit([], held, promise_key=name, promise=growth),
+            promise_key=name,
+            mode=SequenceMode.COMPLETE,
+        )
+
+
+def read_bytes_s() -> float:
+    """How fast memory is read by the same threads: the best of five passes over 1 GiB in huge pages."""
+    block = huge_pages(READ_BYTES).view(torch.int32).fill_(1)
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        block.max()
+        times.append(time.perf_counter() - started)
+    return READ_BYTES / min(times)
+
+
+def main() -> None:
+    model, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    configure_threads(threads)
+    before = read_bytes_s()
+    engine = OwnEngine(write_config(folder, model))
+    found = measure(model, engine.generate)
+    found["read_bytes_s"] = max(before, read_bytes_s())
+    found["outside_runner_s"] = float(np.median(engine.outside_s))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

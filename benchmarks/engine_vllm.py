@@ -1,0 +1,42 @@
+"""vLLM's side of benchmarks/engine.py, run by the interpreter of vLLM's own environment; JSON on the last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, os.environ["BENCHMARK_ROOT"])
+
+from benchmarks.engine_cases import measure, write_config
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    model, folder, tokens_per_step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    llm = LLM(
+        model=str(write_config(folder, model)),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=2048,
+        max_num_seqs=16,
+        max_num_batched_tokens=tokens_per_step,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: list[list[int]], tokens: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return time.perf_counter() - started
+
+    print(json.dumps(measure(model, generate)))
+
+
+if __name__ == "__main__":
+    main()

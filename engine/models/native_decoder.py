@@ -1,0 +1,129 @@
+"""The decoder of engine/models/decoder.py for bfloat16 on a CPU: fewer and larger operations, on packed matrices.
+
+Query, key and value are one product, gate and up another with the activation inside it; norms, rotation and residuals
+are done in place. It rounds where the plain decoder rounds; only the order of long sums differs.
+Shape suffixes as in engine/types.py; X the width of query, key and value together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.model_config import ModelConfig
+from engine.models import weights
+from engine.models.products import LOGITS, GatedProduct, Packing, Product
+from engine.models.rotary import attention_factor, rotary_angles, rotary_frequencies
+from engine.native.kernels import HEAD_DIM_MAX, Kernels, Workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: Product
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    o: Product
+    post_attention_norm: torch.Tensor
+    gate_up: GatedProduct
+    down: Product
+
+
+def supports(config: ModelConfig) -> bool:
+    """Whether kernels.c takes heads of this size."""
+    return config.head_dim % 2 == 0 and config.head_dim <= HEAD_DIM_MAX
+
+
+class NativeDecoder:
+    """Weights and what happens between the attentions. Used by one thread at a time: it keeps buffers and tables."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        kernels: Kernels,
+        packing: Packing,
+        workspace: Workspace,
+    ) -> None:
+        """Takes the tensors of `weights.weight_shapes(config)`, bfloat16, and copies the matrices."""
+        assert supports(config), config.head_dim
+        self.config = config
+        self._kernels = kernels
+        self._packing = packing
+        self._workspace = workspace
+        self._embedding_VE = tensors[weights.EMBEDDING]
+        self._final_norm = tensors[weights.FINAL_NORM]
+        head_VE = self._embedding_VE if config.tie_word_embeddings else tensors[weights.LM_HEAD]
+        self._lm_head = packing.product(LOGITS, head_VE, None)
+        self._layers = tuple(self._layer(tensors, weights.layer_prefix(i)) for i in range(config.num_layers))
+        self._frequencies = rotary_frequencies(config.rope, config.head_dim)
+        self._rope_factor = attention_factor(config.rope)
+        self._cosines = self._sines = torch.empty(0, config.head_dim // 2, dtype=torch.bfloat16)
+
+    def norms(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Weights of the norms of queries and keys, where the model has them."""
+        return self._layers[layer].norms
+
+    def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        """Token ids -> [T, E], what goes into layer 0; changed in place by `close`."""
+        return F.embedding(tokens_T, self._embedding_VE)
+
+    def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotary cosines and sines of a batch, [T, D/2] each, the same for all layers. Looked up, once computed."""
+        end = int(positions_T.max()) + 1
+        if end > len(self._cosines):
+            known = torch.arange(min(2 * end, max(end, self.config.context_len_max)))
+            both = rotary_angles(known, self._frequencies, factor=self._rope_factor, dtype=torch.bfloat16)
+            self._cosines, self._sines = (part[:, 0].contiguous() for part in both)
+        return self._cosines.index_select(0, positions_T), self._sines.index_select(0, positions_T)
+
+    def open(self, layer: int, x_TE: torch.Tensor) -> torch.Tensor:
+        """The first part of a layer -> queries, keys and values [T, X], not normed and not turned yet."""
+        w = self._layers[layer]
+        return w.qkv(self._norm(x_TE, w.input_norm))
+
+    def close(self, layer: int, x_TE: torch.Tensor, attention_TX: torch.Tensor) -> None:
+        """The rest of a layer, given what its attention has found: `x_TE` becomes the layer's output."""
+        w = self._layers[layer]
+        w.o.add_to(attention_TX, x_TE)
+        w.down.add_to(w.gate_up(self._norm(x_TE, w.post_attention_norm)), x_TE)
+
+    def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token after each of the given rows of the last layer's output -> [B, V], a buffer."""
+        return self._lm_head(self._norm(x_BE.contiguous(), self._final_norm))
+
+    def _norm(self, x_TE: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out_TE = self._workspace.take("norm", *x_TE.shape)
+        self._kernels.rms_norm(x_TE, weight, out_TE, self.config.rms_norm_eps)
+        return out_TE
+
+    def _layer(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
+        def weight(name: str) -> torch.Tensor:
+            return tensors[f"{prefix}{name}.weight"]
+
+        def bias(name: str) -> torch.Tensor | None:
+            return tensors.get(f"{prefix}{name}.bias")
+
+        def joined(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+            biases = [found for name in names if (found := bias(name)) is not None]
+            assert len(biases) in (0, len(names)), names
+            return torch.cat([weight(name) for name in names]), torch.cat(biases) if biases else None
+
+        gate_bias, up_bias = bias("mlp.gate_proj"), bias("mlp.up_proj")
+        q_norm, k_norm = (tensors.get(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+        return _Layer(
+            input_norm=weight("input_layernorm"),
+            qkv=self._packing.product("qkv", *joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+            o=self._packing.product("o", weight("self_attn.o_proj"), bias("self_attn.o_proj")),
+            post_attention_norm=weight("post_attention_layernorm"),
+            gate_up=self._packing.gated(
+                weight("mlp.gate_proj"),
+                weight("mlp.up_proj"),
+                None if gate_bias is None or up_bias is None else (gate_bias, up_bias),
+            ),
+            down=self._packing.product("down", weight("mlp.down_proj"), bias("mlp.down_proj")),
+        )

@@ -1,0 +1,768 @@
+/* The bfloat16 arithmetic of a decoder layer on a CPU with AVX512-BF16 (VDPBF16PS: pairs of products, sums in float32).
+ *
+ * Every sum over an inner dimension runs in one order, whatever the number of rows: a row's result does not depend on
+ * what else is in the batch. Work is cut into tasks that the threads take from a counter. The threads are those of the
+ * OpenMP library that PyTorch has loaded: a second pool beside it would spin against the first.
+ *
+ * R rows at once   P panel: 32 columns of a packed matrix, which lie as [K/2][32][2], so that one load is 16 columns of
+ * two neighbouring k   "pair": two bfloat16 of neighbouring k in 32 bits
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default")))
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2")
+
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+
+typedef uint16_t bf16;
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define ROWS_MAX 12
+#define PANEL 32
+
+static void parallel(void (*fn)(void *), void *arg, int threads) {
+    if (threads > 1 && GOMP_parallel) GOMP_parallel(fn, arg, (unsigned)threads, 0);
+    else fn(arg);
+}
+
+INLINE int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+INLINE float f32_of(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+INLINE __m512 rounded(__m512 x) { return widen(narrow(x)); }
+
+/* `left` elements, or all where there are more. A masked store costs some hundred cycles on Zen 4 and 5: only at an end. */
+INLINE __m256i load16(const bf16 *x, int64_t left) {
+    if (left >= 16) return _mm256_loadu_si256((const __m256i *)x);
+    return _mm256_maskz_loadu_epi16((__mmask16)((1u << left) - 1), x);
+}
+
+INLINE void store16(bf16 *x, int64_t left, __m256i v) {
+    if (left >= 16) _mm256_storeu_si256((__m256i *)x, v);
+    else _mm256_mask_storeu_epi16(x, (__mmask16)((1u << left) - 1), v);
+}
+
+/* `left` may be 0 or less. */
+INLINE __m512i load32(const bf16 *x, int64_t left) {
+    if (left >= 32) return _mm512_loadu_si512(x);
+    return left <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16((1u << left) - 1, x);
+}
+
+INLINE void store32(bf16 *x, int64_t left, __m512i v) {
+    if (left >= 32) _mm512_storeu_si512(x, v);
+    else if (left > 0) _mm512_mask_storeu_epi16(x, (1u << left) - 1, v);
+}
+
+/* e^x for x <= 88, to a few units in the last place: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes, expf). */
+INLINE __m512 exp512(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
+    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.3981999507e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(8.3334519073e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(4.1665795894e-2f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.6666665459e-1f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(5.0000001201e-1f));
+    y = _mm512_fmadd_ps(_mm512_mul_ps(x, x), y, _mm512_add_ps(x, _mm512_set1_ps(1.0f)));
+    return _mm512_scalef_ps(y, n);
+}
+
+/* ---------------------------------------------------------------- products */
+
+/* acc[R][2] += A[R] * panel, over `pairs` pairs of k. Pair kp of row r is a[kp * a_k + r * a_r]. */
+INLINE void panel_rows(int R, int a_r, int a_k, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*acc)[2],
+                       const char *ahead, int lines) {
+    _Pragma("GCC unroll 2") for (int64_t kp = 0; kp < pairs; kp++) {
+        __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel), w1 = (__m512bh)_mm512_loadu_si512(panel + 32);
+        if (lines) {
+            _mm_prefetch(ahead, _MM_HINT_T1);
+            if (lines > 1) _mm_prefetch(ahead + 64, _MM_HINT_T1);
+            ahead += 64 * lines;
+        }
+        UNROLL for (int r = 0; r < R; r++) {
+            __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[kp * a_k + r * a_r]);
+            acc[r][0] = _mm512_dpbf16_ps(acc[r][0], w0, x);
+            acc[r][1] = _mm512_dpbf16_ps(acc[r][1], w1, x);
+        }
+        panel += 64;
+    }
+}
+
+/* Quantised weights: whole numbers of 8 or 4 bits, exact in bfloat16, times a scale for each column and 64 k.
+ *
+ * 8 bits: [32][2] for each pair, as in bfloat16. 4 bits: [2][16][2] words of 16 bits for each 4 pairs, the nibble of the
+ * first pair lowest; 0..15 stand for -8..7. */
+#define SCALED_PAIRS 32
+
+INLINE __m512bh whole8(const uint8_t *x) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(x + 16))));
+    return _mm512_cvtne2ps_pbh(high, low);
+}
+
+/* -8..7 in bfloat16, twice: the lookup's index has one bit more than a nibble, which is the next nibble's. */
+static const bf16 NIBBLES[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+                                 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+                                 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
+/* As panel_rows, over `pairs` pairs of quantised weights; pairs is a multiple of SCALED_PAIRS. */
+INLINE void quantised_rows(int R, int bits, const uint32_t *a, const uint8_t *panel, const float *scales, int64_t pairs,
+                           __m512 (*total)[2], const char *ahead) {
+    __m512i table = _mm512_loadu_si512(NIBBLES);
+    for (int64_t scaled = 0; scaled < pairs; scaled += SCALED_PAIRS) {
+        __m512 acc[ROWS_MAX][2];
+        UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+        for (int64_t four = 0; four < SCALED_PAIRS; four += 4) {
+            __m512i x0, x1;
+            if (bits == 4) {
+                x0 = _mm512_loadu_si512(panel), x1 = _mm512_loadu_si512(panel + 64);
+                panel += 128;
+            }
+            if (ahead) {
+                for (int i = 0; i < (bits == 4 ? 128 : 256); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+                ahead += bits == 4 ? 128 : 256;
+            }
+            UNROLL for (int j = 0; j < 4; j++) {
+                __m512bh w0, w1;
+                if (bits == 4) {
+                    w0 = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(x0, 4 * j), table);
+                    w1 = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(x1, 4 * j), table);
+                } else {
+                    w0 = whole8(panel), w1 = whole8(panel + 32);
+                    panel += 64;
+                }
+                UNROLL for (int r = 0; r < R; r++) {
+                    __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[j * ROWS_MAX + r]);
+                    acc[r][0] = _mm512_dpbf16_ps(acc[r][0], w0, x);
+                    acc[r][1] = _mm512_dpbf16_ps(acc[r][1], w1, x);
+                }
+            }
+            a += 4 * ROWS_MAX;
+        }
+        __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16);
+        scales += PANEL;
+        UNROLL for (int r = 0; r < R; r++) {
+            total[r][0] = _mm512_fmadd_ps(acc[r][0], s0, total[r][0]);
+            total[r][1] = _mm512_fmadd_ps(acc[r][1], s1, total[r][1]);
+        }
+    }
+}
+
+enum { EPILOGUE_STORE = 0, EPILOGUE_ADD = 1, EPILOGUE_SWIGLU = 2 };
+
+typedef struct {
+    const uint32_t *a;  /* [groups][pairs][ROWS_MAX] */
+    const uint8_t *panels; /* [n / 32][pairs][32][2] of `bits` */
+    const float *scales;   /* [n / 32][pairs / 32][32], where bits is not 16 */
+    const bf16 *bias;   /* [n_panels * 32], or NULL */
+    bf16 *out;          /* [m][stride] */
+    int64_t m, pairs, panel_bytes, n_panels, n, stride, groups, rows_per_group, groups_per_block, counter, pack_counter;
+    const bf16 *x;
+    int64_t x_stride, k;
+    uint32_t *a_writable;
+    int epilogue, bits;
+} Linear;
+
+INLINE void finish(const Linear *l, __m512 (*acc)[2], int R, int64_t row, int64_t panel) {
+    int64_t col = panel * PANEL;
+    for (int r = 0; r < R; r++) {
+        __m512 v0 = acc[r][0], v1 = acc[r][1];
+        if (l->bias) {
+            v0 = _mm512_add_ps(v0, widen(_mm256_loadu_si256((const __m256i *)(l->bias + col))));
+            v1 = _mm512_add_ps(v1, widen(_mm256_loadu_si256((const __m256i *)(l->bias + col + 16))));
+        }
+        if (l->epilogue == EPILOGUE_SWIGLU) {
+            /* 16 columns of the gate, 16 of the product's other side; rounded where the plain way rounds. */
+            int64_t left = l->n / 2 - col / 2;
+            __m512 gate = rounded(v0), up = rounded(v1);
+            __m512 e = exp512(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+            gate = rounded(_mm512_div_ps(gate, _mm512_add_ps(e, _mm512_set1_ps(1.0f))));
+            store16(l->out + (row + r) * l->stride + col / 2, left, narrow(_mm512_mul_ps(gate, up)));
+            continue;
+        }
+        int64_t left = l->n - col;
+        bf16 *out = l->out + (row + r) * l->stride + col;
+        if (l->epilogue == EPILOGUE_ADD) {
+            __m512i old = load32(out, left);
+            v0 = _mm512_add_ps(rounded(v0), widen(_mm512_castsi512_si256(old)));
+            v1 = _mm512_add_ps(rounded(v1), widen(_mm512_extracti64x4_epi64(old, 1)));
+        }
+        __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(narrow(v0)), narrow(v1), 1);
+        store32(out, left, both);
+    }
+}
+
+#define ROW_CASE(R)                                                                                             \
+    case R: {                                                                                                   \
+        __m512 acc[R][2];                                                                                       \
+        UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();                         \
+        if (l->bits == 8) quantised_rows(R, 8, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);          \
+        else if (l->bits == 4) quantised_rows(R, 4, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);     \
+        else if (lines == 2) panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 2);       \
+        else if (lines == 1) panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 1);       \
+        else panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 0);                       \
+        finish(l, acc, R, row, p);                                                                              \
+        break;                                                                                                  \
+    }
+
+static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const char *ahead, int lines) {
+    const uint32_t *a = l->a + group * l->pairs * ROWS_MAX;
+    const uint8_t *panel = l->panels + p * l->panel_bytes;
+    const float *scales = l->scales ? l->scales + p * (l->pairs / SCALED_PAIRS) * PANEL : NULL;
+    int64_t row = group * l->rows_per_group;
+    switch (rows) {
+        ROW_CASE(1) ROW_CASE(2) ROW_CASE(3) ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
+        ROW_CASE(7) ROW_CASE(8) ROW_CASE(9) ROW_CASE(10) ROW_CASE(11) ROW_CASE(12)
+    }
+}
+
+/* One task is one panel for a block of groups, whose rows stay in the cache meanwhile. */
+static void linear_tasks(void *arg) {
+    Linear *l = arg;
+    int64_t blocks = (l->groups + l->groups_per_block - 1) / l->groups_per_block, tasks = blocks * l->n_panels;
+    int64_t panel_bytes = l->panel_bytes, task = take(&l->counter);
+    while (task < tasks) {
+        int64_t next = take(&l->counter);
+        int64_t block = task / l->n_panels, p = task % l->n_panels;
+        int64_t first = block * l->groups_per_block, end = first + l->groups_per_block;
+        if (end > l->groups) end = l->groups;
+        int64_t count = end - first;
+        /* Memory is read while there is arithmetic to do: the next panel's lines are asked for during all of this one. */
+        const char *ahead = (const char *)l->panels + (next < tasks ? next % l->n_panels : p) * panel_bytes;
+        for (int64_t group = first; group < end; group++) {
+            int64_t rows = l->m - group * l->rows_per_group;
+            if (rows > l->rows_per_group) rows = l->rows_per_group;
+            int lines = l->bits != 16 ? group == first : count == 1 ? 2 : group - first < 2 ? 1 : 0;
+            one_group(l, group, p, (int)rows, ahead + (group - first < 2 ? (group - first) * (panel_bytes / 2) : 0), lines);
+        }
+        task = next;
+    }
+}
+
+/* 16 rows of 16 words turned: row i of `v` becomes column i. */
+INLINE void transpose16(__m512i *v) {
+    __m512i t[16];
+    UNROLL for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 16; i += 4) UNROLL for (int j = 0; j < 2; j++) {
+        v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+        v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512i a = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88), b = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
+        __m512i c = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88), d = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
+        t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        t[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+    UNROLL for (int i = 0; i < 16; i++) v[i] = t[i];
+}
+
+/* Rows of words at `x + r * stride`, `rows` of them at most 16 -> to[i * wide + r] for the words i of `from` to `words`.
+ * Writes zeros, or what comes next, behind the rows: groups are packed in order, and the last has room behind it. */
+INLINE void pack_words(const bf16 *x, int64_t stride, int64_t rows, int64_t words, uint32_t *to, int64_t wide) {
+    int64_t i = 0;
+    for (; i + 16 <= words; i += 16) {
+        __m512i v[16];
+        UNROLL for (int r = 0; r < 16; r++)
+            v[r] = r < rows ? _mm512_loadu_si512(x + r * stride + 2 * i) : _mm512_setzero_si512();
+        transpose16(v);
+        UNROLL for (int j = 0; j < 16; j++) {
+            if (wide >= 16) _mm512_storeu_si512(to + (i + j) * wide, v[j]);
+            else _mm512_mask_storeu_epi32(to + (i + j) * wide, 0xfff, v[j]);
+        }
+    }
+    for (; i < words; i++)
+        for (int64_t r = 0; r < rows; r++) memcpy(to + i * wide + r, x + r * stride + 2 * i, 4);
+}
+
+static void pack_group(const Linear *l, int64_t group) {
+    uint32_t *to = l->a_writable + group * l->pairs * ROWS_MAX;
+    int64_t row = group * l->rows_per_group, rows = l->m - row;
+    if (rows > l->rows_per_group) rows = l->rows_per_group;
+    const bf16 *x = l->x + row * l->x_stride;
+    pack_words(x, l->x_stride, rows, l->k / 2, to, ROWS_MAX);
+    if (l->k & 1)
+        for (int64_t r = 0; r < rows; r++) to[l->k / 2 * ROWS_MAX + r] = x[r * l->x_stride + l->k - 1];
+    int64_t words = (l->k + 1) / 2;
+    memset(to + words * ROWS_MAX, 0, (size_t)(l->pairs - words) * ROWS_MAX * 4);
+}
+
+static void pack_tasks(void *arg) {
+    Linear *l = arg;
+    for (int64_t group; (group = take(&l->pack_counter)) < l->groups;) pack_group(l, group);
+}
+
+INLINE int64_t pairs_of(int64_t k, int bits) {
+    int64_t pairs = (k + 1) / 2;
+    return bits == 16 ? pairs : (pairs + SCALED_PAIRS - 1) / SCALED_PAIRS * SCALED_PAIRS;
+}
+
+/* out[m][n] = x[m][k] * W^T (+ bias); EPILOGUE_ADD adds to what `out` holds; EPILOGUE_SWIGLU takes panels of 16 columns
+ * of the gate and 16 of the other side and stores [m][n / 2]. `bits` of a weight are 16 (bfloat16), 8 or 4, the latter
+ * two with scales. `scratch` holds baton_linear_scratch(m, k, bits) 32-bit words. */
+API void baton_linear(const bf16 *x, int64_t x_stride, const uint8_t *panels, const float *scales, int bits,
+                      const bf16 *bias, bf16 *out, int64_t stride, int64_t m, int64_t n, int64_t k, int epilogue,
+                      uint32_t *scratch, int threads) {
+    int64_t pairs = pairs_of(k, bits), groups = (m + ROWS_MAX - 1) / ROWS_MAX;
+    int64_t per_group = (m + groups - 1) / groups;
+    groups = (m + per_group - 1) / per_group;
+    int64_t per_block = (384 << 10) / (per_group * pairs * 4);
+    Linear l = {.a = scratch, .a_writable = scratch, .panels = panels, .scales = scales, .bits = bits, .bias = bias,
+                .out = out, .m = m, .pairs = pairs, .panel_bytes = pairs * PANEL * bits / 4,
+                .n_panels = (n + PANEL - 1) / PANEL, .n = n, .stride = stride, .groups = groups,
+                .rows_per_group = per_group, .groups_per_block = per_block < 1 ? 1 : per_block, .x = x,
+                .x_stride = x_stride, .k = k, .epilogue = epilogue};
+    parallel(pack_tasks, &l, groups > 4 ? threads : 1);
+    parallel(linear_tasks, &l, threads);
+}
+
+API int64_t baton_linear_scratch(int64_t m, int64_t k, int bits) {
+    int64_t groups = (m + ROWS_MAX - 1) / ROWS_MAX;
+    return (groups + 1) * pairs_of(k, bits) * ROWS_MAX;
+}
+
+/* ---------------------------------------------------------------- norm, rotation */
+
+/* out = x / rms(x) * weight, `n` of each. */
+INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, float eps) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += 16) {
+        __m512 v = widen(load16(x + i, n - i));
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)n + eps));
+    for (int64_t i = 0; i < n; i += 16) {
+        __m512 v = rounded(_mm512_mul_ps(widen(load16(x + i, n - i)), scale));
+        store16(out + i, n - i, narrow(_mm512_mul_ps(v, widen(load16(weight + i, n - i)))));
+    }
+}
+
+typedef struct {
+    const bf16 *x, *weight;
+    bf16 *out;
+    int64_t rows, n, counter;
+    float eps;
+} Norm;
+
+static void norm_tasks(void *arg) {
+    Norm *a = arg;
+    for (int64_t first; (first = 16 * take(&a->counter)) < a->rows;)
+        for (int64_t r = first; r < a->rows && r < first + 16; r++)
+            norm_row(a->x + r * a->n, a->weight, a->out + r * a->n, a->n, a->eps);
+}
+
+API void baton_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t rows, int64_t n, float eps, int threads) {
+    Norm a = {.x = x, .weight = weight, .out = out, .rows = rows, .n = n, .eps = eps};
+    parallel(norm_tasks, &a, rows > 32 ? threads : 1);
+}
+
+/* Pair (i, i + d/2) of one head turned, each product rounded as the plain way rounds it. */
+INLINE void rotate_head(bf16 *x, const bf16 *cosines, const bf16 *sines, int64_t d) {
+    int64_t half = d / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        int64_t left = half - i;
+        __m512 a = widen(load16(x + i, left)), b = widen(load16(x + half + i, left));
+        __m512 c = widen(load16(cosines + i, left)), s = widen(load16(sines + i, left));
+        __m512 first = _mm512_sub_ps(rounded(_mm512_mul_ps(a, c)), rounded(_mm512_mul_ps(b, s)));
+        __m512 second = _mm512_add_ps(rounded(_mm512_mul_ps(b, c)), rounded(_mm512_mul_ps(a, s)));
+        store16(x + i, left, narrow(first));
+        store16(x + half + i, left, narrow(second));
+    }
+}
+
+typedef struct {
+    bf16 *qkv; /* [t][(heads + 2 * kv_heads) * d] */
+    const bf16 *q_norm, *k_norm; /* [d] or NULL */
+    const bf16 *cosines, *sines; /* [t][d / 2] */
+    bf16 *layer;                 /* [blocks][2][kv_heads][block_size][d] */
+    const int64_t *blocks, *slots; /* [t] */
+    int64_t t, heads, kv_heads, block_size, d, counter;
+    float eps;
+} Store;
+
+static void store_tasks(void *arg) {
+    Store *s = arg;
+    int64_t width = (s->heads + 2 * s->kv_heads) * s->d, d = s->d, run = s->block_size * d;
+    for (int64_t first; (first = 8 * take(&s->counter)) < s->t;) {
+        for (int64_t t = first; t < s->t && t < first + 8; t++) {
+            bf16 *row = s->qkv + t * width;
+            for (int64_t h = 0; h < s->heads + s->kv_heads; h++) {
+                const bf16 *norm = h < s->heads ? s->q_norm : s->k_norm;
+                if (norm) norm_row(row + h * d, norm, row + h * d, d, s->eps);
+                rotate_head(row + h * d, s->cosines + t * (d / 2), s->sines + t * (d / 2), d);
+            }
+            bf16 *record = s->layer + s->blocks[t] * 2 * s->kv_heads * run + s->slots[t] * d;
+            for (int64_t h = 0; h < 2 * s->kv_heads; h++)
+                memcpy(record + h * run, row + (s->heads + h) * d, (size_t)d * 2);
+        }
+    }
+}
+
+/* Norms and turns q and k in place and writes k and v of each token to its slot of the layer. */
+API void baton_rotate_store(bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines, const bf16 *sines,
+                            bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t, int64_t heads,
+                            int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
+    Store s = {.qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .cosines = cosines, .sines = sines, .layer = layer,
+               .blocks = blocks, .slots = slots, .t = t, .heads = heads, .kv_heads = kv_heads,
+               .block_size = block_size, .d = d, .eps = eps};
+    parallel(store_tasks, &s, t > 16 ? threads : 1);
+}
+
+/* ---------------------------------------------------------------- attention */
+
+#define D_MAX 256
+#define GROUP_MAX 16
+#define CHUNK 256 /* keys between two updates of the running maximum, where many rows are computed */
+
+typedef struct {
+    const bf16 *q; /* [t][q_stride], heads of d */
+    bf16 *out;     /* [t][heads * d] */
+    const bf16 *layer;
+    const int64_t *tables, *table_at; /* block ids of all sequences; where those of sequence b start */
+    const int64_t *rows_at;           /* [b + 1] first row of each sequence */
+    const int64_t *contexts;          /* [b] tokens up to and with the last row's */
+    const int64_t *tasks;             /* [tasks][3] sequence, first row of it, number of rows */
+    int64_t q_stride, heads, kv_heads, block_size, d, num_tasks, counter;
+    char *scratch;
+    int64_t scratch_bytes, next_scratch;
+    float scale;
+} Attention;
+
+INLINE const bf16 *key_at(const Attention *a, const int64_t *table, int64_t head, int64_t position) {
+    int64_t run = a->block_size * a->d;
+    return a->layer + (table[position / a->block_size] * 2 * a->kv_heads + head) * run + position % a->block_size * a->d;
+}
+
+/* Sums of 16 vectors -> one vector of 16 sums. */
+INLINE __m512 sums16(__m512 *v) {
+    __m512 t[16];
+    UNROLL for (int i = 0; i < 8; i++)
+        t[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    UNROLL for (int i = 0; i < 4; i++)
+        t[i] = _mm512_add_ps(
+            _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(t[2 * i]), _mm512_castps_pd(t[2 * i + 1]))),
+            _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(t[2 * i]), _mm512_castps_pd(t[2 * i + 1]))));
+    __m512 a = _mm512_add_ps(_mm512_shuffle_f32x4(t[0], t[1], 0x88), _mm512_shuffle_f32x4(t[0], t[1], 0xdd));
+    __m512 b = _mm512_add_ps(_mm512_shuffle_f32x4(t[2], t[3], 0x88), _mm512_shuffle_f32x4(t[2], t[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+/* One token of one sequence against all its keys, for the query heads of one KV head. */
+INLINE void attend_one(const Attention *a, const int64_t *table, int64_t context, int64_t row, int64_t head, int parts) {
+    int64_t d = a->d, group = a->heads / a->kv_heads, value_off = a->kv_heads * a->block_size * d;
+    for (int64_t g = 0; g < group; g++) {
+        int64_t h = head * group + g;
+        const bf16 *q = a->q + row * a->q_stride + h * d;
+        __m512i query[D_MAX / 32];
+        __m512 even[D_MAX / 32], odd[D_MAX / 32];
+        UNROLL for (int i = 0; i < parts; i++) {
+            query[i] = load32(q + 32 * i, d - 32 * i);
+            even[i] = odd[i] = _mm512_setzero_ps();
+        }
+        float top = -__builtin_inff(), sum = 0.0f;
+        for (int64_t first = 0; first < context;) {
+            int64_t n = a->block_size - first % a->block_size;
+            if (n > 16) n = 16;
+            if (n > context - first) n = context - first;
+            const bf16 *keys = key_at(a, table, head, first), *values = keys + value_off;
+            __m512 dots[16];
+            UNROLL for (int j = 0; j < 16; j++) {
+                const bf16 *key = keys + (j < n ? j : 0) * d;
+                __m512 dot = _mm512_setzero_ps();
+                UNROLL for (int i = 0; i < parts; i++)
+                    dot = _mm512_dpbf16_ps(dot, (__m512bh)query[i], (__m512bh)load32(key + 32 * i, d - 32 * i));
+                dots[j] = dot;
+            }
+            __mmask16 mask = (__mmask16)((1u << n) - 1);
+            __m512 scores = _mm512_mul_ps(sums16(dots), _mm512_set1_ps(a->scale));
+            float best = _mm512_mask_reduce_max_ps(mask, scores);
+            if (best > top) {
+                __m512 shrink = exp512(_mm512_set1_ps(top - best));
+                if (first == 0) shrink = _mm512_setzero_ps();
+                sum *= _mm512_cvtss_f32(shrink);
+                UNROLL for (int i = 0; i < parts; i++) {
+                    even[i] = _mm512_mul_ps(even[i], shrink);
+                    odd[i] = _mm512_mul_ps(odd[i], shrink);
+                }
+                top = best;
+            }
+            float weights[16];
+            __m512 p = _mm512_maskz_mov_ps(mask, exp512(_mm512_sub_ps(scores, _mm512_set1_ps(top))));
+            sum += _mm512_reduce_add_ps(p);
+            _mm512_storeu_ps(weights, p);
+            for (int64_t j = 0; j < n; j++) {
+                __m512 w = _mm512_set1_ps(weights[j]);
+                UNROLL for (int i = 0; i < parts; i++) {
+                    __m512i v = load32(values + j * d + 32 * i, d - 32 * i);
+                    even[i] = _mm512_fmadd_ps(w, _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)), even[i]);
+                    odd[i] = _mm512_fmadd_ps(
+                        w, _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000))), odd[i]);
+                }
+            }
+            first += n;
+        }
+        __m512 share = _mm512_set1_ps(1.0f / sum);
+        bf16 *out = a->out + (row * a->heads + h) * d;
+        UNROLL for (int i = 0; i < parts; i++) {
+            __m512i low = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(even[i], share)));
+            __m512i high = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(odd[i], share)));
+            __m512i both = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+            int64_t left = d - 32 * i;
+            store32(out + 32 * i, left, both);
+        }
+    }
+}
+
+static void attend_few(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head) {
+    const int64_t *table = a->tables + a->table_at[b];
+    int64_t rows = a->rows_at[b + 1] - a->rows_at[b];
+    for (int64_t i = first; i < first + count; i++) {
+        int64_t context = a->contexts[b] - (rows - 1 - i), row = a->rows_at[b] + i;
+        switch ((a->d + 31) / 32) {
+            case 1: attend_one(a, table, context, row, head, 1); break;
+            case 2: attend_one(a, table, context, row, head, 2); break;
+            case 3: attend_one(a, table, context, row, head, 3); break;
+            case 4: attend_one(a, table, context, row, head, 4); break;
+            default: attend_one(a, table, context, row, head, 8); break;
+        }
+    }
+}
+
+#define P_STRIDE (CHUNK / 2 + 16)
+
+/* Keys packed as panels of 32 keys over pairs of d; values as panels of 32 d over pairs of keys. Keys past the context
+ * are zero, so that unused memory is never multiplied, not even by zero. */
+static void pack_keys(const Attention *a, const int64_t *table, int64_t head, int64_t context, bf16 *keys, bf16 *values) {
+    int64_t d = a->d, d_panels = (d + 31) / 32, value_off = a->kv_heads * a->block_size * d;
+    int64_t padded = (context + 31) / 32 * 32;
+    uint32_t *to = (uint32_t *)keys;
+    for (int64_t j = 0; j < padded; j++) {
+        uint32_t *panel = to + j / 32 * (d / 2) * 32 + j % 32;
+        const bf16 *key = j < context ? key_at(a, table, head, j) : NULL;
+        for (int64_t i = 0; i < d / 2; i++) {
+            uint32_t pair = 0;
+            if (key) memcpy(&pair, key + 2 * i, 4);
+            panel[i * 32] = pair;
+        }
+    }
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int64_t j = 0; j < padded; j += 2) {
+        const bf16 *v0 = j < context ? key_at(a, table, head, j) + value_off : NULL;
+        const bf16 *v1 = j + 1 < context ? key_at(a, table, head, j + 1) + value_off : NULL;
+        for (int64_t p = 0; p < d_panels; p++) {
+            __m512i x = v0 ? load32(v0 + 32 * p, d - 32 * p) : _mm512_setzero_si512();
+            __m512i y = v1 ? load32(v1 + 32 * p, d - 32 * p) : _mm512_setzero_si512();
+            bf16 *panel = values + (p * (padded / 2) + j / 2) * 64;
+            _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(x, low, y));
+            _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(x, high, y));
+        }
+    }
+}
+
+typedef struct {
+    uint32_t q[D_MAX / 2 * ROWS_MAX];
+    float s[ROWS_MAX][CHUNK];
+    uint32_t p[ROWS_MAX * P_STRIDE];
+    float o[ROWS_MAX][D_MAX];
+    float top[ROWS_MAX], sum[ROWS_MAX];
+    int64_t sees[ROWS_MAX]; /* keys that row r may look at */
+} Tile;
+
+/* Scores of the tile's rows for the keys [first, first + n); n is a multiple of 32. */
+static void tile_scores(Tile *t, const bf16 *keys, int64_t first, int64_t n, int64_t pairs) {
+    for (int64_t c = 0; c < n; c += 32) {
+        __m512 acc[ROWS_MAX][2];
+        UNROLL for (int r = 0; r < ROWS_MAX; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+        panel_rows(ROWS_MAX, 1, ROWS_MAX, t->q, keys + (first + c) * pairs * 2, pairs, acc, NULL, 0);
+        UNROLL for (int r = 0; r < ROWS_MAX; r++) {
+            _mm512_storeu_ps(t->s[r] + c, acc[r][0]);
+            _mm512_storeu_ps(t->s[r] + c + 16, acc[r][1]);
+        }
+    }
+}
+
+/* Scores -> weights in bfloat16, with what was summed so far scaled to the new maximum (Milakov & Gimelshein 2018). */
+static void tile_softmax(Tile *t, int rows, int64_t first, int64_t n, float scale, int64_t d) {
+    for (int r = 0; r < rows; r++) {
+        int64_t seen = t->sees[r] - first;
+        if (seen > n) seen = n;
+        uint32_t *p = t->p + r * P_STRIDE;
+        if (seen <= 0) {
+            memset(p, 0, (size_t)n * 2);
+            continue;
+        }
+        __m512 best = _mm512_set1_ps(-__builtin_inff());
+        for (int64_t c = 0; c < seen; c += 16) {
+            __mmask16 mask = seen - c >= 16 ? 0xffff : (__mmask16)((1u << (seen - c)) - 1);
+            best = _mm512_mask_max_ps(best, mask, best, _mm512_loadu_ps(t->s[r] + c));
+        }
+        float top = _mm512_reduce_max_ps(best) * scale;
+        if (top < t->top[r]) top = t->top[r];
+        __m512 sum = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(-top);
+        for (int64_t c = 0; c < n; c += 16) {
+            __mmask16 mask = seen - c >= 16 ? 0xffff : seen <= c ? 0 : (__mmask16)((1u << (seen - c)) - 1);
+            __m512 e = exp512(_mm512_fmadd_ps(_mm512_loadu_ps(t->s[r] + c), factor, shift));
+            e = _mm512_maskz_mov_ps(mask, e);
+            sum = _mm512_add_ps(sum, e);
+            _mm256_storeu_si256((__m256i *)(p + c / 2), narrow(e));
+        }
+        __m512 shrink = first == 0 ? _mm512_setzero_ps() : exp512(_mm512_set1_ps(t->top[r] - top));
+        t->sum[r] = t->sum[r] * _mm512_cvtss_f32(shrink) + _mm512_reduce_add_ps(sum);
+        t->top[r] = top;
+        for (int64_t i = 0; i < d; i += 16)
+            _mm512_storeu_ps(t->o[r] + i, _mm512_mul_ps(_mm512_loadu_ps(t->o[r] + i), shrink));
+    }
+}
+
+static void tile_values(Tile *t, const bf16 *values, int64_t first, int64_t n, int64_t padded, int64_t d) {
+    for (int64_t c = 0; c < d; c += 32) {
+        __m512 acc[ROWS_MAX][2];
+        UNROLL for (int r = 0; r < ROWS_MAX; r++) {
+            acc[r][0] = _mm512_loadu_ps(t->o[r] + c);
+            acc[r][1] = _mm512_loadu_ps(t->o[r] + c + 16);
+        }
+        panel_rows(ROWS_MAX, P_STRIDE, 1, t->p, values + (c / 32 * (padded / 2) + first / 2) * 64, n / 2, acc, NULL, 0);
+        UNROLL for (int r = 0; r < ROWS_MAX; r++) {
+            _mm512_storeu_ps(t->o[r] + c, acc[r][0]);
+            _mm512_storeu_ps(t->o[r] + c + 16, acc[r][1]);
+        }
+    }
+}
+
+/* Many rows of one sequence for one KV head, 12 (token, query head) at a time, by the products that weights go through. */
+static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head, char *scratch) {
+    int64_t d = a->d, group = a->heads / a->kv_heads, rows = a->rows_at[b + 1] - a->rows_at[b];
+    int64_t start = a->contexts[b] - rows, context = start + first + count, padded = (context + 31) / 32 * 32;
+    Tile *t = (Tile *)scratch;
+    bf16 *keys = (bf16 *)(scratch + (sizeof(Tile) + 63) / 64 * 64), *values = keys + padded * d;
+    pack_keys(a, a->tables + a->table_at[b], head, context, keys, values);
+    memset(t->p, 0, sizeof t->p);
+    for (int64_t at = 0; at < count * group; at += ROWS_MAX) {
+        int n_rows = count * group - at < ROWS_MAX ? (int)(count * group - at) : ROWS_MAX;
+        int64_t most = 0;
+        memset(t->q, 0, sizeof t->q);
+        memset(t->o, 0, sizeof t->o);
+        for (int r = 0; r < n_rows; r++) {
+            int64_t token = first + (at + r) / group, h = head * group + (at + r) % group;
+            const bf16 *q = a->q + (a->rows_at[b] + token) * a->q_stride + h * d;
+            for (int64_t i = 0; i < d / 2; i++) memcpy(t->q + i * ROWS_MAX + r, q + 2 * i, 4);
+            t->sees[r] = most = start + token + 1;
+            t->top[r] = -__builtin_inff();
+            t->sum[r] = 0.0f;
+        }
+        for (int64_t key = 0; key < most; key += CHUNK) {
+            int64_t n = (most - key + 31) / 32 * 32;
+            if (n > CHUNK) n = CHUNK;
+            tile_scores(t, keys, key, n, d / 2);
+            tile_softmax(t, n_rows, key, n, a->scale, d);
+            tile_values(t, values, key, n, padded, d);
+        }
+        for (int r = 0; r < n_rows; r++) {
+            int64_t token = first + (at + r) / group, h = head * group + (at + r) % group;
+            bf16 *out = a->out + ((a->rows_at[b] + token) * a->heads + h) * d;
+            __m512 share = _mm512_set1_ps(1.0f / t->sum[r]);
+            for (int64_t i = 0; i < d; i += 16) {
+                store16(out + i, d - i, narrow(_mm512_mul_ps(_mm512_loadu_ps(t->o[r] + i), share)));
+            }
+        }
+    }
+}
+
+static void attention_tasks(void *arg) {
+    Attention *a = arg;
+    char *scratch = a->scratch + take(&a->next_scratch) * a->scratch_bytes;
+    for (int64_t task; (task = take(&a->counter)) < a->num_tasks * a->kv_heads;) {
+        const int64_t *t = a->tasks + task / a->kv_heads * 3;
+        int64_t head = task % a->kv_heads;
+        if (t[2] < 4) attend_few(a, t[0], t[1], t[2], head);
+        else attend_many(a, t[0], t[1], t[2], head, scratch);
+    }
+}
+
+/* Bytes that each thread needs for contexts of up to `context` tokens. */
+API int64_t baton_attention_scratch(int64_t context, int64_t d) {
+    int64_t padded = (context + 31) / 32 * 32, wide = (d + 31) / 32 * 32;
+    return ((int64_t)sizeof(Tile) + 64 + padded * (d + wide) * 2 + 4095) / 4096 * 4096;
+}
+
+API void baton_attention(const bf16 *q, int64_t q_stride, bf16 *out, const bf16 *layer, const int64_t *tables,
+                         const int64_t *table_at, const int64_t *rows_at, const int64_t *contexts, const int64_t *tasks,
+                         int64_t num_tasks, int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float scale,
+                         char *scratch, int64_t scratch_bytes, int threads) {
+    Attention a = {.q = q, .q_stride = q_stride, .out = out, .layer = layer, .tables = tables, .table_at = table_at,
+                   .rows_at = rows_at, .contexts = contexts, .tasks = tasks, .num_tasks = num_tasks, .heads = heads,
+                   .kv_heads = kv_heads, .block_size = block_size, .d = d, .scale = scale, .scratch = scratch,
+                   .scratch_bytes = scratch_bytes};
+    parallel(attention_tasks, &a, threads);
+}
+
+/* ---------------------------------------------------------------- sampling */
+
+typedef struct {
+    const bf16 *x;
+    int64_t *out;
+    int64_t rows, n, counter;
+} Highest;
+
+static void highest_tasks(void *arg) {
+    Highest *a = arg;
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int64_t row; (row = take(&a->counter)) < a->rows;) {
+        const bf16 *x = a->x + row * a->n;
+        __m512 best = _mm512_set1_ps(-__builtin_inff());
+        __m512i where = _mm512_set1_epi32(INT32_MAX);
+        for (int64_t i = 0; i < a->n; i += 16) {
+            __mmask16 mask = a->n - i >= 16 ? 0xffff : (__mmask16)((1u << (a->n - i)) - 1);
+            __m512 v = widen(load16(x + i, a->n - i));
+            __mmask16 higher = _mm512_mask_cmp_ps_mask(mask, v, best, _CMP_GT_OQ);
+            best = _mm512_mask_mov_ps(best, higher, v);
+            where = _mm512_mask_mov_epi32(where, higher, _mm512_add_epi32(lanes, _mm512_set1_epi32((int)i)));
+        }
+        __mmask16 top = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
+        int64_t found = _mm512_mask_reduce_min_epi32(top, where);
+        a->out[row] = found < a->n ? found : 0;
+    }
+}
+
+/* out[r] = the first column of row r whose value is the row's highest; 0 where none is above minus infinity. */
+API void baton_highest(const bf16 *x, int64_t *out, int64_t rows, int64_t n, int threads) {
+    Highest a = {.x = x, .out = out, .rows = rows, .n = n};
+    parallel(highest_tasks, &a, rows > 1 ? threads : 1);
+}
+
+/* 1: this CPU has the instructions. 2: it has AMX too, which other libraries use better for many rows. */
+#pragma GCC reset_options
+#include <cpuid.h>
+
+API int baton_kernels_level(void) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
+        !__builtin_cpu_supports("avx512bf16"))
+        return 0;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 22 & 1) ? 2 : 1;
+}
+
+#else
+API int baton_kernels_level(void) { return 0; }
+#endif

@@ -1,0 +1,225 @@
+"""`kernels.c`, with its types: bfloat16 on a CPU with AVX512-BF16. Shape suffixes as in engine/types.py.
+
+All calls let go of the interpreter's lock and check nothing: shapes and ids are the caller's to have checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.log import get_log
+from baton.native import load
+from engine.native.packing import PackedMatrix
+
+log = get_log("native")
+
+HEAD_DIM_MAX = 256
+TASK_ROWS_MAX = 256
+"""Rows of one sequence that one thread computes the attention of; beyond it the work is shared."""
+
+
+class Epilogue(IntEnum):
+    """What becomes of a product: the numbers are those of kernels.c."""
+
+    STORE = 0
+    ADD = 1
+    SWIGLU = 2
+
+
+class Workspace:
+    """Buffers kept between calls, by name: fresh memory would be cleared by the kernel at every step, page by page."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[rows, columns] with whatever was in it. Valid until the next call with this name."""
+        size = rows * columns
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(rows, columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Where one step's rows and contexts are, the same for all layers. int64 all."""
+
+    tables: np.ndarray
+    """Block ids of all sequences, one after another."""
+    table_at_B: np.ndarray
+    rows_at: np.ndarray
+    """[B + 1] first row of each sequence, and the number of rows."""
+    contexts_B: np.ndarray
+    tasks: np.ndarray
+    """[tasks, 3] sequence, its first row, number of rows."""
+    blocks_T: np.ndarray
+    slots_T: np.ndarray
+
+
+class Kernels:
+    """The functions of kernels.c. Any thread may call them; a workspace belongs to one caller at a time."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        pointer, integer, flag, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+        self.level = int(handle.baton_kernels_level())
+        """0: this CPU lacks the instructions. 1: it has them. 2: it has AMX, too."""
+        if self.level == 0:
+            return
+
+        def function(name: str, result: type | None, *types: type) -> Any:
+            found = getattr(handle, name)
+            found.restype, found.argtypes = result, types
+            return found
+
+        self._linear = function(
+            "baton_linear",
+            None,
+            *[pointer, integer, pointer, pointer, flag, pointer, pointer],
+            *[integer] * 4,
+            *[flag, pointer, flag],
+        )
+        self._linear_scratch = function("baton_linear_scratch", integer, integer, integer, flag)
+        self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real, flag)
+        self._rotate_store = function("baton_rotate_store", None, *[pointer] * 8, *[integer] * 5, real, flag)
+        self._attention = function(
+            "baton_attention",
+            None,
+            *[pointer, integer],
+            *[pointer] * 7,
+            *[integer] * 5,
+            *[real, pointer, integer, flag],
+        )
+        self._attention_scratch = function("baton_attention_scratch", integer, integer, integer)
+
+        self._highest = function("baton_highest", None, *[pointer] * 2, *[integer] * 2, flag)
+
+    def highest(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """The first column of each row's highest value -> int64 [B]. Contiguous bfloat16; NaN is no value."""
+        assert scores_BV.dtype is torch.bfloat16 and scores_BV.is_contiguous(), scores_BV.dtype
+        out_B = torch.empty(scores_BV.shape[0], dtype=torch.int64)
+        self._highest(scores_BV.data_ptr(), out_B.data_ptr(), *scores_BV.shape, torch.get_num_threads())
+        return out_B
+
+    def linear(
+        self,
+        x_TX: torch.Tensor,
+        matrix: PackedMatrix,
+        bias: torch.Tensor | None,
+        out_TY: torch.Tensor,
+        *,
+        columns: int,
+        epilogue: Epilogue,
+        workspace: Workspace,
+    ) -> None:
+        """`x_TX` times the first `columns` outputs of a matrix, into `out_TY`; rows of both are contiguous.
+
+        `bias` has an entry for every output of every panel.
+        """
+        rows = x_TX.shape[0]
+        scratch = workspace.take("linear", 1, self._linear_scratch(rows, matrix.inputs, matrix.bits), torch.int32)
+        self._linear(
+            x_TX.data_ptr(),
+            x_TX.stride(0),
+            matrix.panels.data_ptr(),
+            None if matrix.scales is None else matrix.scales.data_ptr(),
+            matrix.bits,
+            None if bias is None else bias.data_ptr(),
+            out_TY.data_ptr(),
+            out_TY.stride(0),
+            rows,
+            columns,
+            matrix.inputs,
+            epilogue,
+            scratch.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    def rms_norm(self, x_TE: torch.Tensor, weight: torch.Tensor, out_TE: torch.Tensor, eps: float) -> None:
+        """As `engine.models.layers.rms_norm`, into `out_TE`; both are contiguous."""
+        self._rms_norm(x_TE.data_ptr(), weight.data_ptr(), out_TE.data_ptr(), *x_TE.shape, eps, torch.get_num_threads())
+
+    def rotate_store(
+        self,
+        qkv_TX: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        layer_N2KSD: torch.Tensor,
+        plan: AttentionPlan,
+        eps: float,
+    ) -> None:
+        """Norm and turn the queries and keys of `qkv_TX` in place; write keys and values to their slots."""
+        _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
+        self._rotate_store(
+            qkv_TX.data_ptr(),
+            None if norms is None else norms[0].data_ptr(),
+            None if norms is None else norms[1].data_ptr(),
+            angles[0].data_ptr(),
+            angles[1].data_ptr(),
+            layer_N2KSD.data_ptr(),
+            plan.blocks_T.ctypes.data,
+            plan.slots_T.ctypes.data,
+            qkv_TX.shape[0],
+            qkv_TX.shape[1] // head_dim - 2 * kv_heads,
+            kv_heads,
+            block_size,
+            head_dim,
+            eps,
+            torch.get_num_threads(),
+        )
+
+    def attention(
+        self,
+        qkv_TX: torch.Tensor,
+        layer_N2KSD: torch.Tensor,
+        plan: AttentionPlan,
+        out_TX: torch.Tensor,
+        workspace: Workspace,
+    ) -> None:
+        """The queries of `qkv_TX` over their sequences up to and including themselves -> `out_TX`."""
+        _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
+        threads = torch.get_num_threads()
+        scratch_bytes = self._attention_scratch(int(plan.contexts_B.max()), head_dim)
+        scratch = workspace.take("attention", threads, scratch_bytes, torch.uint8)
+        self._attention(
+            qkv_TX.data_ptr(),
+            qkv_TX.stride(0),
+            out_TX.data_ptr(),
+            layer_N2KSD.data_ptr(),
+            plan.tables.ctypes.data,
+            plan.table_at_B.ctypes.data,
+            plan.rows_at.ctypes.data,
+            plan.contexts_B.ctypes.data,
+            plan.tasks.ctypes.data,
+            len(plan.tasks),
+            out_TX.shape[1] // head_dim,
+            kv_heads,
+            block_size,
+            head_dim,
+            head_dim**-0.5,
+            scratch.data_ptr(),
+            scratch_bytes,
+            threads,
+        )
+
+
+@cache
+def native_kernels() -> Kernels | None:
+    """None: no library, or a CPU without the instructions; said once in the log. The first call may take seconds."""
+    library = load(Path(__file__).with_name("kernels.c"))
+    if library.handle is None:
+        log.warning("compute kernels are missing: PyTorch's are used, which are slower", why=library.status)
+        return None
+    kernels = Kernels(library.handle)
+    if kernels.level == 0:
+        log.info("compute kernels need AVX512-BF16, which this CPU lacks: PyTorch's are used")
+        return None
+    return kernels

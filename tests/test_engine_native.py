@@ -1,0 +1,227 @@
+"""The compute kernels against PyTorch's operations: bfloat16, over scattered blocks of a poisoned region."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from baton.ids import Attempt, BlockId, RequestId, RequestKey
+from engine.forward import Forward, TorchForward
+from engine.kv_pool import KvPool
+from engine.model_config import ModelConfig, parse_model_config
+from engine.models.decoder import Decoder
+from engine.models.products import NativePacking, OneDnnPacking, Packing
+from engine.models.weights import weight_shapes
+from engine.native.kernels import Workspace, native_kernels
+from engine.torch_runner import TorchRunner
+from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
+
+NUM_BLOCKS = 96
+GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=64)
+BASE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 331,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 40,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "odd sizes": {},
+    "one head of 128": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 128},
+    "many of 64": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False},
+    "biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True, "head_dim": 160},
+}
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no compiler, or a CPU without AVX512-BF16")
+
+
+def model(changes: str) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """Random weights whose scores are some units apart."""
+    config = parse_model_config(BASE | CHANGES[changes], source="test", generation={})
+    generator = torch.Generator().manual_seed(7)
+    tensors = {
+        name: (
+            torch.randn(shape, generator=generator) * (0.2 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5)
+            + (1.0 if name.endswith("norm.weight") else 0.0)
+        ).bfloat16()
+        for name, shape in weight_shapes(config).items()
+    }
+    return config, tensors
+
+
+@pytest.fixture(params=list(CHANGES))
+def made(request: pytest.FixtureRequest) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    return model(request.param)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Two threads, so that tasks are shared; the same result whoever takes them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Side:
+    """One way of computing, over a region of its own."""
+
+    def __init__(self, runner: TorchRunner, forward: type[TorchForward] | None, decoder: Decoder | None) -> None:
+        spec = runner.kv_spec
+        record = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * 2
+        self.region_U8 = np.full(spec.num_layers * NUM_BLOCKS * record, 0xFF, dtype=np.uint8)
+        runner.bind(self.region_U8, NUM_BLOCKS)
+        self.forward: Forward
+        if forward is None:
+            assert runner._forward is not None
+            self.forward = runner._forward
+        else:
+            assert decoder is not None
+            self.forward = forward(decoder, KvPool(torch.from_numpy(self.region_U8), NUM_BLOCKS, spec))
+
+    @torch.inference_mode()
+    def score(self, *slices: SequenceSlice) -> torch.Tensor:
+        return self.forward.logits(self.forward.forward(Batch(slices=slices), NullSink())).float().clone()
+
+
+def both(config: ModelConfig, tensors: dict[str, torch.Tensor], block_size: int) -> tuple[Side, Side]:
+    runner = TorchRunner(config=config, tensors=tensors, block_size=block_size)
+    assert runner.uses_kernels
+    return Side(runner, None, None), Side(
+        TorchRunner(config=config, tensors=tensors, block_size=block_size), TorchForward, Decoder(config, tensors)
+    )
+
+
+def piece(number: int, tokens: list[int], start: int, stop: int) -> SequenceSlice:
+    order = np.random.default_rng(11).permutation(NUM_BLOCKS)
+    return SequenceSlice(
+        key=RequestKey(request=RequestId(f"s{number}"), attempt=Attempt(0)),
+        tokens=tokens,
+        start=start,
+        stop=stop,
+        block_table=[BlockId(int(b)) for b in order[number * 32 : number * 32 + 32]],
+        sample=True,
+        output_index=0,
+        params=GREEDY,
+    )
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within what rounding to 8 bits, some dozen times, explains; and no more than a few in all that far."""
+    assert found.shape == expected.shape
+    assert torch.isfinite(found).all()
+    error = (found - expected).abs() / expected.abs().max()
+    assert error.max() < 0.06
+    assert error.square().mean().sqrt() < 0.008
+
+
+def text(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(331), k=length)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 24])
+def test_scores_are_those_of_torch(made: tuple[ModelConfig, dict[str, torch.Tensor]], block_size: int) -> None:
+    """Whole prompts, chunks behind a prefix and single tokens share steps; unused slots are NaN and stay unread."""
+    native, plain = both(*made, block_size)
+    length = min(32 * block_size, 300)
+    a, b, c = text(length, 1), text(length, 2), text(length, 3)
+    cut, late = length // 3, length - 3
+    steps = [
+        (piece(0, a, 0, length - 1), piece(1, b, 0, cut)),
+        (piece(0, a, length - 1, length), piece(1, b, cut, late), piece(2, c, 0, 1)),
+        (piece(2, c, 1, 3), piece(1, b, late, length)),
+        (piece(2, c, 3, length),),
+    ]
+    for step in steps:
+        assert_near(native.score(*step), plain.score(*step))
+
+
+def test_products_are_those_of_one_dnn_where_there_is_amx(
+    made: tuple[ModelConfig, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if this CPU had AMX: other products between the same norms and attention."""
+    monkeypatch.setattr(native_kernels(), "level", 2)
+    native, plain = both(*made, 16)
+    tokens = text(70, 1)
+    for step in (piece(0, tokens, 0, 50),), (piece(0, tokens, 50, 69), piece(1, tokens, 0, 1)):
+        assert_near(native.score(*step), plain.score(*step))
+
+
+def test_the_kv_is_that_of_torch(made: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
+    """The first layer's records, which no attention has gone into, are the same within a rounding; others untouched."""
+    native, plain = both(*made, 16)
+    native.score(piece(0, text(50, 1), 0, 50))
+    plain.score(piece(0, text(50, 1), 0, 50))
+    layers = [side.region_U8.view(np.int16).reshape(2, NUM_BLOCKS, -1)[0] for side in (native, plain)]
+    values = [torch.from_numpy(layer).view(torch.bfloat16).float() for layer in layers]
+    assert torch.equal(values[0].isnan(), values[1].isnan())
+    assert_near(values[0].nan_to_num(), values[1].nan_to_num())
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    """One token alone and among 40 others: the same bits, whichever thread computes which part."""
+    native, _ = both(*model("many of 64"), 16)
+    tokens = text(90, 1)
+    native.score(piece(0, tokens, 0, 89))
+    alone = native.score(piece(0, tokens, 89, 90))
+    for others in (1, 5, 11, 12, 40):
+        among = native.score(piece(1, text(60, 2), 0, others), piece(0, tokens, 89, 90))
+        assert torch.equal(among[-1:], alone), others
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 24, 25, 47, 300])
+@pytest.mark.parametrize(("outputs", "inner"), [(32, 16), (97, 51), (300, 1030)])
+def test_products(rows: int, outputs: int, inner: int) -> None:
+    """Rows in groups of every size, columns and inner dimensions that end within a panel: close to float64."""
+    kernels = native_kernels()
+    assert kernels is not None
+    generator = torch.Generator().manual_seed(rows)
+    x, w, b = (torch.randn(s, generator=generator).bfloat16() for s in ((rows, inner), (outputs, inner), (outputs,)))
+    exact = x.double() @ w.double().T + b.double()
+    packings: list[Packing] = [NativePacking(kernels, Workspace()), OneDnnPacking()]
+    for packing in packings:
+        product = packing.product("y", w, b)
+        tolerance = 2.0**-8 * exact.abs().max()
+        assert (product(x).double() - exact).abs().max() < tolerance
+        out = torch.ones_like(product(x))
+        product.add_to(x, out)
+        assert (out.double() - exact - 1).abs().max() < 2 * tolerance
+        up = (w.flip(0), b.flip(0))
+        found = packing.gated(w, up[0], (b, up[1]))(x).double()
+        expected = torch.nn.functional.silu(exact) * exact.flip(1)
+        assert (found - expected).abs().max() < 4 * 2.0**-8 * expected.abs().max()
+
+
+@pytest.mark.parametrize("columns", [1, 15, 16, 17, 8_192, 31_999])
+def test_the_highest_score(columns: int) -> None:
+    """Few values, so that nearly every row has ties: the first of the highest, as torch finds it in float32."""
+    kernels = native_kernels()
+    assert kernels is not None
+    rows = torch.randint(-3, 4, (9, columns), generator=torch.Generator().manual_seed(columns)).bfloat16()
+    rows[0] = -0.0
+    rows[1, : columns // 2] = float("-inf")
+    rows[2] = float("-inf")
+    expected = [row.index(max(row)) for row in rows.float().tolist()]
+    assert kernels.highest(rows).tolist() == expected
+
+
+def test_other_types_and_modes_stay_with_torch() -> None:
+    """float32, and a deterministic runner of either type."""
+    config, tensors = model("odd sizes")
+    floats = {name: tensor.float() for name, tensor in tensors.items()}
+    assert not TorchRunner(config=config, tensors=floats, block_size=16).uses_kernels
+    assert not TorchRunner(config=config, tensors=tensors, block_size=16, deterministic=True).uses_kernels
+    assert not TorchRunner(config=replace(config, head_dim=258), tensors=tensors, block_size=16).uses_kernels
