@@ -99,8 +99,8 @@ class Handshake:
 
     async def run(
         self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
-    ) -> mmap.mmap:
-        """The mapped region, the caller's. Raises ShmConnectError, OSError, MalformedMessage."""
+    ) -> tuple[mmap.mmap, int]:
+        """The mapping, the caller's, and how many bytes from its start on are the region. Raises ShmConnectError, OSError, MalformedMessage."""
         sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
         challenge, fd = await _receive(sock, loop)
         if fd is not None:
@@ -115,17 +115,18 @@ class Handshake:
         try:
             if not isinstance(welcome, wire.Welcome):
                 raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
-            return _map_region(fd, welcome.region_nbytes, endpoint.address)
+            return _map_region(fd, welcome.region_nbytes, endpoint.address), welcome.region_nbytes
         finally:
             os.close(fd)
 
 
 def _map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
-    if os.fstat(fd).st_size != nbytes or nbytes == 0:
-        raise ShmConnectError(f"{address}: a file of {os.fstat(fd).st_size} bytes for a region of {nbytes}")
+    status = os.fstat(fd)
+    if not nbytes or status.st_size != nbytes and status.st_size != -(-nbytes // status.st_blksize) * status.st_blksize:
+        raise ShmConnectError(f"{address}: a file of {status.st_size} bytes for a region of {nbytes}")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ShmConnectError(f"{address}: the region could be truncated under us: it is not sealed")
-    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping = mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     try:
         mapping.madvise(_MADV_DONTFORK)
     except OSError:

@@ -12,6 +12,7 @@ import asyncio
 import mmap
 import socket
 from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.native.copy import copies_by
+from kvtransfer.region import populate
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.link_end import LinkEnd
@@ -50,6 +52,7 @@ class ShmWriterLink:
         *,
         sock: socket.socket,
         mapping: mmap.mmap,
+        region_nbytes: int,
         nonce: bytes,
         endpoint: DataEndpoint,
         pair: Pair,
@@ -72,8 +75,9 @@ class ShmWriterLink:
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._seals = 0
+        self._pages_ready_bytes = 0
         self._pool = CopyPool(
-            dst_U8=np.frombuffer(mapping, dtype=np.uint8),
+            dst_U8=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
             src_U8=source_region_U8,
             loop=loop,
             completed=events.writes_completed,
@@ -81,6 +85,7 @@ class ShmWriterLink:
             limits=config.copy_limits,
             turns=turns,
             name=f"shm-copy-{pair.receiver:x}",
+            idle_work=self._enter_pages(mapping),
         )
         loop.add_reader(sock, self._read)
 
@@ -109,7 +114,7 @@ class ShmWriterLink:
         try:
             async with asyncio.timeout(config.connect_ms_max / 1000):
                 await connect_socket(sock, endpoint, config)
-                mapping = await handshake.run(sock, endpoint, pair, loop)
+                mapping, region_nbytes = await handshake.run(sock, endpoint, pair, loop)
         except BaseException as error:
             give_up(sock, endpoint, handshake.nonce)
             if isinstance(error, TimeoutError):
@@ -121,6 +126,7 @@ class ShmWriterLink:
             return cls(
                 sock=sock,
                 mapping=mapping,
+                region_nbytes=region_nbytes,
                 nonce=handshake.nonce,
                 endpoint=endpoint,
                 pair=pair,
@@ -189,6 +195,7 @@ class ShmWriterLink:
             "state": self._ending.reason or "open",
             "copies_by": copies_by(),
             "copy_threads": self._config.copy_threads,
+            "pages_ready_bytes": self._pages_ready_bytes,
             "writes": self._pool.writes_copied,
             "bytes": self._pool.bytes_copied,
             "batches_abandoned": self._pool.batches_abandoned,
@@ -196,6 +203,11 @@ class ShmWriterLink:
             "seals_waiting": len(self._outbox),
             "bye_sent": self._bye_sent,
         }
+
+    def _enter_pages(self, mapping: mmap.mmap) -> Iterator[object]:
+        """The receiver's pages exist; without this each of them costs a fault at its first copy. On a copying thread."""
+        for self._pages_ready_bytes in populate(mapping):
+            yield
 
     def _read(self) -> None:
         try:
