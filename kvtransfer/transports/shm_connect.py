@@ -44,7 +44,7 @@ class ShmWriterConfig:
         default=1024, metadata={"help": "writes copied between two looks at whether the grant was given up"}
     )
     copy_chunk_bytes_max: int = field(
-        default=4 << 20, metadata={"help": "bytes of those writes, after which no further one is begun"}
+        default=16 << 20, metadata={"help": "bytes of those writes, after which no further one is begun"}
     )
     abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
     outbox_messages_max: int = field(
