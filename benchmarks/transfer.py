@@ -1,7 +1,8 @@
 """How fast records move between two processes of one machine: ours, NIXL, Mooncake and the limits, alternately.
 
     python -m venv /tmp/peers
-    /tmp/peers/bin/pip install numpy mooncake-transfer-engine-non-cuda && /tmp/peers/bin/pip install --no-deps nixl nixl-cu12
+    /tmp/peers/bin/pip install numpy mooncake-transfer-engine-non-cuda
+    /tmp/peers/bin/pip install --no-deps nixl nixl-cu12
     python -m benchmarks.transfer --peers /tmp/peers/bin/python --json out.json --rounds 5
     python -m benchmarks.transfer --json out.json --report --plot out.png
 
@@ -79,17 +80,18 @@ METHODS: dict[str, dict[str, Method]] = {
         "stores, 1 thread": _limit("stores-1", alone=True),
     },
     "tcp": {
-        "baton": _ours("tcp", "1"),
-        "baton, 2 streams": _ours("tcp", "2"),
+        "baton": _ours("tcp", "2"),
+        "baton, 1 stream": _ours("tcp", "1"),
         "mooncake": _MOONCAKE,
         "nixl": _nixl("nixl", **_TCP_ONLY),
         "nixl-spin": _nixl("nixl-spin", **_TCP_ONLY),
         "socket": _limit("socket"),
+        "socket, 2 streams": _limit("socket-2"),
     },
     "ping": {
         "baton shm": _ours("shm", "1"),
         "doorbell": _limit("doorbell"),
-        "baton tcp": _ours("tcp", "1"),
+        "baton tcp": _ours("tcp", "2"),
         "echo": _limit("echo"),
     },
 }

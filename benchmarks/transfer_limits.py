@@ -1,10 +1,11 @@
 """The limits as sides of the transfer benchmark: bare stores, a bare socket, a bare ping-pong. x86-64 only.
 
-    python -m benchmarks.transfer_limits stores-1|stores-2|socket|doorbell
+    python -m benchmarks.transfer_limits stores-1|stores-2|socket|socket-2|doorbell|echo
 
 `stores-N` copies within one process, by N threads, between two shared mappings. `socket` gathers and scatters blocks
-over one TCP connection, at most 1 MiB a system call, every list of buffers made beforehand. `doorbell` copies a block
-into its own memory and rings at the other process over a Unix socket. The last two wait for a short answer.
+over one TCP connection (`socket-2`: over two, a thread for each), at most 1 MiB a system call, every list of buffers
+made beforehand. `doorbell` copies a block into its own memory and rings at the other process over a Unix socket;
+`echo` sends it over TCP. All but the first wait for a short answer.
 """
 
 from __future__ import annotations
@@ -78,13 +79,15 @@ def all_of(call: Any, views: list[memoryview]) -> None:
 class SocketSide:
     """Before each move the receiver is told what comes, so that it can make its lists."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: int) -> None:
         self.region_U8 = memory()
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sock = self._listener
+        self._streams = streams
+        self._socks: list[socket.socket] = []
 
     def address(self) -> dict[str, Any]:
-        threading.Thread(target=self._receive, daemon=True).start()
+        for _ in range(self._streams):
+            threading.Thread(target=self._receive, daemon=True).start()
         return {"port": self._listener.getsockname()[1]}
 
     def _receive(self) -> None:
@@ -100,21 +103,37 @@ class SocketSide:
             sock.sendall(ANSWER)
 
     def connect(self, address: dict[str, Any]) -> None:
-        self._sock = socket.create_connection(("127.0.0.1", address["port"]))
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(self._streams):
+            sock = socket.create_connection(("127.0.0.1", address["port"]))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socks.append(sock)
 
-    def prepare(self, plan: Plan) -> list[list[memoryview]]:
-        self._sock.sendall(json.dumps({"size": plan.size, "dst": plan.dst.tolist()}).encode() + b"\n")
-        self._answer()
-        return views_of(self.region_U8, plan.src, plan.size)
+    def prepare(self, plan: Plan) -> list[list[list[memoryview]]]:
+        """Equal parts for the streams."""
+        parts = []
+        for i, sock in enumerate(self._socks):
+            dst = plan.dst[i :: self._streams]
+            sock.sendall(json.dumps({"size": plan.size, "dst": dst.tolist()}).encode() + b"\n")
+            _answer(sock)
+            parts.append(views_of(self.region_U8, plan.src[i :: self._streams], plan.size))
+        return parts
 
-    def move(self, prepared: list[list[memoryview]]) -> None:
-        for views in prepared:
-            all_of(self._sock.sendmsg, views)
-        self._answer()
+    def move(self, prepared: list[list[list[memoryview]]]) -> None:
+        threads = [threading.Thread(target=self._send, args=(i, prepared[i])) for i in range(1, self._streams)]
+        for thread in threads:
+            thread.start()
+        self._send(0, prepared[0])
+        for thread in threads:
+            thread.join()
 
-    def _answer(self) -> None:
-        assert len(self._sock.recv(len(ANSWER), socket.MSG_WAITALL)) == len(ANSWER)
+    def _send(self, index: int, part: list[list[memoryview]]) -> None:
+        for views in part:
+            all_of(self._socks[index].sendmsg, views)
+        _answer(self._socks[index])
+
+
+def _answer(sock: socket.socket) -> None:
+    assert len(sock.recv(len(ANSWER), socket.MSG_WAITALL)) == len(ANSWER)
 
 
 class PingSide:
@@ -174,8 +193,8 @@ class PingSide:
 def main(method: str) -> None:
     if method.startswith("stores-"):
         side: Side = StoresSide(int(method.removeprefix("stores-")))
-    elif method == "socket":
-        side = SocketSide()
+    elif method.startswith("socket"):
+        side = SocketSide(2 if method == "socket-2" else 1)
     else:
         side = PingSide(over_tcp=method == "echo")
     serve(side)

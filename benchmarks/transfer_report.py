@@ -1,4 +1,4 @@
-"""What the samples of the transfer benchmark say: medians over rounds, ratios against the bars, a picture. Pure but `plot`.
+"""What the samples of the transfer benchmark say: medians of rounds, ratios against the bars, a picture.
 
 A round's figure is the median of its runs; shown are the median, minimum and maximum of the rounds' figures.
 """
@@ -36,7 +36,8 @@ BARS = (
     Bar(transport="tcp", ours="baton", others=("mooncake",), times=1.2, size_min=1 << 18, size_max=1 << 18),
     Bar(transport="tcp", ours="baton", others=("nixl",), times=2),
     Bar(transport="tcp", ours="baton", others=("nixl-spin",), times=1, size_max=1 << 16),
-    Bar(transport="tcp", ours="baton", others=("socket",), times=0.9),
+    Bar(transport="tcp", ours="baton", others=("socket", "socket, 2 streams"), times=0.9),
+    Bar(transport="tcp", ours="baton, 1 stream", others=("socket",), times=0.9),
 )
 PING_OVER_US_MAX = 50.0
 PINGS = (("baton shm", "doorbell"), ("baton tcp", "echo"))

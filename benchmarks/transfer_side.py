@@ -24,7 +24,7 @@ _MADV_POPULATE_WRITE = 23
 
 @dataclass(frozen=True)
 class Plan:
-    """Blocks of `size` bytes from and to random places, none used twice. Offsets are int64 arrays, one entry a block."""
+    """Blocks of `size` bytes from and to random places, none used twice. Offsets are int64, one for each block."""
 
     size: int
     src: np.ndarray

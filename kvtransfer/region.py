@@ -74,7 +74,9 @@ class Region:
         page_bytes, free_pages = _reserved_huge_pages()
         if 0 < nbytes <= page_bytes * free_pages:
             try:
-                return cls._make(nbytes, name, page_bytes, os.MFD_CLOEXEC | os.MFD_HUGETLB, lambda m: _prefault(m, progress))
+                return cls._make(
+                    nbytes, name, page_bytes, os.MFD_CLOEXEC | os.MFD_HUGETLB, lambda m: _prefault(m, progress)
+                )
             except (OSError, RegionTooLarge):
                 pass  # somebody else took them; ordinary pages are asked for below
         if nbytes > (available_bytes := memory_available_bytes()):
@@ -82,9 +84,7 @@ class Region:
         return cls._make(nbytes, name, mmap.PAGESIZE, os.MFD_CLOEXEC, lambda m: _prefault(m, progress))
 
     @classmethod
-    def _make(
-        cls, nbytes: int, name: str, page_bytes: int, flags: int, prepare: Callable[[mmap.mmap], None]
-    ) -> Region:
+    def _make(cls, nbytes: int, name: str, page_bytes: int, flags: int, prepare: Callable[[mmap.mmap], None]) -> Region:
         fd = os.memfd_create(name, flags | os.MFD_ALLOW_SEALING)
         try:
             # The kernel takes whole pages only for huge ones, and unmaps nothing else.

@@ -100,7 +100,10 @@ class Handshake:
     async def run(
         self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
     ) -> tuple[mmap.mmap, int]:
-        """The mapping, the caller's, and how many bytes from its start on are the region. Raises ShmConnectError, OSError, MalformedMessage."""
+        """The mapping, the caller's, and how many bytes from its start on are the region.
+
+        Raises ShmConnectError, OSError, MalformedMessage.
+        """
         sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
         challenge, fd = await _receive(sock, loop)
         if fd is not None:
@@ -122,7 +125,8 @@ class Handshake:
 
 def _map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
     status = os.fstat(fd)
-    if not nbytes or status.st_size != nbytes and status.st_size != -(-nbytes // status.st_blksize) * status.st_blksize:
+    whole_blocks = -(-nbytes // status.st_blksize) * status.st_blksize  # huge pages are never cut
+    if not nbytes or status.st_size not in (nbytes, whole_blocks):
         raise ShmConnectError(f"{address}: a file of {status.st_size} bytes for a region of {nbytes}")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ShmConnectError(f"{address}: the region could be truncated under us: it is not sealed")

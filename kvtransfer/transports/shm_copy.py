@@ -150,7 +150,7 @@ class CopyPool:
         limits: CopyLimits,
         turns: AbstractContextManager[object],
         name: str,
-        idle_work: Iterator[object] = iter(()),
+        idle_work: Iterator[object] | None = None,
     ) -> None:
         """Starts the threads. Each chunk is copied within `turns`, a semaphore that bounds the pools of a process.
 

@@ -205,9 +205,9 @@ class ShmWriterLink:
         }
 
     def _enter_pages(self, mapping: mmap.mmap) -> Iterator[object]:
-        """The receiver's pages exist; without this each of them costs a fault at its first copy. On a copying thread."""
+        """The receiver's pages exist, but each would still cost a fault at its first copy. On a copying thread."""
         for self._pages_ready_bytes in populate(mapping):
-            yield
+            yield None
 
     def _read(self) -> None:
         try:
