@@ -249,7 +249,7 @@ class SendQueue:
         frames = list(cut_frames(batch, self._frame_bytes_max, self._frame_segments_max))
         batch.frames_left = len(frames)
         self._frames.extend(frames)
-        self._wake.notify_all()
+        self._wake.notify(len(frames) - 1)  # the caller takes one itself
 
     def _number(self, stream: _StreamState, frame: Frame | None) -> int:
         sequence = stream.next_sequence
