@@ -57,6 +57,8 @@ class _StreamState:
 
 def merge_runs(ops: WriteOps) -> WriteOps:
     """The same copies with neighbours joined where both source and destination run on; empty ones left out."""
+    if len(ops.src) == 1 and ops.nbytes[0] > 0:
+        return ops
     some_W = ops.nbytes > 0
     src_W, dst_W, nbytes_W = ops.src[some_W], ops.dst[some_W], ops.nbytes[some_W]
     if len(src_W) == 0:
@@ -70,6 +72,12 @@ def cut_frames(batch: Batch, bytes_max: int, segments_max: int) -> Iterator[Fram
     """All copies of a batch, in frames of at most `bytes_max` bytes and `segments_max` segments; long ones split."""
     merged = merge_runs(batch.ops)
     if len(merged.src) == 0:
+        return
+    if len(merged.src) == 1 and merged.nbytes[0] <= bytes_max:
+        # What follows costs as much as sending a single record takes.
+        table_S2 = np.array([[merged.dst[0], merged.nbytes[0]]], dtype="<i8")
+        nbytes = int(merged.nbytes[0])
+        yield Frame(batch=batch, src_S=merged.src, nbytes_S=merged.nbytes, table_S2=table_S2, payload_nbytes=nbytes)
         return
     ends_W = np.cumsum(merged.nbytes)
     total_bytes = int(ends_W[-1])
