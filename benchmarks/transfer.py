@@ -6,11 +6,11 @@
     python -m benchmarks.transfer --peers /tmp/peers/bin/python --json out.json --rounds 5
     python -m benchmarks.transfer --json out.json --report --plot out.png
 
-256 MiB a run, in blocks from random places of one region of 1 GiB to random places of another, whose pages exist. Every
+128 MiB a run, in blocks from random places of one region of 512 MiB to random places of another, whose pages exist. Every
 round starts fresh processes for every method, in another order each round; a round's figure is the median of its runs.
 Samples are added to the JSON file, so that a measurement can be made in several pieces (`--transport`, `--rounds 1`).
 `x-spin` is NIXL without its progress thread: the receiver then asks for notifications in a loop, on a core of its own.
-Needs about 5 GiB of memory and x86-64. The plot needs matplotlib.
+Needs about 3 GiB of memory and x86-64. The plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 SIZES = [1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22]
 RUNS_OF_ROUND = 3
 PING_BYTES, PING_TIMES = 1 << 14, 2000
-MOVED_GB = (256 << 20) / 1e9
+MOVED_GB = (128 << 20) / 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

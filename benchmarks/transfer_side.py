@@ -16,8 +16,8 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
-REGION_BYTES = 1 << 30
-MOVED_BYTES = 256 << 20
+REGION_BYTES = 1 << 29
+MOVED_BYTES = 128 << 20
 CHECKED_BLOCKS_MAX = 64
 _MADV_POPULATE_WRITE = 23
 
