@@ -7,7 +7,7 @@
     python -m benchmarks.transfer --json out.json --report --plot out.png
 
 128 MiB a run, in blocks from random places of one region of 512 MiB to random places of another, whose pages exist.
-Every round starts fresh processes for every method, in another order each round; a round's figure is the median of its runs.
+Every round starts fresh processes for every method, in another order each round; its figure is the median of its runs.
 Samples are added to the JSON file, so that a measurement can be made in several pieces (`--transport`, `--rounds 1`).
 `x-spin` is NIXL without its progress thread: the receiver then asks for notifications in a loop, on a core of its own.
 Needs about 3 GiB of memory and x86-64. The plot needs matplotlib.
