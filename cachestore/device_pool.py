@@ -19,6 +19,7 @@ from engine.build import BuiltEngine, EngineConfig, build_runner
 from engine.core import Engine
 from engine.pins import PinTable
 from engine.types import KvSpec, Runner
+from kvtransfer import native
 from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.ledger import Ledger
@@ -127,6 +128,7 @@ async def open_device_pool(
 
 
 async def _open_region(layout: Layout, num_blocks: int, name: str, field: str, progress: Progress) -> Region:
+    await asyncio.to_thread(native.preload)
     try:
         return await asyncio.to_thread(
             Region.create,

@@ -5,11 +5,12 @@ Shape suffix: U8 = one-dimensional array of bytes (uint8).
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 PREFAULT_CHUNK_BYTES = 64 << 20
-# linux/mman.h, since Linux 5.14; the mmap module of Python 3.11 has no name for it.
+# linux/mman.h; the mmap module of Python 3.11 has no name for the second, which came with Linux 5.14.
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _NO_ROOM = frozenset({errno.ENOMEM, errno.EFAULT, errno.ENOSPC})
 
@@ -46,35 +48,53 @@ class Region:
     Not thread-safe; `array_U8` may be read and written from any thread.
     """
 
-    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
-        """Takes ownership of both. Use `create`."""
-        self.nbytes = len(mapping)
+    def __init__(self, fd: int, mapping: mmap.mmap, nbytes: int) -> None:
+        """Takes ownership of both; the mapping is whole pages, the region its first `nbytes`. Use `create`."""
+        self.nbytes = nbytes
         self._fd = fd
         self._mapping = mapping
-        self._array_U8: np.ndarray | None = np.frombuffer(mapping, dtype=np.uint8)
+        self._array_U8: np.ndarray | None = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
+        self.huge_bytes = _huge_bytes(self._array_U8.ctypes.data)
+        """How much of it lay in huge pages when it was made: they make copies faster where there are many records."""
 
     @classmethod
     def create(cls, nbytes: int, name: str, progress: Progress | None = None, prefault: bool = True) -> Region:
         """Make a region of zeros. `name` shows in /proc/<pid>/maps.
 
         With `prefault` every page exists when this returns, and `progress` is called after each chunk; it blocks for as
-        long as that takes.
+        long as that takes, without the interpreter's lock. Pages are huge where the administrator has set enough of
+        them apart (vm.nr_hugepages), or where the kernel makes some on demand.
 
         Raises:
             RegionTooLarge: there is not the memory for it (with `prefault`; without, the pages come when touched).
         """
         assert nbytes > 0, nbytes
-        if prefault and nbytes > (available_bytes := memory_available_bytes()):
-            raise RegionTooLarge(nbytes, available_bytes)
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        if not prefault:
+            return cls._make(nbytes, name, mmap.PAGESIZE, os.MFD_CLOEXEC, lambda _: None)
+        page_bytes, free_pages = _reserved_huge_pages()
+        if 0 < nbytes <= page_bytes * free_pages:
             try:
-                if prefault:
-                    _prefault(mapping, progress)
-                return cls(fd, mapping)
+                return cls._make(
+                    nbytes, name, page_bytes, os.MFD_CLOEXEC | os.MFD_HUGETLB, lambda m: _prefault(m, progress)
+                )
+            except (OSError, RegionTooLarge):
+                pass  # somebody else took them; ordinary pages are asked for below
+        if nbytes > (available_bytes := memory_available_bytes()):
+            raise RegionTooLarge(nbytes, available_bytes)
+        return cls._make(nbytes, name, mmap.PAGESIZE, os.MFD_CLOEXEC, lambda m: _prefault(m, progress))
+
+    @classmethod
+    def _make(cls, nbytes: int, name: str, page_bytes: int, flags: int, prepare: Callable[[mmap.mmap], None]) -> Region:
+        fd = os.memfd_create(name, flags | os.MFD_ALLOW_SEALING)
+        try:
+            # The kernel takes whole pages only for huge ones, and unmaps nothing else.
+            file_bytes = -(-nbytes // page_bytes) * page_bytes if flags & os.MFD_HUGETLB else nbytes
+            os.ftruncate(fd, file_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            mapping = mmap.mmap(fd, file_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            try:
+                prepare(mapping)
+                return cls(fd, mapping, nbytes)
             except BaseException:
                 mapping.close()
                 raise
@@ -106,7 +126,7 @@ class Region:
         try:
             self._mapping.close()
         except BufferError as error:
-            self._array_U8 = np.frombuffer(self._mapping, dtype=np.uint8)
+            self._array_U8 = np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes)
             raise RegionInUse("arrays or tensors still look into the region; drop them before closing it") from error
         os.close(self._fd)
 
@@ -151,23 +171,71 @@ def _read_or_empty(path: Path) -> str:
         return ""
 
 
-def _prefault(mapping: mmap.mmap, progress: Progress | None) -> None:
+def populate(mapping: mmap.mmap) -> Iterator[int]:
+    """Make every page, and its entry in the page tables, chunk by chunk; yields the bytes done.
+
+    Of huge pages wherever the kernel can. Lets go of the interpreter's lock, and of its hold on the mapping at each
+    yield: close the iterator before the mapping, not while it runs.
+
+    Raises:
+        OSError: ENOMEM, EFAULT or ENOSPC when there is not the memory.
+    """
     nbytes = len(mapping)
+    _advise(mapping, 0, nbytes, _MADV_HUGEPAGE)  # if the kernel has none, ordinary ones do
     for start in range(0, nbytes, PREFAULT_CHUNK_BYTES):
         length = min(PREFAULT_CHUNK_BYTES, nbytes - start)
-        try:
-            mapping.madvise(_MADV_POPULATE_WRITE, start, length)
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise RegionTooLarge(nbytes, memory_available_bytes()) from error
-            if error.errno != errno.EINVAL:
-                raise
+        code = _advise(mapping, start, length, _MADV_POPULATE_WRITE)
+        if code == errno.EINVAL:
             _touch(mapping, start, length)
-        if progress is not None:
-            progress(start + length, nbytes)
+        elif code:
+            raise OSError(code, os.strerror(code))
+        yield start + length
+
+
+def _prefault(mapping: mmap.mmap, progress: Progress | None) -> None:
+    nbytes = len(mapping)
+    try:
+        for done in populate(mapping):
+            if progress is not None:
+                progress(done, nbytes)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise RegionTooLarge(nbytes, memory_available_bytes()) from error
+        raise
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _advise(mapping: mmap.mmap, start: int, length: int, advice: int) -> int:
+    """madvise without the interpreter's lock, which the mmap module's own would hold for as long as it takes."""
+    address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+    return ctypes.get_errno() if _libc.madvise(address + start, length, advice) else 0
 
 
 def _touch(mapping: mmap.mmap, start: int, length: int) -> None:
-    """For kernels without MADV_POPULATE_WRITE. The pages are fresh: writing zero changes nothing."""
+    """For kernels without MADV_POPULATE_WRITE: what is read and written back may not be written by anyone else yet."""
     for offset in range(start, start + length, mmap.PAGESIZE):
-        mapping[offset] = 0
+        mapping[offset] = mapping[offset]
+
+
+def _reserved_huge_pages(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Size, and number of free ones, of the huge pages that the administrator has set apart."""
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    if "HugePages_Free" not in fields:
+        return 0, 0
+    unreserved = int(fields["HugePages_Free"]) - int(fields["HugePages_Rsvd"])
+    return int(fields["Hugepagesize"].split()[0]) * 1024, unreserved
+
+
+def _huge_bytes(address: int, proc: Path = Path("/proc")) -> int:
+    """Of the mapping at this address."""
+    inside, total_bytes = False, 0
+    for line in _read_or_empty(proc / "self" / "smaps").splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            inside = first.startswith(f"{address:x}-")
+        elif inside and first in ("ShmemPmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"):
+            total_bytes += int(rest.split()[0]) * 1024
+    return total_bytes

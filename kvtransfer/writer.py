@@ -44,6 +44,7 @@ from kvtransfer.negotiation import Offers
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.plan import Int64Array, RecordPlan
 from kvtransfer.transport import Seal, TransportName
+from kvtransfer.transports.posted_writes import check_granted
 from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
 from kvtransfer.writer_errands import Errands
 from kvtransfer.writer_grants import WriterGrants, WriterState
@@ -215,7 +216,9 @@ class WriterPeer:
     def plan_step(
         self, handoff: Handoff, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range
     ) -> StepWrites:
+        """The writes of one step, accounted for. Raises WriteOutOfBounds: a block that the grant does not open."""
         assert handoff.link is not None, handoff
+        check_granted(dst_blocks_B, handoff.dst_blocks)
         writes = len(layers) * len(src_blocks_B)
         nbytes = writes * self.layout.record_bytes
         self.handle(WritesPosted(number=handoff.number, writes=writes, bytes_written=nbytes))

@@ -9,10 +9,11 @@ import pytest
 from tests.shm_harness import run
 from tests.transport_kits import KITS, Kit
 from tests.transport_suite import CASES
+from tests.transport_suite_more import MORE_CASES
 
 
 @pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.name)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda case: case.__name__)
 def test_conformance(case: Callable[[Kit], Coroutine[None, None, None]], kit: Kit) -> None:
     """See the case's own text."""
     run(case(kit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -11,8 +12,18 @@ import pytest
 
 from kvtransfer import region as region_module
 from kvtransfer.region import Region, RegionInUse, RegionTooLarge, memory_available_bytes
+from kvtransfer.region import _reserved_huge_pages as reserved_huge_pages
 
 NBYTES = 10 * mmap.PAGESIZE + 3
+
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@pytest.fixture(autouse=True)
+def _no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has set apart."""
+    monkeypatch.setattr(region_module, "_reserved_huge_pages", lambda: (HUGE_PAGE_BYTES, 0))
 
 
 def resident_bytes(fd: int) -> int:
@@ -116,3 +127,50 @@ def test_the_smallest_limit_counts(tmp_path: Path, cgroup: str, files: dict[str,
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     assert memory_available_bytes(tmp_path / "proc", tmp_path / "cgroup") == available
+
+
+def test_a_region_of_huge_pages_is_a_file_of_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where enough are set apart they are asked for; the file is whole pages, the region is as long as it was asked."""
+    asked = []
+    real_create = os.memfd_create
+
+    def create(name: str, flags: int) -> int:
+        asked.append(flags & os.MFD_HUGETLB)
+        return real_create(name, flags & ~os.MFD_HUGETLB)  # this machine may have none
+
+    monkeypatch.setattr(region_module, "_reserved_huge_pages", lambda: (HUGE_PAGE_BYTES, 2))
+    monkeypatch.setattr(os, "memfd_create", create)
+    region = Region.create(HUGE_PAGE_BYTES + 3, "test")
+    try:
+        assert asked == [os.MFD_HUGETLB]
+        assert os.fstat(region.fd).st_size == 2 * HUGE_PAGE_BYTES
+        assert (region.nbytes, len(region.array_U8)) == (HUGE_PAGE_BYTES + 3, HUGE_PAGE_BYTES + 3)
+    finally:
+        region.close()
+
+
+def test_huge_pages_that_somebody_else_took_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count said that there were some, and then there are none: ordinary pages, the region no longer than asked."""
+    real_create = os.memfd_create
+
+    def create(name: str, flags: int) -> int:
+        if flags & os.MFD_HUGETLB:
+            raise OSError(errno.ENOMEM, "none left")
+        return real_create(name, flags)
+
+    monkeypatch.setattr(region_module, "_reserved_huge_pages", lambda: (HUGE_PAGE_BYTES, 2))
+    monkeypatch.setattr(os, "memfd_create", create)
+    region = Region.create(NBYTES, "test")
+    try:
+        assert os.fstat(region.fd).st_size == NBYTES
+    finally:
+        region.close()
+
+
+def test_huge_pages_that_are_promised_to_others_do_not_count(tmp_path: Path) -> None:
+    """Free ones less reserved ones; a kernel without huge pages has none."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("HugePages_Total: 9\nHugePages_Free: 7\nHugePages_Rsvd: 3\nHugepagesize: 2048 kB\n")
+    assert reserved_huge_pages(tmp_path) == (HUGE_PAGE_BYTES, 4)
+    meminfo.write_text("MemTotal: 9 kB\n")
+    assert reserved_huge_pages(tmp_path) == (0, 0)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.ids import Epoch, GrantId, Incarnation, Pair
+from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.pair_fence import Evidence, PairFence
-from kvtransfer.transports.posted_writes import check_ops
+from kvtransfer.transports.posted_writes import WriteOutOfBounds, check_granted, check_ops
 from kvtransfer.transports.shm_receiver import refusal_of
 
 U64 = st.integers(0, 2**64 - 1)
@@ -157,6 +157,15 @@ def test_the_evidence_says_who_acknowledged_and_who_died() -> None:
     assert book.settled() == (2, "2 acknowledged, 1 dead, by pidfd (pid 11)")
     assert book.settled() is None
     assert book.is_idle
+
+
+def test_blocks_that_the_grant_does_not_open_are_refused_by_the_writer() -> None:
+    """Any of the grant's blocks, in any order; with one that is not among them nothing is planned."""
+    granted = [BlockId(7), BlockId(3), BlockId(12)]
+    check_granted(np.array([12, 7], np.int64), granted)
+    check_granted(np.zeros(0, np.int64), [])
+    with pytest.raises(WriteOutOfBounds, match="block 4 is none of the 3 of the grant"):
+        check_granted(np.array([3, 4, 5], np.int64), granted)
 
 
 def test_ops_of_another_shape_or_type_are_our_own_bug() -> None:

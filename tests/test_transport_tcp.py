@@ -16,6 +16,7 @@ from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.tcp import (
     StreamLimits,
     TcpReceiverConfig,
+    TcpWriterConfig,
     TcpWriterLink,
 )
 from tests.shm_harness import REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
@@ -220,7 +221,9 @@ def test_what_was_never_acknowledged_completes_with_the_link() -> None:
     async def test() -> None:
         async with receiving() as r:
             source_U8, events = np.full(REGION_NBYTES, 5, np.uint8), Recorder()
-            link = await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, asyncio.get_running_loop())
+            link = await TcpWriterLink.connect(
+                r.endpoint, PAIR, source_U8, events, asyncio.get_running_loop(), TcpWriterConfig(streams=1)
+            )
             r.port.allow(PAIR, EPOCH, GRANT, Everything())
             (stream,) = r.port._streams(PAIR)
             with stream._landing:

@@ -77,10 +77,10 @@ def test_frames_copy_what_the_batch_says(ops: list[tuple[int, int, int]], bytes_
     batch = Batch(grant=grant_of(1), ops=WriteOps(src=columns[0], dst=columns[1], nbytes=columns[2]), total_bytes=0)
     moved = []
     for frame in cut_frames(batch, bytes_max, segments_max):
-        assert 0 < len(frame.src) <= segments_max
-        assert 0 < sum(frame.nbytes) <= bytes_max
-        for src, dst, nbytes in zip(frame.src, frame.dst, frame.nbytes, strict=True):
-            assert nbytes > 0
+        assert 0 < len(frame.src_S) <= segments_max
+        assert 0 < frame.payload_nbytes == frame.nbytes_S.sum() <= bytes_max
+        for src, (dst, length), nbytes in zip(frame.src_S, frame.table_S2, frame.nbytes_S, strict=True):
+            assert nbytes == length > 0
             moved += [(src + i, dst + i) for i in range(nbytes)]
     assert moved == [(src + i, dst + i) for src, dst, nbytes in ops for i in range(nbytes)]
 
@@ -90,7 +90,7 @@ def test_neighbouring_records_travel_as_one_segment() -> None:
     src, dst = np.array([0, 8, 16, 24, 80]), np.array([40, 48, 56, 64, 0])
     ops = WriteOps(src=src, dst=dst, nbytes=np.full(5, 8))
     (frame,) = cut_frames(Batch(grant=grant_of(1), ops=ops, total_bytes=40), 1000, 10)
-    assert (frame.src, frame.dst, frame.nbytes) == ([0, 80], [40, 0], [32, 8])
+    assert (frame.src_S.tolist(), frame.table_S2.tolist()) == ([0, 80], [[40, 32], [0, 8]])
 
 
 @given(

@@ -12,16 +12,20 @@
 
 /* Below this a record's ends, which are copied by plain stores, are too much of it. */
 #define STREAM_BYTES_MIN 512
-/* How far ahead the source is asked for: the hardware's own prefetch stops at the end of each 4 KiB page. */
+/* The hardware's own prefetch needs some lines to get going, and stops at the end of each 4 KiB page. So the first
+ * lines of a record are asked for while the one before it is copied, and in records too short for that to be made good
+ * the source is asked for all the way. */
 #define AHEAD_BYTES 1024
+#define AHEAD_RECORD_BYTES_MAX (128 << 10)
 
-typedef void (*stream_fn)(uint8_t *, const uint8_t *, size_t);
+typedef void (*stream_fn)(uint8_t *, const uint8_t *, size_t, size_t);
 
-/* Each copies `n` bytes, a multiple of 256; `dst` is aligned to 64, `src` is not. */
+/* Each copies `n` bytes, a multiple of 256; `dst` is aligned to 64, `src` is not. `ahead` is a distance, or 0. */
 
-__attribute__((target("avx512f"))) static void stream_avx512(uint8_t *dst, const uint8_t *src, size_t n) {
+__attribute__((target("avx512f"))) static void stream_avx512(uint8_t *dst, const uint8_t *src, size_t n, size_t ahead) {
     for (size_t i = 0; i < n; i += 256) {
-        for (size_t j = 0; j < 256; j += 64) _mm_prefetch((const char *)src + i + j + AHEAD_BYTES, _MM_HINT_T0);
+        if (ahead)
+            for (size_t j = 0; j < 256; j += 64) _mm_prefetch((const char *)src + i + j + ahead, _MM_HINT_T0);
         __m512i a = _mm512_loadu_si512(src + i), b = _mm512_loadu_si512(src + i + 64);
         __m512i c = _mm512_loadu_si512(src + i + 128), d = _mm512_loadu_si512(src + i + 192);
         _mm512_stream_si512((__m512i *)(dst + i), a);
@@ -31,11 +35,12 @@ __attribute__((target("avx512f"))) static void stream_avx512(uint8_t *dst, const
     }
 }
 
-__attribute__((target("avx2"))) static void stream_avx2(uint8_t *dst, const uint8_t *src, size_t n) {
+__attribute__((target("avx2"))) static void stream_avx2(uint8_t *dst, const uint8_t *src, size_t n, size_t ahead) {
     for (size_t i = 0; i < n; i += 128) {
-        _mm_prefetch((const char *)src + i + AHEAD_BYTES, _MM_HINT_T0);
-        _mm_prefetch((const char *)src + i + 64 + AHEAD_BYTES, _MM_HINT_T0);
-        __m256i a = _mm256_loadu_si256((const __m256i *)(src + i)), b = _mm256_loadu_si256((const __m256i *)(src + i + 32));
+        if (ahead)
+            for (size_t j = 0; j < 128; j += 64) _mm_prefetch((const char *)src + i + j + ahead, _MM_HINT_T0);
+        __m256i a = _mm256_loadu_si256((const __m256i *)(src + i));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(src + i + 32));
         __m256i c = _mm256_loadu_si256((const __m256i *)(src + i + 64));
         __m256i d = _mm256_loadu_si256((const __m256i *)(src + i + 96));
         _mm256_stream_si256((__m256i *)(dst + i), a);
@@ -45,9 +50,9 @@ __attribute__((target("avx2"))) static void stream_avx2(uint8_t *dst, const uint
     }
 }
 
-static void stream_sse2(uint8_t *dst, const uint8_t *src, size_t n) {
+static void stream_sse2(uint8_t *dst, const uint8_t *src, size_t n, size_t ahead) {
     for (size_t i = 0; i < n; i += 64) {
-        _mm_prefetch((const char *)src + i + AHEAD_BYTES, _MM_HINT_T0);
+        if (ahead) _mm_prefetch((const char *)src + i + ahead, _MM_HINT_T0);
         for (size_t j = 0; j < 64; j += 16)
             _mm_stream_si128((__m128i *)(dst + i + j), _mm_loadu_si128((const __m128i *)(src + i + j)));
     }
@@ -76,7 +81,7 @@ static void copy_one(uint8_t *dst, const uint8_t *src, size_t n, stream_fn strea
     size_t head = -(uintptr_t)dst & 63;
     memcpy(dst, src, head);
     size_t body = (n - head) & ~(size_t)255;
-    stream(dst + head, src + head, body);
+    stream(dst + head, src + head, body, n <= AHEAD_RECORD_BYTES_MAX ? AHEAD_BYTES : 0);
     memcpy(dst + head + body, src + head + body, n - head - body);
 }
 

@@ -71,6 +71,7 @@ class CudaIpcWriterLink(ShmWriterLink):
     def _make_pool(
         self,
         mapping: Any,
+        region_nbytes: int,
         source: Any,
         *,
         pair: Pair,
@@ -81,6 +82,7 @@ class CudaIpcWriterLink(ShmWriterLink):
     ) -> DeviceCopyPool:
         del turns  # a device orders its own copies
         assert isinstance(mapping, OpenedRegion)
+        assert mapping.nbytes == region_nbytes, (mapping.nbytes, region_nbytes)
         return DeviceCopyPool(
             streams=mapping.driver.streams,
             dst=mapping.memory,

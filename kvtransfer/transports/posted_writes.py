@@ -5,11 +5,11 @@ Shape suffix: B = one entry per write operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from baton.ids import GrantId
+from baton.ids import BlockId, GrantId
 from kvtransfer.transport import WriteOps
 
 Completed = Callable[[GrantId, int, int, bool], None]
@@ -17,11 +17,22 @@ Completed = Callable[[GrantId, int, int, bool], None]
 
 
 class WriteOutOfBounds(Exception):
-    """A write op reaches outside the source or the destination region. Nothing of its batch was copied."""
+    """A write reaches outside the source region, the destination or its grant. Nothing of its batch is copied."""
 
 
 class TooManyAbandonedGrants(Exception):
     """`abandoned_grants_max` is reached: the link has to end, for it must not forget one that may still be posted."""
+
+
+def check_granted(dst_blocks_B: np.ndarray, granted: Sequence[BlockId]) -> None:
+    """Make sure that every block is one of the grant's. Where the receiver takes no part in the writes, only this does.
+
+    Raises:
+        WriteOutOfBounds: naming the first that is not.
+    """
+    outside_B = ~np.isin(dst_blocks_B, np.fromiter(granted, np.int64))
+    if outside_B.any():
+        raise WriteOutOfBounds(f"block {dst_blocks_B[outside_B.argmax()]} is none of the {len(granted)} of the grant")
 
 
 def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:

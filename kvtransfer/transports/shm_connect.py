@@ -46,7 +46,7 @@ class ShmWriterConfig:
         default=1024, metadata={"help": "writes copied between two looks at whether the grant was given up"}
     )
     copy_chunk_bytes_max: int = field(
-        default=4 << 20, metadata={"help": "bytes of those writes, after which no further one is begun"}
+        default=16 << 20, metadata={"help": "bytes of those writes, after which no further one is begun"}
     )
     abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
     outbox_messages_max: int = field(
@@ -99,11 +99,13 @@ class OpenRegion(Protocol):
 
 
 def _map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
-    if os.fstat(fd).st_size != nbytes or nbytes == 0:
-        raise ShmConnectError(f"{address}: a file of {os.fstat(fd).st_size} bytes for a region of {nbytes}")
+    status = os.fstat(fd)
+    whole_blocks = -(-nbytes // status.st_blksize) * status.st_blksize  # huge pages are never cut
+    if not nbytes or status.st_size not in (nbytes, whole_blocks):
+        raise ShmConnectError(f"{address}: a file of {status.st_size} bytes for a region of {nbytes}")
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ShmConnectError(f"{address}: the region could be truncated under us: it is not sealed")
-    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping = mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     try:
         mapping.madvise(_MADV_DONTFORK)
     except OSError:
@@ -123,8 +125,11 @@ class Handshake:
 
     async def run(
         self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
-    ) -> OpenRegion:
-        """The opened region, the caller's. Raises ShmConnectError, OSError, MalformedMessage."""
+    ) -> tuple[OpenRegion, int]:
+        """The opened region, the caller's, and how many bytes from its start on are the receiver's blocks.
+
+        Raises ShmConnectError, OSError, MalformedMessage.
+        """
         sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
         challenge, fd = await _receive(sock, loop)
         if fd is not None:
@@ -139,7 +144,7 @@ class Handshake:
         try:
             if not isinstance(welcome, wire.Welcome):
                 raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
-            return self.open_region(fd, welcome.region_nbytes, endpoint.address)
+            return self.open_region(fd, welcome.region_nbytes, endpoint.address), welcome.region_nbytes
         finally:
             os.close(fd)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -103,6 +103,15 @@ def chunk_borders(nbytes_B: np.ndarray, limits: CopyLimits) -> list[int]:
     return borders
 
 
+def _step(work: Iterator[object]) -> bool:
+    """False: that was the last."""
+    try:
+        next(work)
+    except (StopIteration, OSError):
+        return False
+    return True
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Batch:
     """`next_chunk`: the first that no thread has taken; `copied` turns False when one is left out."""
@@ -141,8 +150,12 @@ class CopyPool:
         limits: CopyLimits,
         turns: AbstractContextManager[object],
         name: str,
+        idle_work: Iterator[object] | None = None,
     ) -> None:
-        """Starts the threads. Each chunk is copied within `turns`, a semaphore that bounds the pools of a process."""
+        """Starts the threads. Each chunk is copied within `turns`, a semaphore that bounds the pools of a process.
+
+        `idle_work` is gone through, one step at a time, while there is nothing to copy; its OSError ends it.
+        """
         self._dst_U8: np.ndarray | None = dst_U8
         self._src_U8: np.ndarray | None = src_U8
         self._src_nbytes, self._dst_nbytes = len(src_U8), len(dst_U8)
@@ -151,6 +164,7 @@ class CopyPool:
         self._drained = drained
         self._limits = limits
         self._turns = turns
+        self._idle_work: Iterator[object] | None = idle_work
         self._wake = threading.Condition()
         self._queue: deque[_Batch] = deque()
         self._abandoned: set[GrantId] = set()
@@ -221,7 +235,7 @@ class CopyPool:
         assert self._stopped
         for thread in self._threads:
             thread.join()
-        self._dst_U8 = self._src_U8 = None
+        self._dst_U8 = self._src_U8 = self._idle_work = None
 
     def _run(self) -> None:
         try:
@@ -236,7 +250,16 @@ class CopyPool:
         """Until there is a chunk to copy; False: stopped."""
         with self._wake:
             while not self._queue and not self._stopped:
-                self._wake.wait()
+                work, self._idle_work = self._idle_work, None  # one thread at a time
+                if work is None:
+                    self._wake.wait()
+                    continue
+                self._wake.release()
+                try:
+                    more = _step(work)
+                finally:
+                    self._wake.acquire()
+                self._idle_work = work if more else None
             return not self._stopped
 
     def _copy_next(self) -> None:

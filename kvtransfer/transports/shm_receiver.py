@@ -182,6 +182,8 @@ class ShmReceiverPort:
         return {
             "transport": self.transport.value,
             "address": self.address,
+            "region_bytes": self._region.nbytes,
+            "region_huge_bytes": self._region.huge_bytes,
             "connections_made": self._connections_made,
             "connections_handshaking": sum(not c.may_write for c in connections),
             "connections_writing": sum(c.may_write and c.sock is not None for c in connections),

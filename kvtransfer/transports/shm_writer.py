@@ -12,6 +12,7 @@ import asyncio
 import mmap
 import socket
 from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.native.copy import copies_by
+from kvtransfer.region import populate
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.link_end import LinkEnd
@@ -66,6 +68,7 @@ class ShmWriterLink:
         *,
         sock: socket.socket,
         mapping: OpenRegion,
+        region_nbytes: int,
         nonce: bytes,
         endpoint: DataEndpoint,
         pair: Pair,
@@ -88,14 +91,16 @@ class ShmWriterLink:
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._seals = 0
+        self._pages_ready_bytes = 0
         self._pool = self._make_pool(
-            mapping, source_region_U8, pair=pair, events=events, loop=loop, config=config, turns=turns
+            mapping, region_nbytes, source_region_U8, pair=pair, events=events, loop=loop, config=config, turns=turns
         )
         loop.add_reader(sock, self._read)
 
     def _make_pool(
         self,
         mapping: Any,
+        region_nbytes: int,
         source: Any,
         *,
         pair: Pair,
@@ -107,7 +112,7 @@ class ShmWriterLink:
         """What copies from `source` into the opened region. cuda_ipc has its own."""
         assert isinstance(mapping, mmap.mmap)
         return CopyPool(
-            dst_U8=np.frombuffer(mapping, dtype=np.uint8),
+            dst_U8=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
             src_U8=source,
             loop=loop,
             completed=events.writes_completed,
@@ -115,6 +120,7 @@ class ShmWriterLink:
             limits=config.copy_limits,
             turns=turns,
             name=f"shm-copy-{pair.receiver:x}",
+            idle_work=self._enter_pages(mapping),
         )
 
     @classmethod
@@ -144,7 +150,7 @@ class ShmWriterLink:
         try:
             async with asyncio.timeout(config.connect_ms_max / 1000):
                 await connect_socket(sock, endpoint, config)
-                mapping = await handshake.run(sock, endpoint, pair, loop)
+                mapping, region_nbytes = await handshake.run(sock, endpoint, pair, loop)
         except BaseException as error:
             give_up(sock, endpoint, handshake.nonce)
             if isinstance(error, TimeoutError):
@@ -156,6 +162,7 @@ class ShmWriterLink:
             return cls(
                 sock=sock,
                 mapping=mapping,
+                region_nbytes=region_nbytes,
                 nonce=handshake.nonce,
                 endpoint=endpoint,
                 pair=pair,
@@ -224,6 +231,7 @@ class ShmWriterLink:
             "state": self._ending.reason or "open",
             "copies_by": copies_by(),
             "copy_threads": self._config.copy_threads,
+            "pages_ready_bytes": self._pages_ready_bytes,
             "writes": self._pool.writes_copied,
             "bytes": self._pool.bytes_copied,
             "batches_abandoned": self._pool.batches_abandoned,
@@ -231,6 +239,11 @@ class ShmWriterLink:
             "seals_waiting": len(self._outbox),
             "bye_sent": self._bye_sent,
         }
+
+    def _enter_pages(self, mapping: mmap.mmap) -> Iterator[object]:
+        """The receiver's pages exist, but each would still cost a fault at its first copy. On a copying thread."""
+        for self._pages_ready_bytes in populate(mapping):
+            yield None
 
     def _read(self) -> None:
         try:

@@ -18,7 +18,7 @@ from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
 class TcpWriterConfig:
     """Limits of one link."""
 
-    streams: int = field(default=1, metadata={"help": "connections to each receiver"})
+    streams: int = field(default=2, metadata={"help": "connections to each receiver, with a sending thread for each"})
     connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
     abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
     seals_waiting_max: int = field(

@@ -1,11 +1,12 @@
 """What is posted on a tcp link and not yet acknowledged: batches, the frames that they are cut into, and the seals.
 
-Shape suffixes: W = write operations of a batch; S = segments of a frame.
+Shape suffixes: W = write operations of a batch; S = segments of its frames; S2 = (destination, length) of each.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -32,10 +33,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Frame:
+    """`table_S2` has (destination, length) of each segment, as it travels; all arrays are contiguous."""
+
     batch: Batch
-    src: list[int]
-    dst: list[int]
-    nbytes: list[int]
+    src_S: np.ndarray
+    nbytes_S: np.ndarray
+    table_S2: np.ndarray
+    payload_nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,8 @@ class _StreamState:
 
 def merge_runs(ops: WriteOps) -> WriteOps:
     """The same copies with neighbours joined where both source and destination run on; empty ones left out."""
+    if len(ops.src) == 1 and ops.nbytes[0] > 0:
+        return ops
     some_W = ops.nbytes > 0
     src_W, dst_W, nbytes_W = ops.src[some_W], ops.dst[some_W], ops.nbytes[some_W]
     if len(src_W) == 0:
@@ -65,20 +71,34 @@ def merge_runs(ops: WriteOps) -> WriteOps:
 def cut_frames(batch: Batch, bytes_max: int, segments_max: int) -> Iterator[Frame]:
     """All copies of a batch, in frames of at most `bytes_max` bytes and `segments_max` segments; long ones split."""
     merged = merge_runs(batch.ops)
-    frame, room = Frame(batch=batch, src=[], dst=[], nbytes=[]), bytes_max
-    for src, dst, nbytes in zip(merged.src.tolist(), merged.dst.tolist(), merged.nbytes.tolist(), strict=True):
-        done = 0
-        while done < nbytes:
-            if room == 0 or len(frame.src) == segments_max:
-                yield frame
-                frame, room = Frame(batch=batch, src=[], dst=[], nbytes=[]), bytes_max
-            part = min(nbytes - done, room)
-            frame.src.append(src + done)
-            frame.dst.append(dst + done)
-            frame.nbytes.append(part)
-            done, room = done + part, room - part
-    if frame.src:
-        yield frame
+    if len(merged.src) == 0:
+        return
+    if len(merged.src) == 1 and merged.nbytes[0] <= bytes_max:
+        # What follows costs as much as sending a single record takes.
+        table_S2 = np.array([[merged.dst[0], merged.nbytes[0]]], dtype="<i8")
+        nbytes = int(merged.nbytes[0])
+        yield Frame(batch=batch, src_S=merged.src, nbytes_S=merged.nbytes, table_S2=table_S2, payload_nbytes=nbytes)
+        return
+    ends_W = np.cumsum(merged.nbytes)
+    total_bytes = int(ends_W[-1])
+    # Every frame but the last is to end after so many bytes of the batch: segments that run across are split there.
+    at_S = np.union1d(ends_W - merged.nbytes, np.arange(0, total_bytes, bytes_max))
+    whole_S = np.searchsorted(ends_W, at_S, side="right")
+    within_S = at_S - (ends_W - merged.nbytes)[whole_S]
+    src_S, dst_S = merged.src[whole_S] + within_S, merged.dst[whole_S] + within_S
+    nbytes_S = np.diff(at_S, append=total_bytes)
+    table_S2 = np.stack([dst_S, nbytes_S], axis=1).astype("<i8")
+    borders = [*np.searchsorted(at_S, np.arange(0, total_bytes, bytes_max)).tolist(), len(at_S)]
+    for first, end in itertools.pairwise(borders):
+        for start in range(first, end, segments_max):
+            part = slice(start, min(start + segments_max, end))
+            yield Frame(
+                batch=batch,
+                src_S=src_S[part],
+                nbytes_S=nbytes_S[part],
+                table_S2=table_S2[part],
+                payload_nbytes=int(nbytes_S[part].sum()),
+            )
 
 
 class SendQueue:
@@ -233,11 +253,11 @@ class SendQueue:
     # With the lock held.
 
     def _cut(self, batch: Batch) -> None:
-        """Short enough to do with the lock held: a few microseconds for each segment."""
+        """Short enough to do with the lock held: a few microseconds for each frame."""
         frames = list(cut_frames(batch, self._frame_bytes_max, self._frame_segments_max))
         batch.frames_left = len(frames)
         self._frames.extend(frames)
-        self._wake.notify_all()
+        self._wake.notify(len(frames) - 1)  # the caller takes one itself
 
     def _number(self, stream: _StreamState, frame: Frame | None) -> int:
         sequence = stream.next_sequence

@@ -1,34 +1,43 @@
 """One data connection at the receiver: a thread that checks each frame and scatters it into the region.
 
 The landing lock is what makes `forbid` and `stop` a barrier. The thread takes bytes from the kernel only inside it, by
-a call that does not wait, after it has looked whether the grant may still write. So whoever holds the lock knows that
-no byte is landing, and what it changes under the lock holds for every later byte (DESIGN I3).
+calls that do not wait, after it has looked whether the grant may still write. So whoever holds the lock knows that
+no byte is landing, and what it changes under the lock holds for every later byte (DESIGN I3). One native call may make
+many system calls inside the lock; `_barrier` interrupts it, so that it waits for one of them at most.
 
-Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a frame.
+Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a frame; S2 = (destination, length).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import select
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from baton.ids import Epoch, GrantId
+from kvtransfer.native.sockets import Received
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.loop_calls import call_loop
+from kvtransfer.transports.tcp_payload import Scatter
 from kvtransfer.transports.tcp_socket import TcpSocketOptions
 from kvtransfer.transports.tcp_wire import RefusalReason
 
 SCRATCH_BYTES = 1 << 16
 """Where dropped payload goes; each stream has its own."""
+INTERRUPTED_PAUSE_S = 50e-6
+"""After an interrupt: long enough for the one who did it to get the lock, which is not a fair one."""
+WAKE_BYTES_MAX = 1 << 18
+"""In the middle of a payload the thread is woken for so many bytes, not for each segment that the network delivers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +127,13 @@ class ReceiveStream:
         self.bytes_landed = 0
         self._sock = sock
         self._region_nbytes = len(region_U8)
-        self._region: memoryview | None = region_U8.data
+        self._region_U8: np.ndarray | None = region_U8
         self._limits = limits
         self._loop = loop
         self._sealed = sealed
         self._ended = ended
         self._landing = threading.Lock()
+        self._interrupt = ctypes.c_int32(0)
         self._allowed: dict[GrantId, WriteRanges] = {}
         self._stopped = False
         self._fence_epoch: Epoch | None = None
@@ -134,6 +144,7 @@ class ReceiveStream:
         self._ack: wire.Ack | None = None
         self._frames_unacked = 0
         self._outbox = bytearray()
+        self._low_water_nbytes = 1
         self._poll = select.poll()
         self._thread = threading.Thread(
             target=self._run, name=f"tcp-receive-{hello.pair.writer:x}-{hello.stream}", daemon=True
@@ -146,18 +157,26 @@ class ReceiveStream:
         self._poll.register(self._sock, select.POLLIN)
         self._thread.start()
 
-    def allow(self, grant: GrantId, ranges: WriteRanges) -> None:
+    @contextlib.contextmanager
+    def _barrier(self) -> Iterator[None]:
+        """Hold the landing lock; a call that is under way ends after its present system call."""
+        self._interrupt.value = 1
         with self._landing:
+            self._interrupt.value = 0
+            yield
+
+    def allow(self, grant: GrantId, ranges: WriteRanges) -> None:
+        with self._barrier():
             self._allowed[grant] = ranges
 
     def forbid(self, grant: GrantId) -> None:
         """When this returns, no byte of the grant lands any more. Waits for at most one system call."""
-        with self._landing:
+        with self._barrier():
             self._allowed.pop(grant, None)
 
     def stop(self, fence_epoch: Epoch | None) -> None:
         """When this returns no byte lands any more; the thread ends soon. Idempotent. With an epoch, FENCE is sent."""
-        with self._landing:
+        with self._barrier():
             self._stopped = True
             self._fence_epoch = fence_epoch
             self._allowed.clear()
@@ -169,7 +188,7 @@ class ReceiveStream:
         """Let go of the thread, the socket and the region. After `stop` or `ended`."""
         self._thread.join()
         self._sock.close()
-        self._region = None
+        self._region_U8 = None
 
     def counts(self) -> Counter[str]:
         """Frames and bytes so far."""
@@ -232,8 +251,8 @@ class ReceiveStream:
             raise StreamEnded(text, RefusalReason.OVERSIZED)
         table = memoryview(self._table)[: frame.segments * wire.SEGMENT_BYTES]
         self._read(table)
-        pairs = np.frombuffer(table, dtype="<i8").reshape(-1, 2)
-        dst_S, nbytes_S = pairs[:, 0], pairs[:, 1]
+        table_S2 = np.frombuffer(table, dtype="<i8").reshape(-1, 2)
+        dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
         # Compared so that no sum can overflow.
         bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
         bad_S |= (dst_S < 0) | (dst_S > self._region_nbytes - nbytes_S)
@@ -245,7 +264,7 @@ class ReceiveStream:
             raise StreamEnded("a frame that reaches outside its grant's blocks", RefusalReason.OUT_OF_GRANT)
         left = frame.payload_nbytes
         if ranges is not None:
-            left = self._scatter(frame.grant, dst_S.tolist(), nbytes_S.tolist())
+            left = self._scatter(frame.grant, table_S2)
         self._drop(left)
         if left:
             self.frames_dropped += 1
@@ -254,32 +273,24 @@ class ReceiveStream:
         self.bytes_landed += frame.payload_nbytes
         return True
 
-    def _scatter(self, grant: GrantId, dst: list[int], nbytes: list[int]) -> int:
+    def _scatter(self, grant: GrantId, table_S2: np.ndarray) -> int:
         """Receive straight into the region for as long as the grant may write. Returns the bytes still to come."""
-        region = self._region
-        assert region is not None
-        views = [region[d : d + n] for d, n in zip(dst, nbytes, strict=True)]
-        left, first = sum(nbytes), 0
-        while left:
+        assert self._region_U8 is not None
+        scatter = Scatter(self._sock, self._region_U8, table_S2, self._interrupt)
+        while True:
             with self._landing:
                 if grant not in self._allowed:
-                    return left
-                try:
-                    count = self._sock.recvmsg_into(views[first:])[0]
-                except BlockingIOError:
-                    count = -1
-            if count < 0:
-                self._wait()
-                continue
-            if count == 0:
-                raise self._cut_off()
-            left -= count
-            while first < len(views) and count >= len(views[first]):
-                count -= len(views[first])
-                first += 1
-            if count:
-                views[first] = views[first][count:]
-        return 0
+                    return scatter.left_nbytes
+                received = scatter.receive()
+            match received:
+                case Received.ALL:
+                    return 0
+                case Received.NOTHING_YET:
+                    self._wait(min(scatter.left_nbytes, WAKE_BYTES_MAX))
+                case Received.EOF:
+                    raise self._cut_off()
+                case Received.INTERRUPTED:
+                    time.sleep(INTERRUPTED_PAUSE_S)
 
     def _drop(self, left: int) -> None:
         while left:
@@ -311,9 +322,12 @@ class ReceiveStream:
             return StreamEnded("closed without BYE")
         return StreamEnded("closed in the middle of a message", RefusalReason.TRUNCATED)
 
-    def _wait(self) -> None:
-        """Nothing to read: say what has landed, and wait for more, or for `stop`."""
+    def _wait(self, wanted_nbytes: int = 1) -> None:
+        """Nothing to read: say what has landed, and wait for so many bytes, or `stop`. May come back sooner."""
         self._flush()
+        if wanted_nbytes != self._low_water_nbytes:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_nbytes)
+            self._low_water_nbytes = wanted_nbytes
         if self._stopped:
             raise StreamEnded("stopped by this receiver")
         self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._outbox else 0))

@@ -1,8 +1,9 @@
 """The writing side of tcp: sends straight from the source region over one or several connections, until told to stop.
 
-A sending thread for each stream; acknowledgements are read on the control thread. The bytes of a frame go from the
-region to the kernel in one gathering system call. A batch is complete when all its frames are acknowledged, or when the
-link is over: then every socket is closed and every thread joined, so nothing reads the source any more (DESIGN I1).
+A sending thread for each stream; acknowledgements are read on the control thread. A frame goes from the region to the
+kernel by one native call, mostly of one gathering system call. A batch is complete when all its frames are
+acknowledged, or when the link is over: then every socket is closed and every thread joined, so nothing reads the source
+any more (DESIGN I1).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
 from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream
 from kvtransfer.transports.tcp_frames import Frame, SealToSend, SendQueue
+from kvtransfer.transports.tcp_payload import moved_by, send_frame
 
 _RECV_BYTES = 1 << 12
 
@@ -67,7 +69,7 @@ class TcpWriterLink:
         self._epoch = endpoint.epoch
         self._loop = loop
         self._config = config
-        self._source: memoryview | None = source_region_U8.data
+        self._source_U8: np.ndarray | None = source_region_U8
         self._queue = SendQueue(
             streams=len(socks),
             src_nbytes=len(source_region_U8),
@@ -194,6 +196,7 @@ class TcpWriterLink:
             "epoch": self._epoch,
             "state": self._ending.reason or "open",
             "streams": len(self._streams),
+            "sent_by": moved_by(),
             "writes": self._queue.writes_copied,
             "bytes": self._queue.bytes_copied,
             "batches_abandoned": self._queue.batches_abandoned,
@@ -236,18 +239,16 @@ class TcpWriterLink:
         if isinstance(item, SealToSend):
             sock.sendall(wire.encode(wire.SealFrame(sequence=sequence, seal=item.seal, streams_mask=item.streams_mask)))
             return
-        source = self._source
-        assert source is not None
+        source_U8 = self._source_U8
+        assert source_U8 is not None
         head = wire.Data(
             sequence=sequence,
             epoch=self._epoch,
             grant=item.batch.grant,
-            segments=len(item.dst),
-            payload_nbytes=sum(item.nbytes),
+            segments=len(item.src_S),
+            payload_nbytes=item.payload_nbytes,
         )
-        table = np.array([item.dst, item.nbytes], dtype="<i8").T.tobytes()
-        payload = (source[s : s + n] for s, n in zip(item.src, item.nbytes, strict=True))
-        _send_gathered(sock, [memoryview(wire.encode(head) + table), *payload])
+        send_frame(sock, wire.encode(head), item, source_U8)
 
     # Control thread.
 
@@ -356,22 +357,10 @@ class TcpWriterLink:
             if stream.thread is not None:
                 stream.thread.join()
             stream.sock.close()
-        self._source = None
+        self._source_U8 = None
         self._queue.lose_unacknowledged()
         # Behind the completions, which the queue has just handed to the loop.
         self._loop.call_soon(self._ending.finish)
-
-
-def _send_gathered(sock: socket.socket, views: list[memoryview]) -> None:
-    """All bytes of all views, in as few system calls as the kernel allows: mostly one."""
-    first = 0
-    while first < len(views):
-        sent = sock.sendmsg(views[first:])
-        while first < len(views) and sent >= len(views[first]):
-            sent -= len(views[first])
-            first += 1
-        if sent:
-            views[first] = views[first][sent:]
 
 
 def _take_leave(sock: socket.socket, epoch: Epoch) -> None:

@@ -1,0 +1,126 @@
+"""Our transports as sides of the transfer benchmark.
+
+python -m benchmarks.transfer_ours shm|tcp THREADS      (copying threads of shm, streams of tcp)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+
+from baton.ids import Epoch, GrantId, Incarnation, Pair
+from benchmarks.transfer_side import REGION_BYTES, Plan, serve
+from kvtransfer.region import Region
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterLink
+from kvtransfer.transports.shm import ShmReceiverPort, ShmWriterConfig, ShmWriterLink
+from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+
+PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
+EPOCH = Epoch(1)
+GRANT = GrantId(bytes(16))
+
+
+class Everything:
+    """A grant that may write anywhere."""
+
+    def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
+        return bool(((dst_S >= 0) & (dst_S + nbytes_S <= REGION_BYTES)).all())
+
+
+class Events:
+    """Of both sides; the sender waits for `done`."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[None] | None = None
+
+    def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
+        assert copied
+        assert self.done is not None
+        self.done.set_result(None)
+
+    def link_lost(self, pair: Pair, reason: str) -> None:
+        """The receiver is the first to be ended."""
+
+    def seal_landed(self, pair: Pair, seal: Seal) -> None:
+        raise AssertionError("no seal is sent")
+
+    def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
+        """The sender's end is the benchmark's end."""
+
+
+class OurSide:
+    def __init__(self, transport: TransportName, threads: int) -> None:
+        self._transport, self._threads = transport, threads
+        self._region = Region.create(REGION_BYTES, "benchmark")
+        self.region_U8 = self._region.array_U8
+        self._events = Events()
+        self._loop = asyncio.new_event_loop()
+        self._port: ShmReceiverPort | TcpReceiverPort | None = None
+        self._link: WriterLink | None = None
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def _call(self, what: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result()
+
+    def address(self) -> dict[str, Any]:
+        async def listen() -> DataEndpoint:
+            maker = ShmReceiverPort if self._transport is TransportName.SHM else TcpReceiverPort
+            self._port = maker(region=self._region, events=self._events, loop=self._loop, randomness=os.urandom)
+            self._port.allow(PAIR, EPOCH, GRANT, Everything())
+            return self._port.expect(PAIR, EPOCH)
+
+        endpoint: DataEndpoint = self._call(listen())
+        return {"address": endpoint.address, "secret": endpoint.secret.hex()}
+
+    def connect(self, address: dict[str, Any]) -> None:
+        endpoint = DataEndpoint(
+            transport=self._transport,
+            address=address["address"],
+            secret=bytes.fromhex(address["secret"]),
+            epoch=EPOCH,
+        )
+        common = (endpoint, PAIR, self.region_U8, self._events, self._loop)
+        if self._transport is TransportName.SHM:
+            shm = self._call(ShmWriterLink.connect(*common, ShmWriterConfig(copy_threads=self._threads)))
+            while shm.describe()["pages_ready_bytes"] < REGION_BYTES:
+                time.sleep(0.01)
+            self._link = shm
+        else:
+            self._link = self._call(TcpWriterLink.connect(*common, TcpWriterConfig(streams=self._threads)))
+
+    def prepare(self, plan: Plan) -> WriteOps:
+        return WriteOps(src=plan.src, dst=plan.dst, nbytes=np.full(len(plan.src), plan.size, np.int64))
+
+    def move(self, prepared: WriteOps) -> None:
+        self._call(self._post(prepared))
+
+    def move_each(self, prepared: list[WriteOps]) -> list[float]:
+        """Microseconds from each post to its completion, both on the loop's thread."""
+
+        async def all_of_them() -> list[float]:
+            took = []
+            for ops in prepared:
+                start = time.perf_counter()
+                await self._post(ops)
+                took.append((time.perf_counter() - start) * 1e6)
+            return took
+
+        result: list[float] = self._call(all_of_them())
+        return result
+
+    async def _post(self, ops: WriteOps) -> None:
+        assert self._link is not None
+        self._events.done = self._loop.create_future()
+        self._link.post(GRANT, ops)
+        await self._events.done
+
+
+if __name__ == "__main__":
+    serve(OurSide(TransportName(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,125 @@
+"""A frame's payload between socket and region, by native calls and by Python alike."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvtransfer.native.sockets import Received, native_sockets
+from kvtransfer.transports import tcp_payload
+from kvtransfer.transports.tcp_frames import Batch, Frame, cut_frames
+from kvtransfer.transports.tcp_payload import Scatter, moved_by, send_frame
+from tests.shm_harness import DEADLINE_S, grant_of, ops_of
+
+REGION_NBYTES = 1 << 17
+HEAD = bytes(range(64))
+
+
+@pytest.fixture(params=["native", "python"])
+def sockets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, ...]]:
+    """A connected pair, the second end not waiting."""
+    if request.param == "python":
+        monkeypatch.setattr(tcp_payload, "native_sockets", lambda: None)
+    else:
+        assert native_sockets() is not None, "the tests need a C compiler (gcc or clang)"
+    assert moved_by().lower().startswith(request.param)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def frame_of(src: list[int], dst: list[int], nbytes: list[int]) -> Frame:
+    batch = Batch(grant=grant_of(1), ops=ops_of(src, dst, nbytes), total_bytes=sum(nbytes))
+    (frame,) = cut_frames(batch, 1 << 20, 512)
+    return frame
+
+
+def take(sock: socket.socket, nbytes: int) -> bytes:
+    sock.settimeout(DEADLINE_S)
+    data = sock.recv(nbytes, socket.MSG_WAITALL)
+    sock.setblocking(False)
+    return data
+
+
+def receive_all(scatter: Scatter, sock: socket.socket) -> None:
+    sock.settimeout(DEADLINE_S)
+    while (received := scatter.receive()) is not Received.ALL:
+        assert received is Received.NOTHING_YET
+        sock.recv(1, socket.MSG_PEEK)
+        sock.setblocking(False)
+
+
+def test_payload_arrives_where_the_table_says(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """300 scattered segments of many sizes, more than the socket holds at once: head, table and payload whole, nothing
+    beside the segments changed."""
+    ours, theirs = sockets
+    rng = np.random.default_rng(1)
+    source_U8 = rng.integers(0, 256, REGION_NBYTES, dtype=np.uint8)
+    nbytes = rng.integers(1, 400, 300)
+    dst = rng.permutation(300) * 430
+    src = rng.integers(0, REGION_NBYTES - nbytes)
+    frame = frame_of(src.tolist(), dst.tolist(), nbytes.tolist())
+    sender = threading.Thread(target=send_frame, args=(ours, HEAD, frame, source_U8))
+    sender.start()
+    assert take(theirs, len(HEAD)) == HEAD
+    assert take(theirs, frame.table_S2.nbytes) == frame.table_S2.tobytes()
+    region_U8, wanted_U8 = np.zeros(REGION_NBYTES, np.uint8), np.zeros(REGION_NBYTES, np.uint8)
+    scatter = Scatter(theirs, region_U8, frame.table_S2, ctypes.c_int32(0))
+    assert scatter.left_nbytes == nbytes.sum()
+    receive_all(scatter, theirs)
+    sender.join()
+    for s, d, n in zip(src, dst, nbytes, strict=True):
+        wanted_U8[d : d + n] = source_U8[s : s + n]
+    assert np.array_equal(region_U8, wanted_U8)
+    assert scatter.left_nbytes == 0
+
+
+def test_what_has_come_so_far_is_known_and_gone_on_from(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """Five bytes of segments of three, four and two: one whole, half of the next; then the rest; then the end."""
+    ours, theirs = sockets
+    table_S2 = np.array([[10, 3], [0, 4], [20, 2]], "<i8")
+    region_U8 = np.zeros(30, np.uint8)
+    scatter = Scatter(theirs, region_U8, table_S2, ctypes.c_int32(0))
+    assert scatter.receive() is Received.NOTHING_YET
+    for part, left in ((b"\x01\x02\x03\x04\x05", 4), (b"\x06", 3)):
+        ours.sendall(part)
+        assert scatter.receive() is Received.NOTHING_YET
+        assert scatter.left_nbytes == left
+    ours.sendall(b"\x07\x08\x09")
+    assert scatter.receive() is Received.ALL
+    assert (region_U8[10:13].tolist(), region_U8[:4].tolist(), region_U8[20:22].tolist()) == (
+        [1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    )
+    assert region_U8.sum() == 45
+    ours.close()
+    again = Scatter(theirs, region_U8, table_S2, ctypes.c_int32(0))
+    assert again.receive() is Received.EOF
+
+
+def test_an_interrupted_receive_takes_nothing(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """Bytes are waiting, and somebody has interrupted: they stay with the kernel until the interrupt is taken back."""
+    ours, theirs = sockets
+    ours.sendall(b"abc")
+    region_U8, interrupt = np.zeros(3, np.uint8), ctypes.c_int32(1)
+    scatter = Scatter(theirs, region_U8, np.array([[0, 3]], "<i8"), interrupt)
+    assert scatter.receive() is Received.INTERRUPTED
+    assert not region_U8.any()
+    interrupt.value = 0
+    assert scatter.receive() is Received.ALL
+    assert region_U8.tobytes() == b"abc"
+
+
+def test_a_broken_connection_is_an_error(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """Sending to an end that is closed: an OSError, no signal."""
+    ours, theirs = sockets
+    theirs.close()
+    with pytest.raises(BrokenPipeError):
+        send_frame(ours, HEAD, frame_of([0], [0], [5]), np.zeros(9, np.uint8))

@@ -1,0 +1,235 @@
+"""More of what every transport must do: layouts and head ranges, many peers, back-pressure, restarts, late writes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import numpy as np
+import pytest
+
+from baton.ids import Epoch
+from kvtransfer.layout import Layout, kv_layout
+from kvtransfer.plan import HeadRange, head_ranges
+from kvtransfer.transport import Seal, TransportName, WriteOps
+from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of
+from tests.shm_peer import source_bytes
+from tests.transport_kits import Kit, endpoint_from_json
+from tests.transport_suite import (
+    EPOCH,
+    GRANT,
+    OTHER_GRANT,
+    OTHER_PAIR,
+    PAIR,
+    RECORD_NBYTES,
+    RECORDS,
+    Snapshots,
+    expected_region,
+    link,
+    linked,
+    receiving,
+    record_ops,
+    writing,
+)
+
+
+def records(region_U8: np.ndarray, layout: Layout, num_blocks: int) -> np.ndarray:
+    """[layer, block, K|V, head, bytes of the head]."""
+    heads = layout.components[0].num_heads
+    shape = (layout.num_layers, num_blocks, 2, heads, -1)
+    return region_U8[: layout.region_bytes(num_blocks)].reshape(shape)
+
+
+async def head_ranges_land_in_records_of_another_width(kit: Kit) -> None:
+    """Random layouts, blocks and head ranges: a writer of four or eight heads fills some heads of a receiver of two or
+    sixteen, and no byte beside them changes."""
+    rng = np.random.default_rng(11)
+    source_U8 = source_bytes(3, REGION_NBYTES)
+    async with receiving(kit) as r, linked(r, source_U8) as (it, events):
+        for done in range(1, 13):
+            sizes = {"head_dim": int(rng.choice([8, 24])), "block_size": int(rng.choice([4, 16]))}
+            src_heads, dst_heads = int(rng.choice([4, 8])), int(rng.choice([2, 16]))
+            layers = int(rng.integers(1, 4))
+            src, dst = (
+                kv_layout(num_layers=layers, num_kv_heads=heads, dtype="float16", dtype_bytes=2, **sizes)
+                for heads in (src_heads, dst_heads)
+            )
+            src_blocks, dst_blocks = 16, 12
+            count = int(rng.integers(1, 3))
+            from_heads = HeadRange(first=int(rng.integers(0, src_heads - count + 1)), count=count)
+            to_heads = HeadRange(first=int(rng.integers(0, dst_heads - count + 1)), count=count)
+            src_B, dst_B = rng.permutation(src_blocks)[:7], rng.permutation(dst_blocks)[:7]
+            before_U8 = r.region.array_U8.copy()
+            parts = [
+                head_ranges(
+                    src,
+                    dst,
+                    layer,
+                    src_B,
+                    dst_B,
+                    src_num_blocks=src_blocks,
+                    dst_num_blocks=dst_blocks,
+                    src_heads=from_heads,
+                    dst_heads=to_heads,
+                )
+                for layer in range(layers)
+            ]
+            src_W, dst_W, nbytes_W = (np.concatenate([getattr(p, n) for p in parts]) for n in ("src", "dst", "nbytes"))
+            it.post(GRANT, WriteOps(src=src_W, dst=dst_W, nbytes=nbytes_W))
+            await events.until(lambda e, done=done: len(e.completed) == done)  # type: ignore[misc]
+            wanted = records(before_U8, dst, dst_blocks)
+            taken = records(source_U8, src, src_blocks)[:, src_B][:, :, :, from_heads.first :][:, :, :, :count]
+            wanted[:, dst_B, :, to_heads.first : to_heads.first + count] = taken
+            assert np.array_equal(r.region.array_U8, before_U8), (src, dst)
+
+
+async def random_ops_of_any_length_land_as_posted(kit: Kit) -> None:
+    """Batches of scattered pieces from one byte to many pages, at any alignment, none overlapping: byte for byte."""
+    rng = np.random.default_rng(5)
+    source_U8 = source_bytes(8, REGION_NBYTES)
+    async with receiving(kit) as r, linked(r, source_U8) as (it, events):
+        wanted = np.zeros(REGION_NBYTES, np.uint8)
+        for done in range(1, 9):
+            cuts = np.sort(rng.choice(REGION_NBYTES, 200, replace=False))
+            starts, lengths = cuts[:-1], np.diff(cuts)
+            lengths = np.maximum(lengths - rng.integers(0, 40, len(lengths)), 0)
+            order = rng.permutation(len(starts))[:150]
+            src = rng.integers(0, REGION_NBYTES - lengths + 1)
+            ops = ops_of(src[order].tolist(), starts[order].tolist(), lengths[order].tolist())
+            it.post(GRANT, ops)
+            await events.until(lambda e, done=done: len(e.completed) == done)  # type: ignore[misc]
+            for s, d, n in zip(ops.src, ops.dst, ops.nbytes, strict=True):
+                wanted[d : d + n] = source_U8[s : s + n]
+            assert np.array_equal(r.region.array_U8, wanted)
+
+
+async def many_writers_at_once_each_in_its_own_blocks(kit: Kit) -> None:
+    """Twelve links write, each many batches into its own part of the region; every seal comes, after all its bytes."""
+    count, own = 12, RECORDS // 12
+    async with receiving(kit) as r:
+        links, events, wanted = [], [], np.zeros(REGION_NBYTES, np.uint8)
+        for i in range(count):
+            source_U8, recorder = source_bytes(i, REGION_NBYTES), Recorder()
+            endpoint = endpoint_from_json(r.expect(pair_of(100 + i), grant=grant_of(100 + i)))
+            links.append(await kit.link(endpoint, pair_of(100 + i), source_U8, recorder))
+            events.append(recorder)
+            part = slice(i * own * RECORD_NBYTES, (i + 1) * own * RECORD_NBYTES)
+            wanted[part] = source_U8[part]
+        for row in range(own):
+            for i, it in enumerate(links):
+                at = (i * own + row) * RECORD_NBYTES
+                it.post(grant_of(100 + i), ops_of([at], [at], [RECORD_NBYTES]))
+        for i, (it, recorder) in enumerate(zip(links, events, strict=True)):
+            await recorder.until(lambda e: len(e.completed) == own)
+            it.seal(Seal(grant=grant_of(100 + i), epoch=EPOCH, writes=own, bytes_written=own * RECORD_NBYTES))
+        await r.events.until(lambda e: len(e.seals) == count)
+        assert {pair for pair, _ in r.events.seals} == {pair_of(100 + i) for i in range(count)}
+        assert np.array_equal(r.region.array_U8, wanted)
+        for it in links:
+            await it.close()
+
+
+async def a_receiver_that_pauses_gets_everything_when_it_goes_on(kit: Kit) -> None:
+    """Far more is posted to a stopped receiver than any buffer holds: posting never waits, and once the receiver runs
+    again every batch completes, copied, and nothing is lost or repeated."""
+    source_U8, events = source_bytes(1, REGION_NBYTES), Recorder()
+    async with writing() as peer:
+        told = await peer.ask(
+            "receive",
+            kit=kit.name,
+            nbytes=REGION_NBYTES,
+            pair=[PAIR.receiver, PAIR.writer],
+            epoch=EPOCH,
+            grants=[GRANT.hex()],
+        )
+        it = await kit.link(endpoint_from_json(told), PAIR, source_U8, events)
+        peer.stop()
+        for _ in range(60):
+            it.post(GRANT, ops_of([0], [0], [REGION_NBYTES]))
+        if kit.fences_without_the_writer:
+            assert len(events.completed) < 60, "what a receiver has not taken in is not complete"
+        peer.signal(signal.SIGCONT)
+        await events.until(lambda e: len(e.completed) == 60)
+        assert {copied for *_, copied in events.completed} == {True}
+        assert events.lost == []
+        await it.close()
+
+
+async def a_restarted_writer_is_a_new_pair(kit: Kit) -> None:
+    """The writer is killed and comes back as another incarnation: it links at once under its own pair, before and after
+    the old pair's end is known, and the old endpoint stays of no use."""
+    async with receiving(kit) as r, writing() as old, writing() as new:
+        stale = r.expect()
+        await link(old, kit, stale)
+        old.signal(signal.SIGKILL)
+        assert await link(new, kit, r.expect(OTHER_PAIR, grant=OTHER_GRANT), OTHER_PAIR, seed=4) == "linked"
+        await r.events.until(lambda e: bool(e.gone))
+        assert r.events.gone_epochs == [(PAIR, EPOCH)]
+        await new.post("a", OTHER_GRANT, record_ops(2))
+        assert (await new.event("completed"))["copied"] is True
+        assert np.array_equal(r.region.array_U8, expected_region(source_bytes(4, REGION_NBYTES), record_ops(2)))
+        assert await link(new, kit, stale) == "NOT_EXPECTED"
+
+
+async def what_is_posted_after_a_fence_lands_nowhere(kit: Kit) -> None:
+    """Posting goes on while the pair is fenced and after it: once the writer's end is told no byte changes, and every
+    batch completes all the same."""
+    source_U8, events = source_bytes(6, REGION_NBYTES), Snapshots()
+    async with receiving(kit, events) as r:
+        events.region = r.region
+        async with linked(r, source_U8) as (it, recorder):
+            for posted in range(400):
+                it.post(GRANT, record_ops(posted % 7))
+                if posted == 100:
+                    r.port.fence(PAIR, EPOCH)
+                if posted % 50 == 0:
+                    await asyncio.sleep(0)
+            await events.until(lambda e: bool(e.gone))
+            for _ in range(20):
+                it.post(GRANT, ops_of([0], [0], [REGION_NBYTES]))
+            await recorder.until(lambda e: len(e.completed) == 420)
+            await recorder.until(lambda e: bool(e.lost))
+            assert {copied for *_, copied in recorder.completed[-20:]} == {False}
+            assert it.fenced is True
+        assert np.array_equal(r.region.array_U8, events.at_gone[0])
+        assert r.expect(epoch=Epoch(EPOCH + 1))["epoch"] == EPOCH + 1
+
+
+class FirstHalf:
+    """Ranges of a grant that may write the first half of the region."""
+
+    def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
+        return bool((dst_S + nbytes_S <= REGION_NBYTES // 2).all())
+
+
+async def a_write_outside_its_grant_ends_the_link_where_the_receiver_sees_it(kit: Kit) -> None:
+    """One record inside and one outside of a grant, in one batch: a transport whose receiver takes part in the writes
+    lets no byte of them land, and ends the link. Elsewhere only the writer's library bounds them: `check_granted`."""
+    if kit.transport is not TransportName.TCP:
+        return
+    source_U8, events = source_bytes(6, REGION_NBYTES), Recorder()
+    async with receiving(kit) as r:
+        endpoint = r.port.expect(PAIR, EPOCH)
+        r.port.allow(PAIR, EPOCH, GRANT, FirstHalf())
+        it = await kit.link(endpoint, PAIR, source_U8, events)
+        it.post(GRANT, ops_of([0, 0], [0, REGION_NBYTES // 2 - 1], [RECORD_NBYTES] * 2))
+        await events.until(lambda e: bool(e.lost))
+        assert events.completed == [(GRANT, 2, 2 * RECORD_NBYTES, False)]
+        assert "OUT_OF_GRANT" in events.lost[0][1]
+        assert not r.region.array_U8.any()
+        await r.events.until(lambda e: bool(e.gone))
+        async with asyncio.timeout(DEADLINE_S):
+            await it.close()
+        with pytest.raises(AssertionError):
+            it.seal(Seal(grant=GRANT, epoch=Epoch(EPOCH + 1), writes=1, bytes_written=1))
+
+
+MORE_CASES = (
+    head_ranges_land_in_records_of_another_width,
+    random_ops_of_any_length_land_as_posted,
+    many_writers_at_once_each_in_its_own_blocks,
+    a_receiver_that_pauses_gets_everything_when_it_goes_on,
+    a_restarted_writer_is_a_new_pair,
+    what_is_posted_after_a_fence_lands_nowhere,
+    a_write_outside_its_grant_ends_the_link_where_the_receiver_sees_it,
+)
