@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("kvtransfer/native/copy.c",)
+SOURCES = ("kvtransfer/native/copy.c", "kvtransfer/native/rdma_poster.c")
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]

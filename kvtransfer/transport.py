@@ -19,6 +19,7 @@ class TransportName(Enum):
     """Named best first: where both sides offer several, the first one that can work between them is used."""
 
     SHM = "shm"
+    RDMA = "rdma"
     TCP = "tcp"
 
 

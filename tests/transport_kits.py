@@ -12,10 +12,37 @@ import numpy as np
 from baton.ids import Epoch, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, ReceiverPort, TransportName, WriterEvents, WriterLink
+from kvtransfer.transports.rdma import (
+    RdmaConfig,
+    RdmaConnectError,
+    RdmaMemory,
+    RdmaReceiverConfig,
+    RdmaReceiverPort,
+    RdmaWriterConfig,
+    RdmaWriterLink,
+)
 from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
 
-ConnectErrors = (ShmConnectError, TcpConnectError)
+ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError)
+
+
+class OwningPort(RdmaReceiverPort):
+    """With a registration of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        await self._memory.close()
+
+
+class OwningLink(RdmaWriterLink):
+    """With a registration of its own."""
+
+    memory: RdmaMemory
+
+    async def close(self) -> None:
+        await super().close()
+        await self.memory.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +54,16 @@ class Kit:
     @property
     def fences_without_the_writer(self) -> bool:
         """The receiver can take the right to write back from a writer that stands still."""
-        return self.transport is TransportName.TCP
+        return self.transport is not TransportName.SHM
 
     def port(self, region: Region, events: ReceiverEvents) -> ReceiverPort:
         loop = asyncio.get_running_loop()
         if self.transport is TransportName.SHM:
             return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+        if self.transport is TransportName.RDMA:
+            config = RdmaReceiverConfig()
+            memory = RdmaMemory(region_U8=region.array_U8, config=config.rdma, loop=loop, remote_writes=True)
+            return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom, config=config)
         return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
 
     async def link(self, endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents) -> WriterLink:
@@ -41,6 +72,17 @@ class Kit:
         if self.transport is TransportName.SHM:
             shm = ShmWriterConfig(copy_chunk_ops_max=4, bye_ms_max=300)
             return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
+        if self.transport is TransportName.RDMA:
+            rdma = RdmaWriterConfig(bye_ms_max=5_000, connect_ms_max=20_000, rdma=RdmaConfig(qps=self.streams))
+            memory = RdmaMemory(region_U8=source_U8, config=rdma.rdma, loop=loop, remote_writes=False)
+            try:
+                link = await OwningLink.connect(endpoint, pair, memory, events, loop, rdma)
+            except BaseException:
+                await memory.close()
+                raise
+            assert isinstance(link, OwningLink)
+            link.memory = memory
+            return link
         tcp = TcpWriterConfig(streams=self.streams, drain_ms_max=300, bye_ms_max=300)
         return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
 
@@ -50,6 +92,11 @@ KITS = (
     Kit(name="tcp", transport=TransportName.TCP),
     Kit(name="tcp-3-streams", transport=TransportName.TCP, streams=3),
 )
+RDMA_KITS = (
+    Kit(name="rdma", transport=TransportName.RDMA),
+    Kit(name="rdma-3-queue-pairs", transport=TransportName.RDMA, streams=3),
+)
+"""Where there is a device: `make test-rdma` runs them."""
 
 
 class Everything:
