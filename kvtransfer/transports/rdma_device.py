@@ -253,7 +253,7 @@ class QueuePairs:
         qp, enums = self._verbs.qp, self._verbs.enums
         sends, receives = (wrs, 1) if self._sends else (1, wrs)
         cap = qp.QPCap(max_send_wr=sends, max_recv_wr=receives, max_send_sge=1, max_recv_sge=1)
-        init = qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap)
+        init = qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0)
         return qp.QP(self._device.domain, init)
 
     def _attributes(self, **fields: object) -> Any:
