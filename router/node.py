@@ -75,7 +75,7 @@ class RouterNode:
         self._observer = observer or RequestObserver()
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
-        self._pace = ResumptionPace(config.retries, now_s=loop.time())
+        self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks = Tasks(loop, log)

@@ -9,10 +9,11 @@ work that is over budget waits its turn instead of failing, because its client h
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.errors import BatonError, Reason, check_positive
+from baton.errors import BatonError, InvalidField, Reason, check_positive
 
 PLACE_AGAIN = frozenset(
     {
@@ -71,6 +72,9 @@ class RetryConfig:
     resumptions_burst: int = field(
         default=256, metadata={"help": "resumptions at once of the whole cluster before that pace holds"}
     )
+    resume_jitter_ms_max: int = field(
+        default=50, metadata={"help": "drawn at random up to this and added to each turn, 0 for none"}
+    )
     resumptions_waiting_max: int = field(
         default=1_024, metadata={"help": "resumptions that wait for their turn in one router; one more is refused"}
     )
@@ -97,6 +101,8 @@ class RetryConfig:
             "resolve_tries_max",
             "resolves_max",
         )
+        if self.resume_jitter_ms_max < 0:
+            raise InvalidField("resume_jitter_ms_max", f"must be 0 or more, not {self.resume_jitter_ms_max}")
 
 
 class Verdict(Enum):
@@ -137,10 +143,14 @@ class Retries:
 
 
 class ResumptionPace:
-    """A bucket of `resumptions_burst` turns that fills at `resumptions_per_s`, one router's share of both."""
+    """A bucket of `resumptions_burst` turns that fills at `resumptions_per_s`, one router's share of both.
 
-    def __init__(self, config: RetryConfig, *, now_s: float) -> None:
+    The requests of a lost node fail in one instant; what `rng` adds keeps them from reaching the others in one, too.
+    """
+
+    def __init__(self, config: RetryConfig, *, now_s: float, rng: random.Random) -> None:
         self._config = config
+        self._rng = rng
         self._turns = float(config.resumptions_burst)
         self._counted_s = now_s
         self.routers = 1
@@ -163,4 +173,4 @@ class ResumptionPace:
                 retry_after_ms=int(-self._turns / rate * 1000) + 1,
             )
         self._turns -= 1
-        return max(0.0, -self._turns / rate)
+        return max(0.0, -self._turns / rate) + self._rng.uniform(0, self._config.resume_jitter_ms_max / 1000)

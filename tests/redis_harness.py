@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Final
 import pytest
 
 from baton.directory_setting import RedisAddress
+from tests.ports import free_ports
 
 STARTS_MAX: Final = 5
 """Somebody else may take the free port between our looking and the server's."""
@@ -28,7 +28,7 @@ class RedisServer:
     """One server; `start` after `kill` begins empty, on the same port."""
 
     def __init__(self, folder: Path, options: Sequence[str], *, tls: bool) -> None:
-        self.port = _free_port()
+        self.port = free_ports(1)[0]
         self._folder = folder
         self._options = options
         self._tls = tls
@@ -96,10 +96,3 @@ def redis_server(*options: str, tls: bool = False) -> Iterator[RedisServer]:
             yield server
         finally:
             server.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

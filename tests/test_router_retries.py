@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +34,10 @@ def by_name(reasons: Iterable[Reason]) -> list[Reason]:
 
 def failed(reason: Reason) -> BatonError:
     return BatonError(reason, "It failed.")
+
+
+def pace_of(**config: Any) -> ResumptionPace:
+    return ResumptionPace(RetryConfig(resume_jitter_ms_max=0, **config), now_s=0.0, rng=random.Random(0))
 
 
 def retries(**config: Any) -> Retries:
@@ -92,25 +97,33 @@ def test_a_resumption_may_look_for_nodes_for_a_time_of_its_own() -> None:
 
 
 def test_a_burst_goes_at_once_and_the_rest_at_the_pace() -> None:
-    pace = ResumptionPace(RetryConfig(resumptions_burst=4, resumptions_per_s=10), now_s=0.0)
+    pace = pace_of(resumptions_burst=4, resumptions_per_s=10)
     assert [pace.take_turn(0.0) for _ in range(6)] == [0, 0, 0, 0, 0.1, 0.2]
     assert pace.take_turn(1.2) == 0, "a second later it has filled up"
 
 
 def test_two_routers_share_the_pace() -> None:
-    pace = ResumptionPace(RetryConfig(resumptions_burst=4, resumptions_per_s=10), now_s=0.0)
+    pace = pace_of(resumptions_burst=4, resumptions_per_s=10)
     pace.routers = 2
     assert [pace.take_turn(0.0) for _ in range(4)] == [0, 0, 0.2, 0.4]
 
 
 def test_too_many_wait_for_their_turn() -> None:
     """One more is refused, and told when to come back."""
-    pace = ResumptionPace(RetryConfig(resumptions_burst=1, resumptions_per_s=10, resumptions_waiting_max=2), now_s=0.0)
+    pace = pace_of(resumptions_burst=1, resumptions_per_s=10, resumptions_waiting_max=2)
     assert [pace.take_turn(0.0) for _ in range(3)] == [0, 0.1, 0.2]
     with pytest.raises(BatonError, match="resumptions_waiting_max") as full:
         pace.take_turn(0.0)
     assert (full.value.reason, full.value.retry_after_ms) == (Reason.ATTEMPTS_SPENT, 201)
     assert pace.take_turn(0.1) == pytest.approx(0.2), "the refused one has no turn"
+
+
+def test_the_requests_of_one_lost_node_are_spread_out() -> None:
+    """All fail in one instant, and their next attempts begin at random within the limit after their turns."""
+    pace = ResumptionPace(RetryConfig(resume_jitter_ms_max=50), now_s=0.0, rng=random.Random(1))
+    waits_s = [pace.take_turn(0.0) for _ in range(100)]
+    assert len(set(waits_s)) == 100
+    assert 0 <= min(waits_s) < 0.005 and 0.045 < max(waits_s) <= 0.05
 
 
 @given(
@@ -121,8 +134,7 @@ def test_too_many_wait_for_their_turn() -> None:
 )
 def test_the_pace_is_kept_over_any_time(gaps_s: list[float], burst: int, rate: int, routers: int) -> None:
     """Whenever they ask: from any turn on, no more turns begin within a time than the burst and the rate allow."""
-    config = RetryConfig(resumptions_burst=burst, resumptions_per_s=rate)
-    pace = ResumptionPace(config, now_s=0.0)
+    pace = pace_of(resumptions_burst=burst, resumptions_per_s=rate)
     pace.routers = routers
     now_s, begins = 0.0, []
     for gap_s in gaps_s:
@@ -138,3 +150,9 @@ def test_the_pace_is_kept_over_any_time(gaps_s: list[float], burst: int, rate: i
 def test_limits_are_positive(name: str) -> None:
     with pytest.raises(InvalidField, match=name):
         RetryConfig(**{name: 0})
+
+
+def test_the_jitter_may_be_none_but_not_negative() -> None:
+    assert RetryConfig(resume_jitter_ms_max=0).resume_jitter_ms_max == 0
+    with pytest.raises(InvalidField, match="resume_jitter_ms_max"):
+        RetryConfig(resume_jitter_ms_max=-1)

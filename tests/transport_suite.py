@@ -253,7 +253,9 @@ async def a_killed_receiver_loses_the_link_and_every_batch_completes(kit: Kit) -
         it.post(GRANT, record_ops(1, 20))
         await events.until(lambda e: len(e.completed) == 41)
         assert events.completed[40] == (GRANT, 20, 20 * RECORD_NBYTES, False)
+        it.post(GRANT, record_ops(1, 5))
         await it.close()
+        assert events.completed[41] == (GRANT, 5, 5 * RECORD_NBYTES, False)
         assert len(events.lost) == 1
         with pytest.raises(ConnectErrors):
             await kit.link(endpoint_from_json(told), PAIR, source_U8, events)

@@ -10,11 +10,16 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from baton.errors import BatonError
-from tests.faults import links, real, redis_away, signals
-from tests.faults.cluster import FaultyCluster, faulty, faulty_spec
+from cli.supervisor import ClusterSpec
+from tests.faults import doubles, links, real, redis_away, signals
+from tests.faults.cluster import FaultyCluster, faulty, faulty_spec, mixed_spec
 from tests.faults.load import MockQuestions
 from tests.faults.outcome import Outcome
 from tests.faults.signals import Questions
+
+HANDED_OVER: Final = 400
+KEPT: Final = 40
+"""Tokens of the prompt that is struck; on mixed nodes the one is handed over, the other kept."""
 
 
 class Case(Protocol):
@@ -62,15 +67,19 @@ async def played(case: Case, cluster: Any, questions: Questions) -> Outcome:
 
 
 @asynccontextmanager
-async def mock_cluster() -> AsyncIterator[tuple[FaultyCluster, Questions]]:
-    async with faulty(faulty_spec()) as cluster:
-        yield cluster, MockQuestions(seed=1)
+async def mock_cluster(
+    make_spec: Callable[..., ClusterSpec], *, marked_tokens: int = HANDED_OVER
+) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
+    async with faulty(make_spec()) as cluster:
+        yield cluster, MockQuestions(seed=1, marked_tokens=marked_tokens)
 
 
 @asynccontextmanager
-async def link_cluster(*, data: bool) -> AsyncIterator[tuple[links.LinkCluster, Questions]]:
-    async with links.linked(data=data) as linked:
-        yield linked, MockQuestions(seed=2)
+async def link_cluster(
+    make_spec: Callable[..., ClusterSpec], *, data: bool, marked_tokens: int = HANDED_OVER
+) -> AsyncIterator[tuple[links.LinkCluster, Questions]]:
+    async with links.linked(make_spec, data=data) as linked:
+        yield linked, MockQuestions(seed=2, marked_tokens=marked_tokens)
 
 
 @asynccontextmanager
@@ -80,9 +89,14 @@ async def redis_cluster() -> AsyncIterator[tuple[redis_away.RedisStage, Question
 
 
 GROUPS: Final[tuple[Group, ...]] = (
-    Group(cases=signals.CASES, opened=mock_cluster),
-    Group(cases=links.CASES, opened=partial(link_cluster, data=False)),
-    Group(cases=links.DATA_CASES, opened=partial(link_cluster, data=True)),
+    Group(cases=signals.CASES, opened=partial(mock_cluster, faulty_spec)),
+    Group(cases=doubles.CASES, opened=partial(mock_cluster, faulty_spec)),
+    Group(cases=signals.MIXED_CASES, opened=partial(mock_cluster, mixed_spec)),
+    Group(cases=signals.KEPT_CASES, opened=partial(mock_cluster, mixed_spec, marked_tokens=KEPT)),
+    Group(cases=(*links.CASES, *doubles.LINK_CASES), opened=partial(link_cluster, faulty_spec, data=False)),
+    Group(cases=links.DATA_CASES, opened=partial(link_cluster, faulty_spec, data=True)),
+    Group(cases=links.MIXED_CASES, opened=partial(link_cluster, mixed_spec, data=True)),
+    Group(cases=links.KEPT_CASES, opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT)),
     Group(cases=redis_away.CASES, opened=redis_cluster),
     Group(cases=real.CASES, opened=real.real_cluster),
 )

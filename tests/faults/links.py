@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,12 +13,13 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, ClusterSpec
-from tests.faults.cluster import FaultyCluster, faulty, faulty_spec, free_ports
+from tests.faults.cluster import FaultyCluster, faulty
 from tests.faults.load import Load
 from tests.faults.outcome import Outcome
-from tests.faults.points import Failpoint, Side, Struck
+from tests.faults.points import Failpoint, Hit, Side, Struck
 from tests.faults.proxy import Dark, Proxy, Spoil
-from tests.faults.signals import NTH, Questions, settle
+from tests.faults.signals import Questions, nothing_left, settle
+from tests.ports import free_ports
 
 PROXY_HOST: Final = "127.0.0.2"
 """Where data connections are made to; the receiver listens on the same port of 127.0.0.1."""
@@ -88,6 +90,11 @@ class Played(ABC, Generic[_S]):
     point: Failpoint
 
     @property
+    def also_killed(self) -> tuple[Side, ...]:
+        """At the same time as the test strikes."""
+        return ()
+
+    @property
     @abstractmethod
     def name(self) -> str: ...
 
@@ -103,9 +110,8 @@ class Played(ABC, Generic[_S]):
         cluster, outcome = stage.cluster, Outcome(case=self.name)
         strikes: asyncio.Queue[Struck] = asyncio.Queue()
         async with Load(cluster.client, questions) as load, struck_by_test(cluster, strikes) as port:
-            cluster.arm(
-                point=self.point, nth=NTH.get(self.point, 1), mark=questions.mark, side=Side.DECODE, ask_port=port
-            )
+            hits = (Hit(side=Side.DECODE), *(Hit(side=side, signum=signal.SIGKILL) for side in self.also_killed))
+            cluster.arm(point=self.point, mark=questions.mark, hits=hits, ask_port=port)
             hit = load.ask(questions.marked())
             await cluster.struck()
             struck = await strikes.get()
@@ -113,6 +119,8 @@ class Played(ABC, Generic[_S]):
                 self.strike(stage, struck)
             finally:
                 strikes.task_done()
+            for name in struck.targets[1:]:
+                await cluster.killed(name)
             try:
                 await hit.task
                 await load.finish()
@@ -120,7 +128,11 @@ class Played(ABC, Generic[_S]):
             finally:
                 stage.heal()
         outcome.count(load.asked, hit, struck_s=struck.at_s, router_killed=False)
-        await settle(cluster, questions, struck, outcome)
+        if self.also_killed:
+            await nothing_left(cluster, outcome)
+            for name in struck.targets[1:]:
+                await cluster.restart(name)
+        await settle(cluster, questions, struck.targets, outcome)
         return outcome
 
 
@@ -129,10 +141,12 @@ class GrpcCase(Played[LinkCluster]):
     ends: tuple[Side, Side]
     ill: Ill
     point: Failpoint
+    kind: str = ""
+    """Begins the name of a case that is not on prefill and decode nodes."""
 
     @property
     def name(self) -> str:
-        return f"{self.ill.value}-{self.ends[0].value}-{self.ends[1].value}-at-{self.point.value}"
+        return f"{self.kind}{self.ill.value}-{self.ends[0].value}-{self.ends[1].value}-at-{self.point.value}"
 
     def strike(self, stage: LinkCluster, struck: Struck) -> None:
         first, second = (_name(side, struck) for side in self.ends)
@@ -153,10 +167,11 @@ class GrpcCase(Played[LinkCluster]):
 class DataCase(Played[LinkCluster]):
     spoil: Spoil
     point: Failpoint = Failpoint.LAYER
+    kind: str = ""
 
     @property
     def name(self) -> str:
-        return f"data-{self.spoil.value}-at-{self.point.value}"
+        return f"{self.kind}data-{self.spoil.value}-at-{self.point.value}"
 
     def strike(self, stage: LinkCluster, struck: Struck) -> None:
         writer, receiver = _name(Side.PREFILL, struck), _name(Side.DECODE, struck)
@@ -168,14 +183,14 @@ class DataCase(Played[LinkCluster]):
 def _name(side: Side, struck: Struck) -> str:
     if side is Side.ROUTER:
         return ROUTER_NAME
-    return next(name for name in (struck.here, struck.peer) if name.startswith(side.value))
+    return {Side.PREFILL: struck.writer, Side.DECODE: struck.receiver}[side]
 
 
 def _with_proxies(spec: ClusterSpec, *, data: bool) -> tuple[ClusterSpec, Mapping[str, int], Mapping[str, int]]:
     """The same, reached through proxies; the ports of those for gRPC and for data, by the name behind them."""
     services = dict(spec.processes())
     nodes = [name for name, service in services.items() if service.has_engine]
-    receivers = [name for name, service in services.items() if service is Service.DECODE] if data else []
+    receivers = [name for name in nodes if services[name] is not Service.PREFILL] if data else []
     ports = free_ports(len(nodes) + len(receivers))
     grpc_ports = dict(zip(nodes, ports, strict=False))
     data_ports = dict(zip(receivers, ports[len(nodes) :], strict=True))
@@ -188,9 +203,9 @@ def _with_proxies(spec: ClusterSpec, *, data: bool) -> tuple[ClusterSpec, Mappin
 
 
 @asynccontextmanager
-async def linked(*, data: bool) -> AsyncIterator[LinkCluster]:
+async def linked(make_spec: Callable[..., ClusterSpec], *, data: bool) -> AsyncIterator[LinkCluster]:
     """A cluster behind proxies. With `data` its KV goes over tcp, through proxies too."""
-    base = faulty_spec(both={"transports": "tcp"} if data else None)
+    base = make_spec(both={"transports": "tcp"} if data else None)
     spec, grpc_ports, data_ports = _with_proxies(base, data=data)
     async with AsyncExitStack() as stack:
         books: list[LinkCluster] = []
@@ -232,4 +247,19 @@ CASES: Final = (
 DATA_CASES: Final = (
     *(DataCase(spoil=spoil) for spoil in (Spoil.CUT, Spoil.LOSE_BYTE, Spoil.NOISE)),
     *(DataCase(spoil=Spoil.CUT, point=point) for point in (Failpoint.SEALED, Failpoint.COMMIT_SENT)),
+)
+MIXED_CASES: Final = (
+    *(
+        GrpcCase(ends=ends, ill=ill, point=Failpoint.LAYER, kind="mixed-")
+        for ill in Ill
+        for ends in ((Side.ROUTER, Side.DECODE), (Side.PREFILL, Side.DECODE))
+    ),
+    GrpcCase(ends=(Side.ROUTER, Side.PREFILL), ill=Ill.DARK, point=Failpoint.LAYER, kind="mixed-"),
+    GrpcCase(ends=(Side.ROUTER, Side.DECODE), ill=Ill.CUT, point=Failpoint.DECODING, kind="mixed-"),
+    GrpcCase(ends=(Side.PREFILL, Side.DECODE), ill=Ill.CUT, point=Failpoint.COMMIT_SENT, kind="mixed-"),
+    DataCase(spoil=Spoil.CUT, kind="mixed-"),
+    DataCase(spoil=Spoil.NOISE, kind="mixed-"),
+)
+KEPT_CASES: Final = tuple(
+    GrpcCase(ends=(Side.ROUTER, Side.DECODE), ill=ill, point=Failpoint.DECODING, kind="mixed-kept-") for ill in Ill
 )

@@ -22,11 +22,11 @@ class Marks:
         self.name_of_writer: dict[int, str] = {}
 
 
-def wrap_prefill(points: Failpoints) -> None:
+def wrap_prefill(points: Failpoints, known: Marks) -> None:
     from kvtransfer.writer import WriterPeer
     from prefill_node.node import PrefillNode, StepSink
 
-    marks = Marks().of_request
+    marks = known.of_request
     real_enqueue, real_layer_done, real_seal = PrefillNode._enqueue, StepSink.layer_done, WriterPeer._seal_now
 
     def enqueue(self: PrefillNode, request: Any, *rest: Any) -> Any:
@@ -51,10 +51,15 @@ def wrap_prefill(points: Failpoints) -> None:
     _replace(WriterPeer, "_seal_now", seal_now)
 
 
-def wrap_decode(points: Failpoints) -> None:
-    marks = Marks()
+def wrap_decode(points: Failpoints, marks: Marks) -> None:
     _wrap_receiving(points, marks)
     _wrap_running(points, marks)
+
+
+def wrap_mixed(points: Failpoints, marks: Marks) -> None:
+    """Both halves. A request that is kept has no node at the other end, and is only seen to decode."""
+    wrap_prefill(points, marks)
+    wrap_decode(points, marks)
 
 
 def _wrap_receiving(points: Failpoints, marks: Marks) -> None:
@@ -102,7 +107,8 @@ def _wrap_running(points: Failpoints, marks: Marks) -> None:
     real_committed, real_step_ended = DecodeNode.committed, DecodeNode.step_ended
 
     def reach(point: Failpoint, request: str) -> None:
-        points.reach(point, mark=marks.of_request[request], request=request, peer=marks.peer_of_request[request])
+        peer = marks.peer_of_request.get(request, "")
+        points.reach(point, mark=marks.of_request[request], request=request, peer=peer)
 
     def committed(self: DecodeNode, key: Any, grant: Any) -> None:
         real_committed(self, key, grant)
@@ -123,16 +129,17 @@ def _replace(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-_WRAP: Final[dict[str, Callable[[Failpoints], None]]] = {
+_WRAP: Final[dict[str, Callable[[Failpoints, Marks], None]]] = {
     Service.PREFILL.value: wrap_prefill,
     Service.DECODE.value: wrap_decode,
+    Service.MIXED.value: wrap_mixed,
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     wrap = _WRAP.get(arguments[0])
     if wrap is not None:
-        wrap(Failpoints(Path(os.environ[ARMED_ENV]), own_name=arguments[arguments.index("--name") + 1]))
+        wrap(Failpoints(Path(os.environ[ARMED_ENV]), own_name=arguments[arguments.index("--name") + 1]), Marks())
     return cli.main.run(list(arguments))
 
 

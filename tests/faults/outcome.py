@@ -59,6 +59,7 @@ def _story(one: Asked) -> str:
     return f"{asked}: {len(got)} tokens for {len(expected)}, other ones from {at} on: {got[at : at + 5]}"
 
 
+NAME_WIDTH: Final = 52
 HEAD: Final = ("case", "requests", "lost", "wrong", "leaked", "cut", "resumed", "recover s", "case s")
 
 
@@ -70,11 +71,11 @@ def row(outcome: Outcome) -> tuple[str, ...]:
 def line(cells: Sequence[str]) -> str:
     """One line of the table; the columns are as wide as they may get."""
     name, *numbers = cells
-    return f"| {name:<36} | " + " | ".join(f"{text:>9}" for text in numbers) + " |"
+    return f"| {name:<{NAME_WIDTH}} | " + " | ".join(f"{text:>9}" for text in numbers) + " |"
 
 
 def head() -> str:
-    return f"{line(HEAD)}\n|{'-' * 38}|" + f"{'-' * 10}:|" * (len(HEAD) - 1)
+    return f"{line(HEAD)}\n|{'-' * (NAME_WIDTH + 2)}|" + f"{'-' * 10}:|" * (len(HEAD) - 1)
 
 
 def total(outcomes: Sequence[Outcome]) -> str:

@@ -14,13 +14,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 ARMED_ENV: Final = "FAULTS_ARMED_FILE"
-ASK_S_MAX: Final = 30.0
+ASK_S_MAX: Final = 120.0
 """How long a node waits for the test to strike, when the test has died."""
 
 
@@ -43,65 +43,97 @@ class Failpoint(Enum):
     """In the middle of the answer."""
 
 
+NTH: Final = {Failpoint.LAYER: 6, Failpoint.DECODING: 20}
+"""Second layer of the second chunk; twentieth token behind the first. Elsewhere the first time."""
+AT_WRITER: Final = frozenset({Failpoint.LAYER, Failpoint.SEALED})
+"""Reached in the node that reads the prompt; the others in the one that writes the answer."""
+
+
 class Side(Enum):
-    """Whom to strike, as seen from the request that is hit. The value begins the name of such a process."""
+    """Whom to strike, as seen from the request that is hit: which half of it a mixed node has is of the request."""
 
     PREFILL = "prefill"
+    """The node that reads the prompt."""
     DECODE = "decode"
+    """The node that writes the answer."""
     ROUTER = "router"
     DIRECTORY = "directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """One process, and the signal for it; 0 where only the test strikes."""
+
+    side: Side
+    signum: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """What is armed. Exactly one of `signum` and `ask_port` is not 0."""
+    """What is armed."""
 
     point: Failpoint
     nth: int
     """At the nth time that the request gets there."""
     mark: int
     """First token of the prompt of the request to hit."""
-    side: Side
+    hits: tuple[Hit, ...]
+    """All at once."""
     pids: Mapping[str, int]
     """Of all processes, by name."""
-    signum: int = 0
     ask_port: int = 0
-    """Where the test listens that does the deed."""
+    """Where the test listens that strikes first, or 0."""
+    then: Strike | None = None
+    """Armed before this one strikes. Its hits are the process in which it is reached, and ones never started again."""
+    number: int = 0
+    """How many came before this one."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=lambda value: value.value)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        hits = tuple(Hit(side=Side(hit["side"]), signum=hit["signum"]) for hit in fields["hits"])
+        then = cls.from_fields(fields["then"]) if fields["then"] else None
+        return cls(**{**fields, "point": Failpoint(fields["point"]), "hits": hits, "then": then})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
     """What became of it."""
 
-    target: str
+    targets: list[str]
+    """In the order of the hits."""
     at_s: float
     """On the machine's monotonic clock, just before the blow."""
-    here: str
-    """The process in which the request was."""
-    peer: str
-    """The one at the other end of its handoff."""
+    writer: str
+    """The node that read the request's prompt."""
+    receiver: str
+    """The one that writes its answer: the same where it is kept."""
+
+    @property
+    def target(self) -> str:
+        return self.targets[0]
 
 
 class Trigger:
-    """The test's end: one file in `folder`."""
+    """The test's end: files in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.armed = folder / "armed.json"
-        self._struck = folder / "struck.json"
 
     def arm(self, strike: Strike) -> None:
         self.disarm()
-        fields = asdict(strike) | {"point": strike.point.value, "side": strike.side.value, "pids": dict(strike.pids)}
-        _write(self.armed, json.dumps(fields))
+        _write(self.armed, strike.to_json())
 
     def disarm(self) -> None:
-        for path in (self.armed, self._struck):
+        for path in (self.armed, *self.armed.parent.glob("struck-*.json")):
             path.unlink(missing_ok=True)
 
-    def struck(self) -> Struck | None:
-        """None while nobody has got there."""
+    def struck(self, number: int = 0) -> Struck | None:
+        """By the first strike, or the one after so many. None while nobody has got there."""
         try:
-            return Struck(**json.loads(self._struck.read_text()))
+            return Struck(**json.loads(_struck_file(self.armed, number).read_text()))
         except FileNotFoundError:
             return None
 
@@ -120,7 +152,7 @@ class Failpoints:
             fields = json.loads(self._armed.read_text())
         except FileNotFoundError:
             return
-        strike = Strike(**{**fields, "point": Failpoint(fields["point"]), "side": Side(fields["side"])})
+        strike = Strike.from_fields(fields)
         if (point, mark) != (strike.point, strike.mark):
             return
         self._counts[point, request] += 1
@@ -133,17 +165,33 @@ class Failpoints:
             os.rename(self._armed, claimed)
         except FileNotFoundError:
             return  # another process was first
-        names = [name for name in strike.pids if name.startswith(strike.side.value)]
-        both = (self._own_name, peer)
-        target = next((name for name in names if len(names) == 1 or name in both), None)
-        assert target is not None, (strike, both)
-        struck = Struck(target=target, at_s=time.monotonic(), here=self._own_name, peer=peer)
-        _write(claimed.with_name("struck.json"), json.dumps(asdict(struck)))
+        own = self._own_name
+        writer, receiver = (own, peer) if strike.point in AT_WRITER else (peer or own, own)
+        nodes = {Side.PREFILL: writer, Side.DECODE: receiver}
+        targets = [nodes.get(hit.side) or _only(hit.side, strike.pids) for hit in strike.hits]
+        struck = Struck(targets=targets, at_s=time.monotonic(), writer=writer, receiver=receiver)
+        _write(_struck_file(self._armed, strike.number), json.dumps(asdict(struck)))
         claimed.unlink()
+        if strike.then is not None:
+            _write(self._armed, replace(strike.then, number=strike.number + 1).to_json())
         if strike.ask_port:
             _ask(strike.ask_port)
-        else:
-            os.kill(strike.pids[target], signal.Signals(strike.signum))
+        blows = [
+            (os.getpid() if target == own else strike.pids[target], hit.signum)
+            for hit, target in zip(strike.hits, targets, strict=True)
+            if hit.signum
+        ]
+        for pid, signum in sorted(blows, key=lambda blow: blow[0] == os.getpid()):  # itself last
+            os.kill(pid, signal.Signals(signum))
+
+
+def _only(side: Side, pids: Mapping[str, int]) -> str:
+    (name,) = [name for name in pids if name.startswith(side.value)]
+    return name
+
+
+def _struck_file(armed: Path, number: int) -> Path:
+    return armed.with_name(f"struck-{number}.json")
 
 
 def _ask(port: int) -> None:

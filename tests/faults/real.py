@@ -18,7 +18,15 @@ from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ModelFamily
 from tests.cluster_harness import Client, assert_conserved
-from tests.faults.cluster import CHUNK_TOKENS, MEMBERSHIP, FaultyCluster, faulty, router_flags, with_ports
+from tests.faults.cluster import (
+    CHUNK_TOKENS,
+    MEMBERSHIP,
+    RECEIVER_FLAGS,
+    ROUTER_FLAGS,
+    FaultyCluster,
+    faulty,
+    with_ports,
+)
 from tests.faults.load import Asked, Question
 from tests.faults.points import Failpoint, Side
 from tests.faults.signals import Blow, SignalCase
@@ -54,13 +62,8 @@ def real_spec(folder: Path) -> ClusterSpec:
             blocks=400,
             flags={
                 Service.PREFILL: engine,
-                Service.DECODE: {
-                    **engine,
-                    "orphan_ms": 600,
-                    "receiver.lease_ms": 2_000,
-                    "receiver.revoke_ms": 300,
-                },
-                Service.ROUTER: router_flags(),
+                Service.DECODE: {**engine, **RECEIVER_FLAGS},
+                Service.ROUTER: ROUTER_FLAGS,
             },
         )
     )
@@ -128,7 +131,7 @@ async def real_cluster() -> AsyncIterator[tuple[FaultyCluster, RealQuestions]]:
 
 CASES: Final = (
     *(
-        SignalCase(side=side, point=point, blow=Blow.KILL, engine="real-")
+        SignalCase(side=side, point=point, blow=Blow.KILL, kind="real-")
         for side, point in (
             (Side.DECODE, Failpoint.LAYER),
             (Side.DECODE, Failpoint.COMMIT_SENT),
@@ -137,6 +140,6 @@ CASES: Final = (
             (Side.PREFILL, Failpoint.SEALED),
         )
     ),
-    SignalCase(side=Side.DECODE, point=Failpoint.DECODING, blow=Blow.STOP, engine="real-"),
-    SignalCase(side=Side.PREFILL, point=Failpoint.LAYER, blow=Blow.STOP, engine="real-"),
+    SignalCase(side=Side.DECODE, point=Failpoint.DECODING, blow=Blow.STOP, kind="real-"),
+    SignalCase(side=Side.PREFILL, point=Failpoint.LAYER, blow=Blow.STOP, kind="real-"),
 )

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol
 
 from cli.supervisor import DIRECTORY_NAME
 from tests.cluster_harness import assert_conserved, leftovers, wait_for
-from tests.faults.cluster import TTL_MS, FaultyCluster
+from tests.faults.cluster import TTL_MS, WAIT_S_MAX, FaultyCluster
 from tests.faults.load import Asked, Load, Question
 from tests.faults.outcome import Outcome
-from tests.faults.points import Failpoint, Side, Struck
-
-NTH: Final = {Failpoint.LAYER: 6, Failpoint.DECODING: 20}
-"""Second layer of the second chunk; twentieth token behind the first. Elsewhere the first time."""
+from tests.faults.points import Failpoint, Hit, Side
 
 
 class Questions(Protocol):
@@ -55,24 +53,19 @@ class SignalCase:
     blow: Blow
     side: Side
     point: Failpoint
-    engine: str = ""
-    """Begins the name of a case that is not on the mock engine."""
+    kind: str = ""
+    """Begins the name of a case that is not on prefill and decode nodes of the mock engine."""
 
     @property
     def name(self) -> str:
-        return f"{self.engine}{self.blow.value}-{self.side.value}-at-{self.point.value}"
+        return f"{self.kind}{self.blow.value}-{self.side.value}-at-{self.point.value}"
 
     async def run(self, cluster: FaultyCluster, questions: Questions) -> Outcome:
         """Raises AssertionError where the case itself could not be played."""
         outcome = Outcome(case=self.name)
         async with Load(cluster.client, questions) as load:
-            cluster.arm(
-                point=self.point,
-                nth=NTH.get(self.point, 1),
-                mark=questions.mark,
-                side=self.side,
-                signum=signal.SIGSTOP if self.blow.stops else signal.SIGKILL,
-            )
+            blow = Hit(side=self.side, signum=signal.SIGSTOP if self.blow.stops else signal.SIGKILL)
+            cluster.arm(point=self.point, mark=questions.mark, hits=(blow,))
             hit = load.ask(questions.marked())
             struck = await cluster.struck()
             if self.blow.stops:
@@ -88,7 +81,7 @@ class SignalCase:
         if self.blow in (Blow.KILL, Blow.STOP_KILL):
             await nothing_left(cluster, outcome)  # now: a new process of that name is news that may free something
             await cluster.restart(struck.target)
-        await settle(cluster, questions, struck, outcome)
+        await settle(cluster, questions, struck.targets, outcome)
         return outcome
 
     async def _stopped(self, cluster: FaultyCluster, target: str, load: Load, hit: Asked) -> None:
@@ -113,19 +106,20 @@ class SignalCase:
 async def nothing_left(cluster: FaultyCluster, outcome: Outcome) -> None:
     """Count what those that live still have of any request, after they have had time to let go."""
     try:
-        await assert_conserved(cluster)
+        await assert_conserved(cluster, timeout_s=WAIT_S_MAX / 2)
     except AssertionError as error:
         left = leftovers(await cluster.statuses())
         outcome.leaked += sum(count for found in left.values() for count in found.values()) or 1
         outcome.problems.append(str(error))
 
 
-async def settle(cluster: FaultyCluster, questions: Questions, struck: Struck, outcome: Outcome) -> None:
-    """All is whole again: everybody is listed, the node that was struck serves, and nothing is left of any request."""
+async def settle(cluster: FaultyCluster, questions: Questions, struck: Sequence[str], outcome: Outcome) -> None:
+    """All is whole again: everybody is listed, those that were struck serve, and nothing is left of any request."""
     for name in cluster.cluster.names:
         if name != DIRECTORY_NAME:
             await cluster.wait_listed(name, True)
-    await served_by(cluster, questions, struck.target, outcome)
+    for name in struck:
+        await served_by(cluster, questions, name, outcome)
     await nothing_left(cluster, outcome)
 
 
@@ -139,9 +133,10 @@ async def served_by(cluster: FaultyCluster, questions: Questions, name: str, out
         outcome.count(asked, asked[0], struck_s=now_s, router_killed=False)
         answers = [one.answer for one in asked if one.answer is not None]
         used = {node for answer in answers for node in (answer.stats.prefill_node, answer.stats.decode_node)}
-        return name in used or not name.startswith((Side.PREFILL.value, Side.DECODE.value))
+        return name in used or not services[name].has_engine
 
-    await wait_for(holds, f"{name} to serve again", story=cluster.story)
+    services = dict(cluster.cluster.spec.processes())
+    await wait_for(holds, f"{name} to serve again", story=cluster.story, timeout_s=WAIT_S_MAX)
 
 
 CASES: Final = (
@@ -159,3 +154,20 @@ CASES: Final = (
     SignalCase(blow=Blow.STOP_KILL, side=Side.PREFILL, point=Failpoint.LAYER),
     SignalCase(blow=Blow.STOP_KILL, side=Side.DECODE, point=Failpoint.DECODING),
 )
+MIXED_CASES: Final = (
+    *(
+        SignalCase(blow=Blow.KILL, side=side, point=point, kind="mixed-")
+        for side in (Side.PREFILL, Side.DECODE)
+        for point in (Failpoint.RESERVED, Failpoint.LAYER, Failpoint.COMMIT_SENT, Failpoint.DECODING)
+    ),
+    SignalCase(blow=Blow.STOP, side=Side.PREFILL, point=Failpoint.LAYER, kind="mixed-"),
+    SignalCase(blow=Blow.STOP, side=Side.DECODE, point=Failpoint.LAYER, kind="mixed-"),
+    SignalCase(blow=Blow.STOP, side=Side.DECODE, point=Failpoint.DECODING, kind="mixed-"),
+    SignalCase(blow=Blow.RESTART, side=Side.DECODE, point=Failpoint.LAYER, kind="mixed-"),
+    SignalCase(blow=Blow.KILL, side=Side.ROUTER, point=Failpoint.LAYER, kind="mixed-"),
+)
+KEPT_CASES: Final = tuple(
+    SignalCase(blow=blow, side=side, point=Failpoint.DECODING, kind="mixed-kept-")
+    for side, blow in ((Side.DECODE, Blow.KILL), (Side.DECODE, Blow.STOP), (Side.ROUTER, Blow.KILL))
+)
+"""Of a request that runs on the node that read its prompt."""

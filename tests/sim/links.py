@@ -135,7 +135,14 @@ class SimShmLink(SimLink):
 
     @classmethod
     async def connect(
-        cls, endpoint: DataEndpoint, pair: Pair, source: Any, events: WriterEvents, loop: Any, config: Any = None
+        cls,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        source: Any,
+        events: WriterEvents,
+        loop: Any,
+        config: Any = None,
+        turns: Any = None,
     ) -> SimShmLink:
         link = await _connect(cls, endpoint, pair, events, loop, ShmConnectError)
         assert isinstance(link, SimShmLink)

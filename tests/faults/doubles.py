@@ -1,0 +1,114 @@
+"""Two faults: at the same moment, or the second in the attempt that the first one made necessary."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Final
+
+from tests.faults.cluster import FaultyCluster
+from tests.faults.links import GrpcCase, Ill
+from tests.faults.load import Load
+from tests.faults.outcome import Outcome
+from tests.faults.points import Failpoint, Hit, Side
+from tests.faults.signals import Questions, nothing_left, settle
+
+PREFILL: Final = Hit(side=Side.PREFILL, signum=signal.SIGKILL)
+DECODE: Final = Hit(side=Side.DECODE, signum=signal.SIGKILL)
+ROUTER: Final = Hit(side=Side.ROUTER, signum=signal.SIGKILL)
+DIRECTORY: Final = Hit(side=Side.DIRECTORY, signum=signal.SIGKILL)
+PREFILL_STOPPED: Final = Hit(side=Side.PREFILL, signum=signal.SIGSTOP)
+DECODE_STOPPED: Final = Hit(side=Side.DECODE, signum=signal.SIGSTOP)
+
+
+def _words(hits: tuple[Hit, ...]) -> str:
+    return "-and-".join(f"{'stop' if hit.signum == signal.SIGSTOP else 'kill'}-{hit.side.value}" for hit in hits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubleCase:
+    """One or two blows, the second of them in a later attempt at the same request."""
+
+    point: Failpoint
+    hits: tuple[Hit, ...]
+    then: tuple[Failpoint, Hit] | None = None
+    at_once: bool = False
+    """Killed processes are started again at once; otherwise when the others have done without them."""
+
+    @property
+    def name(self) -> str:
+        first = f"{_words(self.hits)}-at-{self.point.value}"
+        if self.then is None:
+            return first
+        point, hit = self.then
+        return f"{first}-then-{_words((hit,))}-at-{point.value}"
+
+    async def run(self, cluster: FaultyCluster, questions: Questions) -> Outcome:
+        """Raises AssertionError where the case itself could not be played."""
+        outcome = Outcome(case=self.name)
+        blows, then = [self.hits], None
+        if self.then is not None:
+            point, second = self.then
+            blows.append((second,))
+            nth = 1 if point is Failpoint.LAYER else 0  # its prompt is cached by now: there may be only one chunk
+            then = cluster.strike(point=point, nth=nth, mark=questions.mark, hits=(second,))
+        killed, stopped, began_s = set[str](), set[str](), 0.0
+        async with Load(cluster.client, questions) as load:
+            cluster.arm(point=self.point, mark=questions.mark, hits=self.hits, then=then)
+            hit = load.ask(questions.marked())
+            for number, hits in enumerate(blows):
+                struck = await cluster.struck(number)
+                began_s = began_s or struck.at_s
+                for blow, name in zip(hits, struck.targets, strict=True):
+                    if blow.signum == signal.SIGSTOP:
+                        cluster.set_down(name)
+                        stopped.add(name)
+                        continue
+                    await cluster.killed(name)
+                    killed.add(name)
+                    if self.at_once:
+                        await cluster.restart(name)
+            await hit.task
+            await load.finish()
+        outcome.count(load.asked, hit, struck_s=began_s, router_killed=ROUTER in self.hits)
+        for name in stopped:
+            await cluster.wait_listed(name, False)
+            cluster.go_on(name)
+        if not self.at_once:
+            await nothing_left(cluster, outcome)
+            for name in sorted(killed, key=cluster.cluster.names.index):  # the directory first: others look for it
+                await cluster.restart(name)
+        await settle(cluster, questions, sorted(killed | stopped), outcome)
+        return outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkAndKillCase(GrpcCase):
+    """A gRPC link, and a process that is killed at the same moment."""
+
+    killed: Side
+
+    @property
+    def also_killed(self) -> tuple[Side, ...]:
+        return (self.killed,)
+
+    @property
+    def name(self) -> str:
+        ends = "-".join(side.value for side in self.ends)
+        return f"{self.ill.value}-{ends}-and-kill-{self.killed.value}-at-{self.point.value}"
+
+
+CASES: Final = (
+    DoubleCase(point=Failpoint.LAYER, hits=(PREFILL, DECODE)),
+    DoubleCase(point=Failpoint.COMMIT_SENT, hits=(PREFILL, DECODE)),
+    DoubleCase(point=Failpoint.DECODING, hits=(DECODE, DIRECTORY)),
+    DoubleCase(point=Failpoint.LAYER, hits=(ROUTER, DECODE)),
+    DoubleCase(point=Failpoint.LAYER, hits=(PREFILL_STOPPED, DECODE)),
+    DoubleCase(point=Failpoint.DECODING, hits=(DECODE,), then=(Failpoint.LAYER, PREFILL)),
+    DoubleCase(point=Failpoint.DECODING, hits=(DECODE,), then=(Failpoint.DECODING, DECODE), at_once=True),
+    DoubleCase(point=Failpoint.DECODING, hits=(DECODE_STOPPED,), then=(Failpoint.SEALED, PREFILL)),
+)
+LINK_CASES: Final = (
+    LinkAndKillCase(ends=(Side.ROUTER, Side.DECODE), ill=Ill.DARK, point=Failpoint.LAYER, killed=Side.PREFILL),
+    LinkAndKillCase(ends=(Side.PREFILL, Side.DECODE), ill=Ill.CUT, point=Failpoint.COMMIT_SENT, killed=Side.DIRECTORY),
+)
