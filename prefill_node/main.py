@@ -96,7 +96,7 @@ async def _run(
         return dataclasses.replace(peers.holds(), requests=node.requests)
 
     runtime.model, runtime.load = pool.model, lambda: peers.add_load(node.load())
-    runtime.transports = tuple(t.value for t in config.transports)
+    runtime.transports = tuple(t.value for t in peers.transports)
     runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
     serve_prefixes(runtime, pool)
     service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)

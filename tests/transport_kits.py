@@ -62,7 +62,7 @@ class Kit:
             return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
         if self.transport is TransportName.RDMA:
             config = RdmaReceiverConfig()
-            memory = RdmaMemory(region_U8=region.array_U8, config=config.rdma, loop=loop, remote_writes=True)
+            memory = RdmaMemory(region=lambda: region.array_U8, config=config.rdma, loop=loop, remote_writes=True)
             return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom, config=config)
         return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
 
@@ -74,7 +74,7 @@ class Kit:
             return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
         if self.transport is TransportName.RDMA:
             rdma = RdmaWriterConfig(bye_ms_max=5_000, connect_ms_max=20_000, rdma=RdmaConfig(qps=self.streams))
-            memory = RdmaMemory(region_U8=source_U8, config=rdma.rdma, loop=loop, remote_writes=False)
+            memory = RdmaMemory(region=lambda: source_U8, config=rdma.rdma, loop=loop, remote_writes=False)
             try:
                 link = await OwningLink.connect(endpoint, pair, memory, events, loop, rdma)
             except BaseException:

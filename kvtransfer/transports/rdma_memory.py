@@ -51,14 +51,20 @@ class RdmaMemory:
     """
 
     def __init__(
-        self, *, region_U8: np.ndarray, config: RdmaConfig, loop: asyncio.AbstractEventLoop, remote_writes: bool
+        self,
+        *,
+        region: Callable[[], np.ndarray],
+        config: RdmaConfig,
+        loop: asyncio.AbstractEventLoop,
+        remote_writes: bool,
     ) -> None:
-        """Opens a device at once; `region_U8` is the caller's and outlives this. Raises RdmaUnavailable."""
-        self._region_U8: np.ndarray | None = region_U8
+        """Opens a device at once. `region` gives all bytes of the region, which is the caller's and outlives this; no
+        view of it is kept. Raises RdmaUnavailable."""
+        self._region = region
         self._config = config
         self._loop = loop
         self._remote_writes = remote_writes
-        self._held: RdmaDevice | None = open_device(region_U8, config, remote_writes=remote_writes)
+        self._held: RdmaDevice | None = open_device(region(), config, remote_writes=remote_writes)
         self._lost = False
         self._holds: list[Hold] = []
         self._returned: list[Callable[[], None]] = []
@@ -106,7 +112,6 @@ class RdmaMemory:
         if self._held is not None:
             self._held.close()
             self._held = None
-        self._region_U8 = None
 
     def _release(self, hold: Hold) -> None:
         self._holds.remove(hold)
@@ -129,10 +134,9 @@ class RdmaMemory:
         self._timer = self._loop.call_later(self._config.device_check_ms / 1000, self._look)
 
     async def _open_again(self) -> None:
-        assert self._region_U8 is not None
         try:
             opened = await asyncio.to_thread(
-                open_device, self._region_U8, self._config, remote_writes=self._remote_writes
+                open_device, self._region(), self._config, remote_writes=self._remote_writes
             )
         except RdmaUnavailable as error:
             log.warning("RDMA device cannot be used", reason=str(error))
