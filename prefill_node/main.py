@@ -65,7 +65,7 @@ async def serve(
             loop=asyncio.get_running_loop(),
         )
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
-        await _run(runtime, node, peers, pool, stop, drain, on_ready, config=config)
+        await _run(runtime, node, peers, pool, stop, drain, on_ready)
     finally:
         pool.close()
 
@@ -78,8 +78,6 @@ async def _run(
     stop: asyncio.Event,
     drain: asyncio.Event | None,
     on_ready: Callable[[str], None],
-    *,
-    config: PrefillConfig,
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
 

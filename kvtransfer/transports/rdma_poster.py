@@ -200,11 +200,13 @@ class PlainPoster:
         request = self._verbs.wr.SendWR(
             wr_id=wr_id,
             opcode=enums.IBV_WR_RDMA_WRITE_WITH_IMM,
-            num_sge=0,
+            num_sge=1,
             imm_data=socket.htonl(number & IMMEDIATE_MASK),
-            sg=None,
+            sg=[self._verbs.wr.SGE(self._at.src_base, 0, self._at.lkey)],
             send_flags=enums.IBV_SEND_SIGNALED,
         )
+        # An immediate takes no bytes with it; pyverbs insists on some.
+        request.num_sge = 0
         request.set_wr_rdma(self._at.rkey, self._at.dst_base)
         self._post(qp, request)
 
