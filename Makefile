@@ -31,6 +31,10 @@ check: $(READY)  ## lint, format, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: test-rdma
+test-rdma: $(READY)  ## RDMA for real: Soft-RoCE in an emulated virtual machine (root, Debian; minutes)
+	@PYTHON=$(BIN)/python tests/rdma/run.sh
+
 .PHONY: explore
 explore: $(READY)  ## walk the ownership protocol's states with larger bounds than the tests do (minutes)
 	@$(BIN)/python -m tests.explorer --large

@@ -13,7 +13,12 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = ("kvtransfer/native/copy.c", "kvtransfer/native/sockets.c", "engine/native/kernels.c")
+SOURCES = (
+    "kvtransfer/native/copy.c",
+    "kvtransfer/native/sockets.c",
+    "kvtransfer/native/rdma_poster.c",
+    "engine/native/kernels.c",
+)
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]

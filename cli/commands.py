@@ -44,6 +44,7 @@ _COMMANDS: Final[Mapping[str, _Entry]] = {
     "uncordon": _Entry(module="cli.drain", attribute="uncordon", summary="Let a cordoned node take requests again."),
     "drain": _Entry(module="cli.drain", attribute="drain", summary="Empty a node until it is safe to delete."),
     "undrain": _Entry(module="cli.drain", attribute="undrain", summary="Let a drained node take requests again."),
+    "doctor": _Entry(module="cli.doctor", attribute="doctor", summary="Tell whether RDMA works on this machine."),
     "directory": _Entry(module="cli.service", attribute="directory", summary="Run the embedded directory."),
     "router": _Entry(module="cli.service", attribute="router", summary="Run a router."),
     "prefill": _Entry(module="cli.service", attribute="prefill", summary="Run a prefill node."),

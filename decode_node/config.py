@@ -15,6 +15,7 @@ from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
+from kvtransfer.transports.rdma import RdmaReceiverConfig
 from kvtransfer.transports.shm import ShmReceiverConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig
 
@@ -32,12 +33,14 @@ class DecodeConfig:
         default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to prefill nodes"}
     )
     data_listen: str | None = field(
-        default=None, metadata={"help": "host:port of tcp data connections; default: any port of the host in listen"}
+        default=None,
+        metadata={"help": "host:port of tcp data connections; default: any port of the host in listen, as for rdma"},
     )
     data_advertise_host: str | None = field(
         default=None, metadata={"help": "host that prefill nodes reach for data; default: the one in advertise"}
     )
     shm: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
+    rdma: RdmaReceiverConfig = field(default_factory=RdmaReceiverConfig)
     tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

@@ -19,6 +19,8 @@ from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
+from kvtransfer.transports.rdma import RdmaMemory, RdmaReceiverPort
+from kvtransfer.transports.rdma_offer import register_if_usable
 from kvtransfer.transports.shm import ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
 
@@ -49,10 +51,19 @@ def make_receiver(
 def open_ports(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> None:
     """Listen for data connections on each transport; `ports.close` ends it, after a failure too.
 
-    Raises BatonError PORT_IN_USE or BAD_ENDPOINT.
+    Raises BatonError PORT_IN_USE or BAD_ENDPOINT, InvalidField.
     """
     for transport in config.transports:
-        ports.add(_open_port(transport, config, pool, ports))
+        if transport is not TransportName.RDMA:
+            ports.add(_open_port(transport, config, pool, ports, None))
+            continue
+        loop = asyncio.get_running_loop()
+        memory = register_if_usable(
+            config.transports, lambda: pool.region.array_U8, config.rdma.rdma, loop, remote_writes=True
+        )
+        if memory is not None:
+            ports.close_last(memory.close)
+            ports.add(_open_port(transport, config, pool, ports, memory))
 
 
 def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
@@ -71,19 +82,35 @@ def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
                     message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
 
 
-def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:
+def _open_port(
+    transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts, memory: RdmaMemory | None
+) -> ReceiverPort:
     loop, events = asyncio.get_running_loop(), ports.port_events(transport)
     if transport is TransportName.SHM:
         return ShmReceiverPort(
             region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
         )
-    assert transport is TransportName.TCP, transport
     host, _ = split_endpoint(config.listen)
-    listen = config.data_listen or join_endpoint(host, 0)
+    # Words of rdma links go to a port of their own, on the same host.
+    listen = join_endpoint(host, 0)
+    if config.data_listen is not None:
+        data_host, _ = split_endpoint(config.data_listen)
+        listen = config.data_listen if memory is None else join_endpoint(data_host, 0)
     advertise_host = config.data_advertise_host
     if advertise_host is None and config.advertise is not None:
         advertise_host, _ = split_endpoint(config.advertise)
     try:
+        if memory is not None:
+            return RdmaReceiverPort(
+                memory=memory,
+                events=events,
+                loop=loop,
+                randomness=secrets.token_bytes,
+                listen=listen,
+                advertise_host=advertise_host,
+                offered=lambda works: ports.offer(TransportName.RDMA, works),
+                config=config.rdma,
+            )
         return TcpReceiverPort(
             region=pool.region,
             events=events,

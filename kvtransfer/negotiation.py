@@ -14,7 +14,8 @@ from kvtransfer.transport import TransportName
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
-DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.TCP)
+DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.RDMA, TransportName.TCP)
+"""Those that work: rdma is left out where there is no device for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ A pair's epoch is one over all transports, so evidence about the pair is evidenc
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import (
     DataEndpoint,
@@ -26,6 +28,8 @@ class ReceiverPorts:
     def __init__(self, events: ReceiverEvents) -> None:
         self._events = events
         self._ports: dict[TransportName, ReceiverPort] = {}
+        self._closed_last: list[Callable[[], Awaitable[None]]] = []
+        self._withdrawn: set[TransportName] = set()
         self._used: dict[Pair, set[TransportName]] = {}
         self._fences: dict[tuple[Pair, Epoch], dict[TransportName, str | None]] = {}
 
@@ -34,9 +38,18 @@ class ReceiverPorts:
         assert port.transport not in self._ports, port.transport
         self._ports[port.transport] = port
 
+    def close_last(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Have this called by `close`, after the ports: it may be called twice."""
+        self._closed_last.append(close)
+
+    def offer(self, transport: TransportName, works: bool) -> None:
+        """Whether new links may use this transport; one whose device is lost is withdrawn until it is back."""
+        (self._withdrawn.discard if works else self._withdrawn.add)(transport)
+
     @property
     def transports(self) -> tuple[TransportName, ...]:
-        return tuple(self._ports)
+        """Those that work at the moment."""
+        return tuple(name for name in self._ports if name not in self._withdrawn)
 
     def describe(self) -> dict[TransportName, dict[str, object]]:
         """Counters and gauges of each port."""
@@ -100,6 +113,8 @@ class ReceiverPorts:
         """Close every port. No event is delivered any more."""
         for port in self._ports.values():
             await port.close()
+        for close in self._closed_last:
+            await close()
 
 
 class _PortEvents:

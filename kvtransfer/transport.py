@@ -20,6 +20,7 @@ class TransportName(Enum):
 
     CUDA_IPC = "cuda_ipc"  # regions on GPUs of one machine
     SHM = "shm"
+    RDMA = "rdma"
     TCP = "tcp"
 
 

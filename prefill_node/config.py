@@ -13,6 +13,7 @@ from baton.rpc import RpcLimits
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
 from kvtransfer.transport import TransportName
+from kvtransfer.transports.rdma import RdmaWriterConfig
 from kvtransfer.transports.shm import ShmWriterConfig
 from kvtransfer.transports.tcp import TcpWriterConfig
 from kvtransfer.writer import WriterConfig
@@ -31,6 +32,7 @@ class PrefillConfig:
     )
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
     shm: ShmWriterConfig = field(default_factory=ShmWriterConfig)
+    rdma: RdmaWriterConfig = field(default_factory=RdmaWriterConfig)
     tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

@@ -70,7 +70,7 @@ async def serve(
             loop=asyncio.get_running_loop(),
         )
         node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
-        await _run(runtime, node, peers, pool, stop, drain, on_ready, config=config)
+        await _run(runtime, node, peers, pool, stop, drain, on_ready)
     finally:
         pool.close()
 
@@ -83,8 +83,6 @@ async def _run(
     stop: asyncio.Event,
     drain: asyncio.Event | None,
     on_ready: Callable[[str], None],
-    *,
-    config: PrefillConfig,
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
 
@@ -101,7 +99,7 @@ async def _run(
         return dataclasses.replace(peers.holds(), requests=node.requests)
 
     runtime.model, runtime.load = pool.model, lambda: peers.add_load(node.load())
-    runtime.transports = tuple(t.value for t in config.transports)
+    runtime.transports = tuple(t.value for t in peers.transports)
     runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
     serve_prefixes(runtime, pool)
     service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)

@@ -20,6 +20,8 @@ from kvtransfer.checksum_thread import ChecksumThread
 from kvtransfer.negotiation import Offers, host_identity
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
+from kvtransfer.transports.rdma import RdmaConnectError, RdmaWriterLink
+from kvtransfer.transports.rdma_offer import register_if_usable
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpWriterLink
 from kvtransfer.writer import PeerAddress, WriterPeer
@@ -48,6 +50,11 @@ class Peers:
         self._pool = pool
         self._host = host_identity()
         self._loop = asyncio.get_running_loop()
+        self._rdma = register_if_usable(
+            config.transports, lambda: pool.region.array_U8, config.rdma.rdma, self._loop, remote_writes=False
+        )
+        self.transports = tuple(t for t in config.transports if t is not TransportName.RDMA or self._rdma is not None)
+        """Offered to decode nodes, best first."""
         self._peers: dict[Incarnation, WriterPeer] = {}
         self._attendances: dict[Incarnation, WriterAttendance] = {}
         self._closing_peers: set[Incarnation] = set()
@@ -84,7 +91,7 @@ class Peers:
                 machine=self._machine(record.incarnation),
                 channels=self._runtime.channels,
                 make_link=self._make_link,
-                offers=Offers(self._config.transports, self._config.fallback),
+                offers=Offers(self.transports, self._config.fallback),
                 loop=self._loop,
                 config=self._config.writer,
                 checksums=self._checksums,
@@ -199,6 +206,8 @@ class Peers:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
         if self._checksums is not None:
             self._checksums.close()
+        if self._rdma is not None:
+            await self._rdma.close()
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE."""
@@ -208,8 +217,11 @@ class Peers:
                 return await ShmWriterLink.connect(
                     endpoint, pair, source_U8, events, self._loop, self._config.shm, self._copy_turns
                 )
+            if endpoint.transport is TransportName.RDMA:
+                assert self._rdma is not None
+                return await RdmaWriterLink.connect(endpoint, pair, self._rdma, events, self._loop, self._config.rdma)
             assert endpoint.transport is TransportName.TCP, endpoint.transport
             return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
-        except (ShmConnectError, TcpConnectError) as error:
+        except (ShmConnectError, RdmaConnectError, TcpConnectError) as error:
             text = f"No {endpoint.transport.value} link: {error}."
             raise BatonError(Reason.PEER_UNREACHABLE, text) from error

@@ -20,7 +20,7 @@ def test_the_commands() -> None:
     """The list of commands is the one in the documentation."""
     assert COMMANDS == [
         "up", "generate", "chat", "nodes", "describe", "pin", "unpin", "pins", "cordon", "uncordon", "drain", "undrain",
-        "directory", "router", "prefill", "decode", "mixed", "demo-model", "demo", "bench", "completion",
+        "doctor", "directory", "router", "prefill", "decode", "mixed", "demo-model", "demo", "bench", "completion",
     ]  # fmt: skip
 
 
@@ -69,7 +69,19 @@ def test_every_command_that_prints_a_table_prints_it_as_data_too() -> None:
         ):
             made.append(command)
             assert [parameter.name for parameter in found.params if "-o" in parameter.opts] == ["output"], command
-    assert made == ["generate", "chat", "nodes", "describe", "pins", "cordon", "uncordon", "drain", "undrain", "demo"]
+    assert made == [
+        "generate",
+        "chat",
+        "nodes",
+        "describe",
+        "pins",
+        "cordon",
+        "uncordon",
+        "drain",
+        "undrain",
+        "doctor",
+        "demo",
+    ]
 
 
 @pytest.mark.parametrize("service", list(Service))

@@ -14,11 +14,38 @@ from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, ReceiverPort, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
+from kvtransfer.transports.rdma import (
+    RdmaConfig,
+    RdmaConnectError,
+    RdmaMemory,
+    RdmaReceiverConfig,
+    RdmaReceiverPort,
+    RdmaWriterConfig,
+    RdmaWriterLink,
+)
 from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
 from tests.fake_device import FakeDriver
 
-ConnectErrors = (ShmConnectError, TcpConnectError)
+ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError)
+
+
+class OwningPort(RdmaReceiverPort):
+    """With a registration of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        await self._memory.close()
+
+
+class OwningLink(RdmaWriterLink):
+    """With a registration of its own."""
+
+    memory: RdmaMemory
+
+    async def close(self) -> None:
+        await super().close()
+        await self.memory.close()
 
 
 class FakeDeviceRegion(DeviceRegion):
@@ -53,7 +80,7 @@ class Kit:
     @property
     def fences_without_the_writer(self) -> bool:
         """The receiver can take the right to write back from a writer that stands still."""
-        return self.transport is TransportName.TCP
+        return self.transport in (TransportName.TCP, TransportName.RDMA)
 
     def region(self, nbytes: int) -> AnyRegion:
         if self.transport is TransportName.CUDA_IPC:
@@ -66,6 +93,10 @@ class Kit:
             return CudaIpcReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
         if self.transport is TransportName.SHM:
             return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+        if self.transport is TransportName.RDMA:
+            config = RdmaReceiverConfig()
+            memory = RdmaMemory(region=lambda: region.array_U8, config=config.rdma, loop=loop, remote_writes=True)
+            return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom, config=config)
         return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
 
     async def link(self, endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents) -> WriterLink:
@@ -78,6 +109,17 @@ class Kit:
         if self.transport is TransportName.SHM:
             shm = ShmWriterConfig(copy_chunk_ops_max=4, bye_ms_max=300)
             return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
+        if self.transport is TransportName.RDMA:
+            rdma = RdmaWriterConfig(bye_ms_max=5_000, connect_ms_max=20_000, rdma=RdmaConfig(qps=self.streams))
+            memory = RdmaMemory(region=lambda: source_U8, config=rdma.rdma, loop=loop, remote_writes=False)
+            try:
+                link = await OwningLink.connect(endpoint, pair, memory, events, loop, rdma)
+            except BaseException:
+                await memory.close()
+                raise
+            assert isinstance(link, OwningLink)
+            link.memory = memory
+            return link
         tcp = TcpWriterConfig(streams=self.streams, drain_ms_max=300, bye_ms_max=300)
         return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
 
@@ -88,6 +130,11 @@ KITS = (
     Kit(name="tcp", transport=TransportName.TCP),
     Kit(name="tcp-3-streams", transport=TransportName.TCP, streams=3),
 )
+RDMA_KITS = (
+    Kit(name="rdma", transport=TransportName.RDMA),
+    Kit(name="rdma-3-queue-pairs", transport=TransportName.RDMA, streams=3),
+)
+"""Where there is a device: `make test-rdma` runs them."""
 
 
 class Everything:

@@ -19,6 +19,7 @@ class Evidence(Enum):
     ACKNOWLEDGED = "acknowledged"
     DEAD = "dead, by pidfd"
     JOINED = "closed, its receive thread joined"
+    DESTROYED = "reset, its queue pairs destroyed"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,147 @@
+"""Whether RDMA works on this machine, step by step: what is missing, and what to do about it. For `baton doctor`.
+
+Everything is looked at through paths that can be replaced, and nothing is opened but, at the end, the libraries.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from baton.native import load
+from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
+from kvtransfer.transports.rdma_poster import SOURCE
+from kvtransfer.transports.rdma_verbs import DISTRIBUTION_FOLDERS, RdmaUnavailable, load_verbs
+
+CAP_IPC_LOCK = 14
+"""Its bit among the capabilities (linux/capability.h): memory may be locked without limit."""
+
+
+class Verdict(Enum):
+    """Of one check. Only MISSING keeps RDMA from working."""
+
+    GOOD = "ok"
+    SLOWER = "slower"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    what: str
+    verdict: Verdict
+    text: str
+    todo: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where to look, and what this process may."""
+
+    sysfs: Path = Path("/sys")
+    devices: Path = Path("/dev")
+    proc: Path = Path("/proc")
+    verbs_folders: tuple[Path, ...] = DISTRIBUTION_FOLDERS
+    memlock_bytes: Callable[[], int] = field(default=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+
+
+def check_rdma(machine: Machine | None = None, *, region_bytes: int = 0, wanted: str = "") -> list[Finding]:
+    """All that a node needs to offer rdma for a region of this size, on the device `wanted` (empty: any)."""
+    machine = machine or Machine()
+    ports = find_ports(machine.sysfs)
+    return [
+        *_device(ports, wanted),
+        *_character_device(ports, machine),
+        *_libraries(machine),
+        _memory(machine, region_bytes),
+        Finding(what="regions", verdict=Verdict.GOOD, text="memory of the host; memory of GPUs is not registered"),
+    ]
+
+
+def works(findings: list[Finding]) -> bool:
+    return all(finding.verdict is not Verdict.MISSING for finding in findings)
+
+
+def _device(ports: list[RdmaPort], wanted: str) -> Iterator[Finding]:
+    if not ports:
+        todo = (
+            "load the driver of the card (such as mlx5_ib); without a card, Soft-RoCE: modprobe rdma_rxe && "
+            "rdma link add rxe0 type rxe netdev eth0"
+        )
+        yield Finding(what="device", verdict=Verdict.MISSING, text="no RDMA device", todo=todo)
+        return
+    for port in ports:
+        name = f"{port.device}:{port.number}"
+        if port.state != "ACTIVE":
+            text, todo = f"{name} is {port.state}", "bring its network interface up: ip link set DEVICE up"
+        elif not port.gids:
+            text, todo = f"{name} has no address", "give its network interface one: ip address add ..."
+        else:
+            gid = port.best_gid
+            text = f"{name} is active, {gid.kind.name} at index {gid.index}{f' of {gid.netdev}' if gid.netdev else ''}"
+            todo = ""
+        usable = choose_port(ports, wanted) is not None
+        verdict = Verdict.GOOD if not todo else Verdict.SLOWER if usable else Verdict.MISSING
+        yield Finding(what="device", verdict=verdict, text=text, todo=todo)
+    if wanted and choose_port(ports, wanted) is None:
+        todo = "name one of the above in rdma.rdma.device, or none"
+        yield Finding(what="device", verdict=Verdict.MISSING, text=f"{wanted} cannot be used", todo=todo)
+
+
+def _character_device(ports: list[RdmaPort], machine: Machine) -> Iterator[Finding]:
+    for port in ports:
+        path = machine.devices / "infiniband" / port.uverbs
+        if not port.uverbs:
+            text = f"{port.device} is not open to programs: the module ib_uverbs is not loaded"
+            yield Finding(what="module", verdict=Verdict.MISSING, text=text, todo="modprobe ib_uverbs")
+        elif not path.exists():
+            todo = "pass the device into the container (--device /dev/infiniband), or run udev"
+            yield Finding(what="module", verdict=Verdict.MISSING, text=f"{path} is not there", todo=todo)
+        elif not os.access(path, os.R_OK | os.W_OK):
+            todo = f"let this user read and write {path} (group rdma, a udev rule)"
+            yield Finding(what="module", verdict=Verdict.MISSING, text=f"{path} may not be opened", todo=todo)
+        else:
+            yield Finding(what="module", verdict=Verdict.GOOD, text=f"{port.device} by {path}")
+
+
+def _libraries(machine: Machine) -> Iterator[Finding]:
+    try:
+        load_verbs(machine.verbs_folders)
+        yield Finding(what="pyverbs", verdict=Verdict.GOOD, text="loaded")
+    except RdmaUnavailable as error:
+        text, _, todo = str(error).partition("; ")
+        yield Finding(what="pyverbs", verdict=Verdict.MISSING, text=text, todo=todo)
+    library = load(SOURCE)
+    if library.handle is not None:
+        yield Finding(what="poster", verdict=Verdict.GOOD, text=library.status)
+    else:
+        todo = "apt-get install gcc libibverbs-dev, then start again: it is built at its first use"
+        yield Finding(
+            what="poster", verdict=Verdict.SLOWER, text=f"requests go one by one: {library.status}", todo=todo
+        )
+
+
+def _memory(machine: Machine, region_bytes: int) -> Finding:
+    """The whole region is pinned, which counts against the limit of locked memory unless a capability lifts that."""
+    limit = machine.memlock_bytes()
+    if limit == resource.RLIM_INFINITY:
+        return Finding(what="memory", verdict=Verdict.GOOD, text="memory may be locked without limit")
+    if _capabilities(machine.proc) >> CAP_IPC_LOCK & 1:
+        return Finding(what="memory", verdict=Verdict.GOOD, text="memory may be locked: capability IPC_LOCK")
+    text = f"{limit:,} bytes of memory may be locked" + (f", the region has {region_bytes:,}" if region_bytes else "")
+    todo = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), or the capability IPC_LOCK (containers)"
+    # Without a size to compare with: the usual default is far below any region.
+    enough = limit >= region_bytes if region_bytes else limit > 1 << 30
+    return Finding(
+        what="memory", verdict=Verdict.GOOD if enough else Verdict.MISSING, text=text, todo="" if enough else todo
+    )
+
+
+def _capabilities(proc: Path) -> int:
+    for line in (proc / "self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0

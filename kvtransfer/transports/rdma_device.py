@@ -1,0 +1,322 @@
+"""An opened RDMA device with the region registered once, and the queue pairs of a link on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
+from kvtransfer.transports.rdma_poster import (
+    Addresses,
+    PlainPoster,
+    Poster,
+    VerbsNativePoster,
+    rdma_library,
+    take_event,
+)
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable, Verbs, channel_fd, load_verbs
+
+_PACKET_NUMBER_BITS = 24
+_POLL_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaConfig:
+    """The device, and what each link asks of it. The codes are those of the InfiniBand specification (IBTA vol. 1)."""
+
+    device: str = field(
+        default="", metadata={"help": "device to use, such as mlx5_0 or mlx5_0:1; default: the first that works"}
+    )
+    qps: int = field(default=2, metadata={"help": "queue pairs of each link"})
+    send_wrs_max: int = field(default=128, metadata={"help": "writes on their way on one queue pair"})
+    seals_max: int = field(default=64, metadata={"help": "seals of one link on their way"})
+    ack_timeout_code: int = field(
+        default=14, metadata={"help": "how long a packet waits for its acknowledgement: 4.096 us times 2 to this power"}
+    )
+    retries_max: int = field(default=7, metadata={"help": "repeats of a packet that is not acknowledged; at most 7"})
+    hop_limit: int = field(default=64, metadata={"help": "routers that a packet may pass (RoCE v2)"})
+    traffic_class: int = field(default=0, metadata={"help": "traffic class of the packets (DSCP and ECN bits)"})
+    device_check_ms: int = field(default=500, metadata={"help": "time between two looks whether the device is there"})
+
+    def __post_init__(self) -> None:
+        for name in ("qps", "send_wrs_max", "seals_max", "device_check_ms", "hop_limit"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name, most in (("qps", wire.QPS_MAX), ("retries_max", 7), ("ack_timeout_code", 31), ("hop_limit", 255)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be from 0 to {most}, got {getattr(self, name)}")
+        if not 0 <= self.traffic_class <= 255 or self.seals_max >= 1 << 16:
+            raise ValueError("traffic_class must be from 0 to 255, seals_max below 65536")
+
+
+class QueuePairFailed(Exception):
+    """A queue pair met an error; the link cannot go on."""
+
+
+class RdmaDevice:
+    """One port of one device, one protection domain, one memory region over the whole of `region_U8`.
+
+    The region stays pinned and must stay mapped until `close`. The thread that calls may wait while it is pinned; else
+    control thread only.
+    """
+
+    def __init__(self, port: RdmaPort, region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> None:
+        """Opens and registers. `remote_writes`: others may write into the region (a receiver), or none may.
+
+        Raises:
+            RdmaUnavailable: no pyverbs, no right to open the device, or not enough memory may be locked.
+        """
+        assert region_U8.dtype == np.uint8 and region_U8.flags.c_contiguous
+        self.port = port
+        self.config = config
+        self.verbs = load_verbs()
+        self.nbytes = len(region_U8)
+        self.base = int(region_U8.ctypes.data)
+        self._close = contextlib.ExitStack()
+        enums = self.verbs.enums
+        # Never IBV_ACCESS_RELAXED_ORDERING: a seal's immediate must not overtake the writes before it. And no remote
+        # reads.
+        access = enums.IBV_ACCESS_LOCAL_WRITE | (enums.IBV_ACCESS_REMOTE_WRITE if remote_writes else 0)
+        with contextlib.ExitStack() as opened:
+            try:
+                self.context = self.verbs.device.Context(name=port.device)
+                opened.callback(self.context.close)
+                limits = self.context.query_device()
+                attributes = self.context.query_port(port.number)
+                self.domain = self.verbs.pd.PD(self.context)
+                opened.callback(self.domain.close)
+            except self.verbs.error as error:
+                raise RdmaUnavailable(f"{port.device} cannot be opened: {error}") from error
+            try:
+                region = self.verbs.mr.MR(self.domain, self.nbytes, access, address=self.base)
+            except self.verbs.error as error:
+                raise RdmaUnavailable(
+                    f"{port.device} cannot register the KV region of {self.nbytes:,} bytes: {error}; raise the limit "
+                    "of locked memory (ulimit -l, LimitMEMLOCK=, or the capability IPC_LOCK)"
+                ) from error
+            opened.callback(region.close)
+            self._close = opened.pop_all()
+        self.lkey, self.rkey = int(region.lkey), int(region.rkey)
+        self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
+        self.ethernet = port.link_layer == "Ethernet"
+        self.send_wrs_max = min(config.send_wrs_max, int(limits.max_qp_wr))
+        self.seals_max = min(config.seals_max, int(limits.max_qp_wr), int(limits.max_cqe) // config.qps)
+
+    @property
+    def gid(self) -> bytes:
+        return self.port.best_gid.raw
+
+    def close(self) -> None:
+        """Let go of the region and the device. Its queue pairs are closed before. Idempotent."""
+        with contextlib.suppress(self.verbs.error):
+            self._close.close()
+
+
+def open_device(region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> RdmaDevice:
+    """Find a port and open it. Raises RdmaUnavailable."""
+    ports = find_ports()
+    port = choose_port(ports, config.device)
+    if port is None:
+        have = ", ".join(f"{p.device}:{p.number} {p.state}" for p in ports) or "none"
+        wanted = f"the device {config.device}" if config.device else "a device"
+        raise RdmaUnavailable(f"no port of {wanted} is active and has an address (there are: {have})")
+    return RdmaDevice(port, region_U8, config, remote_writes=remote_writes)
+
+
+class QueuePairs:
+    """RC queue pairs of one link and their completion queues. Closed by `destroy`, whose return is the fence."""
+
+    def __init__(self, device: RdmaDevice, count: int, randomness: Callable[[int], bytes], *, sends: bool) -> None:
+        """In the state INIT, with receives posted for `device.seals_max` immediates if it is the receiving side.
+
+        Raises:
+            QueuePairFailed: the device has no room for them, or is gone.
+        """
+        self._device = device
+        self._verbs: Verbs = device.verbs
+        self._sends = sends
+        self._qps: list[Any] = []
+        self._destroyed = False
+        verbs, wrs = self._verbs, device.send_wrs_max if sends else device.seals_max
+        with contextlib.ExitStack() as opened:
+            try:
+                self._channel = verbs.cq.CompChannel(device.context)
+                opened.callback(self._channel.close)
+                self._cq = verbs.cq.CQ(device.context, cqe=count * wrs, channel=self._channel)
+                opened.callback(self._cq.close)
+                for _ in range(count):
+                    self._qps.append(self._make(wrs))
+                    opened.callback(self._qps[-1].close)
+                    self._to_init(self._qps[-1])
+                if not sends:
+                    for index in range(count):
+                        for _ in range(wrs):
+                            self._post_receive(index)
+                    self._cq.req_notify()
+            except verbs.error as error:
+                raise QueuePairFailed(f"no queue pair: {error}") from error
+            self.fd = channel_fd(self._channel)
+            opened.pop_all()
+        self._index = {int(qp.qp_num): index for index, qp in enumerate(self._qps)}
+        packets = [int.from_bytes(randomness(3)) for _ in self._qps]
+        self.ends = wire.LinkEnds(
+            gid=device.gid,
+            lid=device.lid,
+            mtu=device.mtu,
+            ethernet=device.ethernet,
+            seals_max=device.seals_max,
+            qps=tuple(
+                wire.QpAddress(number=int(qp.qp_num), first_packet=packet)
+                for qp, packet in zip(self._qps, packets, strict=True)
+            ),
+        )
+
+    def connect(self, peer: wire.LinkEnds) -> None:
+        """Each to the peer's of the same index, at the smaller MTU. Raises QueuePairFailed."""
+        assert len(peer.qps) == len(self._qps), (len(peer.qps), len(self._qps))
+        try:
+            for qp, own, other in zip(self._qps, self.ends.qps, peer.qps, strict=True):
+                self._to_ready(qp, own, other, peer)
+        except self._verbs.error as error:
+            raise QueuePairFailed(f"a queue pair cannot be connected: {error}") from error
+
+    def poster(self, *, dst_base: int, rkey: int) -> Poster:
+        """What posts on these queue pairs: by C if there is the library, else through pyverbs."""
+        device, library = self._device, rdma_library()
+        addresses = Addresses(src_base=device.base, lkey=device.lkey, dst_base=dst_base, rkey=rkey)
+        if library is None:
+            return PlainPoster(self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
+        return VerbsNativePoster(library, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
+
+    def take_event(self) -> None:
+        """`fd` is readable: take the event, and ask to be told again."""
+        try:
+            take_event(self._channel, self._cq)
+            self._cq.req_notify()
+        except self._verbs.error as error:
+            raise QueuePairFailed(f"the completion queue is gone: {error}") from error
+
+    def take_immediates(self) -> list[tuple[int, int]]:
+        """(index of the queue pair, immediate) of what has come; a receive is posted again for each.
+
+        Raises QueuePairFailed: a queue pair is in error. What came before it is lost to the caller, who fences.
+        """
+        taken: list[tuple[int, int]] = []
+        enums = self._verbs.enums
+        try:
+            while True:
+                count, completions = self._cq.poll(_POLL_MAX)
+                for completion in completions:
+                    if completion.status != enums.IBV_WC_SUCCESS:
+                        raise QueuePairFailed(f"completion with status {completion.status}")
+                    index = self._index[int(completion.qp_num)]
+                    taken.append((index, int(completion.imm_data)))
+                    self._post_receive(index)
+                if count < _POLL_MAX:
+                    return taken
+        except self._verbs.error as error:
+            raise QueuePairFailed(f"the completion queue is gone: {error}") from error
+
+    def destroy(self) -> None:
+        """RESET and destroy every queue pair, then the queues of completions. Idempotent.
+
+        When this returns the device writes nothing more for the peer and reads nothing more for us: RESET drops what is
+        queued, and the destroying call returns only when the device has let go. (A queue pair in ERR may still be
+        working off what has come in.) For a region in host memory there is nothing left to flush then.
+
+        Raises:
+            QueuePairFailed: there is no such evidence.
+        """
+        if self._destroyed:
+            return
+        try:
+            while self._qps:
+                with contextlib.suppress(self._verbs.error):
+                    # Fails where the device is gone; the destroying call is the one that must not.
+                    self._qps[-1].modify(
+                        self._attributes(qp_state=self._verbs.enums.IBV_QPS_RESET), self._verbs.enums.IBV_QP_STATE
+                    )
+                self._qps[-1].close()
+                self._qps.pop()
+            self._cq.close()
+            self._channel.close()
+        except self._verbs.error as error:
+            raise QueuePairFailed(f"a queue pair cannot be destroyed: {error}") from error
+        self._destroyed = True
+
+    def _make(self, wrs: int) -> Any:
+        qp, enums = self._verbs.qp, self._verbs.enums
+        sends, receives = (wrs, 1) if self._sends else (1, wrs)
+        cap = qp.QPCap(max_send_wr=sends, max_recv_wr=receives, max_send_sge=1, max_recv_sge=1)
+        init = qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0)
+        return qp.QP(self._device.domain, init)
+
+    def _attributes(self, **fields: object) -> Any:
+        attributes = self._verbs.qp.QPAttr()
+        for name, value in fields.items():
+            setattr(attributes, name, value)
+        return attributes
+
+    def _to_init(self, qp: Any) -> None:
+        enums = self._verbs.enums
+        attributes = self._attributes(
+            qp_state=enums.IBV_QPS_INIT,
+            pkey_index=0,
+            port_num=self._device.port.number,
+            qp_access_flags=0 if self._sends else enums.IBV_ACCESS_REMOTE_WRITE,
+        )
+        qp.modify(
+            attributes,
+            enums.IBV_QP_STATE | enums.IBV_QP_PKEY_INDEX | enums.IBV_QP_PORT | enums.IBV_QP_ACCESS_FLAGS,
+        )
+
+    def _to_ready(self, qp: Any, own: wire.QpAddress, other: wire.QpAddress, peer: wire.LinkEnds) -> None:
+        enums, addr, config = self._verbs.enums, self._verbs.addr, self._device.config
+        gid = ":".join(peer.gid.hex()[i : i + 4] for i in range(0, 2 * wire.GID_BYTES, 4))
+        route = addr.GlobalRoute(
+            dgid=addr.GID(gid),
+            sgid_index=self._device.port.best_gid.index,
+            hop_limit=config.hop_limit,
+            traffic_class=config.traffic_class,
+        )
+        ready_to_receive = self._attributes(
+            qp_state=enums.IBV_QPS_RTR,
+            path_mtu=min(self.ends.mtu, peer.mtu),
+            dest_qp_num=other.number,
+            rq_psn=other.first_packet,
+            max_dest_rd_atomic=0,
+            min_rnr_timer=12,
+            ah_attr=addr.AHAttr(
+                dlid=peer.lid, is_global=int(peer.ethernet), port_num=self._device.port.number, gr=route
+            ),
+        )
+        qp.modify(
+            ready_to_receive,
+            enums.IBV_QP_STATE | enums.IBV_QP_AV | enums.IBV_QP_PATH_MTU | enums.IBV_QP_DEST_QPN
+            | enums.IBV_QP_RQ_PSN | enums.IBV_QP_MAX_DEST_RD_ATOMIC | enums.IBV_QP_MIN_RNR_TIMER,
+        )  # fmt: skip
+        ready_to_send = self._attributes(
+            qp_state=enums.IBV_QPS_RTS,
+            sq_psn=own.first_packet,
+            timeout=config.ack_timeout_code,
+            retry_cnt=config.retries_max,
+            rnr_retry=7,
+            max_rd_atomic=0,
+        )
+        qp.modify(
+            ready_to_send,
+            enums.IBV_QP_STATE | enums.IBV_QP_SQ_PSN | enums.IBV_QP_TIMEOUT | enums.IBV_QP_RETRY_CNT
+            | enums.IBV_QP_RNR_RETRY | enums.IBV_QP_MAX_QP_RD_ATOMIC,
+        )  # fmt: skip
+
+    def _post_receive(self, index: int) -> None:
+        wr, device = self._verbs.wr, self._device
+        request = wr.RecvWR(num_sge=1, sg=[wr.SGE(device.base, 0, device.lkey)])
+        # An immediate brings no bytes; pyverbs insists on room for some.
+        request.num_sge = 0
+        self._qps[index].post_recv(request)

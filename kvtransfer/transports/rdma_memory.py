@@ -1,0 +1,150 @@
+"""A node's region, registered with an RDMA device for as long as there is one, and again when one has come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from baton.log import get_log
+from kvtransfer.transports.rdma_device import RdmaConfig, RdmaDevice, open_device
+from kvtransfer.transports.rdma_ports import choose_port, find_ports, why_lost
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+
+log = get_log("rdma")
+
+Lost = Callable[[str], None]
+
+
+class Hold:
+    """Keeps the device open until `release`: whoever has one may have queue pairs on it. Control thread only."""
+
+    def __init__(self, device: RdmaDevice, released: Callable[[Hold], None]) -> None:
+        self.device = device
+        self._released = released
+        self._on_lost: Lost | None = None
+        self._reason: str | None = None
+
+    def on_lost(self, callback: Lost) -> None:
+        """Tell this why the device is lost, when it is; at once if it has been."""
+        self._on_lost = callback
+        if self._reason is not None:
+            callback(self._reason)
+
+    def lost(self, reason: str) -> None:
+        self._reason = reason
+        if self._on_lost is not None:
+            self._on_lost(reason)
+
+    def release(self) -> None:
+        """No queue pair is left. Once."""
+        self._released(self)
+
+
+class RdmaMemory:
+    """Registered once as a whole. Links and ports `acquire` the device and release their hold at their end.
+
+    Control thread only. A device that is taken away, or whose port goes down, is lost: whoever holds it is told, lets
+    go of its queue pairs and releases its hold; then the device is closed. From then on a look is taken every
+    `device_check_ms` whether a port works again, and the region is registered there, on a thread: it may take seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        region: Callable[[], np.ndarray],
+        config: RdmaConfig,
+        loop: asyncio.AbstractEventLoop,
+        remote_writes: bool,
+    ) -> None:
+        """Opens a device at once. `region` gives all bytes of the region, which is the caller's and outlives this; no
+        view of it is kept. Raises RdmaUnavailable."""
+        self._region = region
+        self._config = config
+        self._loop = loop
+        self._remote_writes = remote_writes
+        self._held: RdmaDevice | None = open_device(region(), config, remote_writes=remote_writes)
+        self._lost = False
+        self._holds: list[Hold] = []
+        self._returned: list[Callable[[], None]] = []
+        self._opening: asyncio.Task[None] | None = None
+        self._closed = False
+        self.devices_lost = 0
+        self._timer = loop.call_later(config.device_check_ms / 1000, self._look)
+
+    @property
+    def device(self) -> RdmaDevice | None:
+        """None: there is none now."""
+        return None if self._lost else self._held
+
+    def when_returned(self, callback: Callable[[], None]) -> None:
+        """Call this each time that a device has been opened again."""
+        self._returned.append(callback)
+
+    def acquire(self) -> Hold:
+        """Raises RdmaUnavailable: there is no device now."""
+        device = self.device
+        if device is None:
+            raise RdmaUnavailable("the RDMA device is gone, or its port is down; it is used again when it is back")
+        hold = Hold(device, self._release)
+        self._holds.append(hold)
+        return hold
+
+    def lose(self, reason: str) -> None:
+        """The device is of no use any more. Idempotent."""
+        if self._lost or self._held is None:
+            return
+        self._lost = True
+        self.devices_lost += 1
+        log.warning("RDMA device lost", device=self._held.port.device, reason=reason)
+        for hold in list(self._holds):
+            hold.lost(reason)
+        self._close_if_free()
+
+    async def close(self) -> None:
+        """Once everyone has released it. Idempotent."""
+        self._closed = True
+        self._timer.cancel()
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        assert not self._holds, "links or ports still use the device"
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _release(self, hold: Hold) -> None:
+        self._holds.remove(hold)
+        self._close_if_free()
+
+    def _close_if_free(self) -> None:
+        if self._lost and not self._holds and self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _look(self) -> None:
+        if self._closed:
+            return
+        device = self.device
+        if device is not None:
+            if reason := why_lost(device.port):
+                self.lose(reason)
+        elif self._held is None and self._opening is None and choose_port(find_ports(), self._config.device):
+            self._opening = self._loop.create_task(self._open_again())
+        self._timer = self._loop.call_later(self._config.device_check_ms / 1000, self._look)
+
+    async def _open_again(self) -> None:
+        try:
+            opened = await asyncio.to_thread(
+                open_device, self._region(), self._config, remote_writes=self._remote_writes
+            )
+        except RdmaUnavailable as error:
+            log.warning("RDMA device cannot be used", reason=str(error))
+            return
+        finally:
+            self._opening = None
+        self._held, self._lost = opened, False
+        log.info("RDMA device is back", device=opened.port.device)
+        if not self._closed:
+            for returned in self._returned:
+                returned()

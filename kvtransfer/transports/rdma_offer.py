@@ -1,0 +1,50 @@
+"""Whether a node offers rdma: it does where it was not forbidden and a device works."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from baton.errors import InvalidField
+from baton.log import get_log
+from kvtransfer.transport import TransportName
+from kvtransfer.transports.rdma_device import RdmaConfig
+from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_ports import find_ports
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+
+log = get_log("rdma")
+
+
+def register_if_usable(
+    transports: Sequence[TransportName],
+    region: Callable[[], np.ndarray],
+    config: RdmaConfig,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    remote_writes: bool,
+) -> RdmaMemory | None:
+    """The region, registered once as a whole; the caller closes it. None: rdma is not to be offered, or cannot be,
+    which is logged. May take seconds: the region is pinned.
+
+    Raises:
+        InvalidField: rdma alone is to be offered, and it does not work here.
+    """
+    if TransportName.RDMA not in transports:
+        return None
+    try:
+        memory = RdmaMemory(region=region, config=config, loop=loop, remote_writes=remote_writes)
+    except RdmaUnavailable as error:
+        if len(transports) == 1:
+            raise InvalidField(
+                "transports", f"has rdma alone, which does not work here: {error}. `baton doctor` tells more"
+            ) from error
+        # On a machine without any such device that is nothing to warn of.
+        (log.warning if find_ports() else log.debug)("rdma is not offered", reason=str(error))
+        return None
+    device = memory.device
+    assert device is not None
+    log.info("rdma is offered", device=device.port.device, port=device.port.number, gid=device.port.best_gid.kind.name)
+    return memory

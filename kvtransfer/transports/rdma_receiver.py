@@ -1,0 +1,484 @@
+"""The receiving side of rdma: proves writers, connects queue pairs to theirs, and fences by destroying its own.
+
+Evidence (DESIGN I3): bytes of a pair land only through this side's queue pairs of it. When these have been RESET and
+destroyed, and the calls have returned, the device drops whatever still comes for them, whatever the writer does. So a
+writer that is dead, stopped or cut off is fenced at once; and a link that ends without BYE, or one of whose queue pairs
+fails, is itself the reason for a fence: no commit of what it carried is accepted before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from baton.endpoint import check_reachable, join_endpoint, split_endpoint
+from baton.ids import Epoch, GrantId, Pair
+from baton.log import get_log
+from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName, WriteRanges
+from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.transports.acceptor import Acceptor
+from kvtransfer.transports.pair_fence import Evidence
+from kvtransfer.transports.port_fences import PortFences
+from kvtransfer.transports.rdma_connect import RegionAddress
+from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs, RdmaConfig
+from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
+from kvtransfer.transports.rdma_ports import counters_of
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.rdma_wire import RefusalReason
+from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
+
+log = get_log("rdma")
+
+DESTROY_RETRY_MS = 1000
+_RECV_BYTES = 1 << 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaReceiverConfig:
+    """Limits of one port. `connections_max`: proved links; strangers can only fill `handshakes_max`."""
+
+    connections_max: int = field(default=256, metadata={"help": "proved links at a time"})
+    handshakes_max: int = field(
+        default=64, metadata={"help": "connections at a time that have not proved themselves yet"}
+    )
+    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
+    handshake_ms_max: int = field(default=5000, metadata={"help": "how long a handshake may take"})
+    accepts_per_wake_max: int = field(
+        default=16, metadata={"help": "connections accepted in one go before others get their turn"}
+    )
+    accept_pause_ms: int = field(
+        default=100,
+        metadata={"help": "how long no connection is accepted after the process ran out of file descriptors"},
+    )
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _SealParts:
+    """A seal of which something has come: its message, and immediates by the bits of their queue pairs."""
+
+    message: wire.SealSent | None = None
+    arrived: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.message is not None and self.arrived == self.message.qps_mask
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    """`qps` from the moment that it may write until they are destroyed; then it is forgotten."""
+
+    number: int
+    sock: socket.socket | None
+    inbox: wire.Inbox = field(default_factory=wire.Inbox)
+    hello: wire.Hello | None = None
+    nonce: bytes = b""
+    handshake_timer: asyncio.TimerHandle | None = None
+    qps: QueuePairs | None = None
+    hold: Hold | None = None
+    seals: dict[int, _SealParts] = field(default_factory=dict)
+
+
+class RdmaReceiverPort:
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
+
+    transport: ClassVar[TransportName] = TransportName.RDMA
+
+    def __init__(
+        self,
+        *,
+        memory: RdmaMemory,
+        events: ReceiverEvents,
+        loop: asyncio.AbstractEventLoop,
+        randomness: Callable[[int], bytes],
+        listen: str = "127.0.0.1:0",
+        advertise_host: str | None = None,
+        offered: Callable[[bool], None] = lambda _: None,
+        config: RdmaReceiverConfig | None = None,
+    ) -> None:
+        """Listens at once. `memory` has the region, open to remote writes; it is the caller's and outlives the port.
+
+        Writers are told `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
+        `offered(False)` is called when the device is lost, `offered(True)` when it is back.
+
+        Raises:
+            BatonError: BAD_ENDPOINT.
+            OSError: the address cannot be listened on.
+        """
+        self._memory = memory
+        self._events = events
+        self._loop = loop
+        self._randomness = randomness
+        self._offered = offered
+        self._config = config or RdmaReceiverConfig()
+        self._fences = PortFences(
+            transport=self.transport,
+            events=events,
+            loop=loop,
+            randomness=randomness,
+            pairs_max=self._config.pairs_max,
+        )
+        self._connections: dict[int, _Connection] = {}
+        self._connections_made = 0
+        self._counts: Counter[str] = Counter()
+        self._refused: Counter[RefusalReason] = Counter()
+        self._closed = False
+        host, port = split_endpoint(listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=self._config.handshakes_max)
+        try:
+            listener.setblocking(False)
+            self.address = join_endpoint(advertise_host or host, listener.getsockname()[1])
+            check_reachable(self.address)
+        except BaseException:
+            listener.close()
+            raise
+        self._acceptor = Acceptor(
+            listener,
+            loop=loop,
+            admit=self._admit,
+            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
+            accepts_per_wake_max=self._config.accepts_per_wake_max,
+            pause_ms=self._config.accept_pause_ms,
+        )
+        self._hold: Hold | None = None
+        memory.when_returned(self._device_back)
+        self._device_back()
+
+    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
+        """See `ReceiverPort.expect`.
+
+        Raises:
+            PairBeingFenced: a fence of this epoch has not ended yet.
+            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
+        """
+        secret = self._fences.expect(pair, epoch)
+        device = self._hold.device if self._hold is not None else None
+        # Without a device the address leads to a refusal, which says so.
+        base, rkey = (device.base, device.rkey) if device is not None else (0, 0)
+        address = RegionAddress(listens=self.address, base=base, rkey=rkey).encode()
+        return DataEndpoint(transport=self.transport, address=address, secret=secret, epoch=epoch)
+
+    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
+        """Does nothing: a writer that has the region's key is bounded by its own library alone."""
+
+    def forbid(self, grant: GrantId) -> None:
+        """Does nothing; see `allow`."""
+
+    def fence(self, pair: Pair, epoch: Epoch) -> None:
+        """See `ReceiverPort.fence`. Nothing lands any more when this returns."""
+        for number in self._fences.fence(pair, epoch):
+            connection = self._connections[number]
+            self._send(connection, wire.Fence(epoch=epoch))
+            self._destroy(connection)
+
+    async def close(self) -> None:
+        """Stop listening, destroy all queue pairs; no event is delivered any more. Writers see EOF. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._acceptor.close()
+        for connection in list(self._connections.values()):
+            self._destroy(connection)
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+        self._fences.close()
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics; the device's own among them."""
+        writing = [c for c in self._connections.values() if c.qps is not None]
+        device = self._hold.device if self._hold is not None else None
+        return {
+            "transport": self.transport.value,
+            "address": self.address,
+            "device": device.port.device if device is not None else "none",
+            "connections_made": self._connections_made,
+            "connections_handshaking": len(self._connections) - len(writing),
+            "connections_writing": len(writing),
+            "queue_pairs": sum(len(c.qps.ends.qps) for c in writing if c.qps is not None),
+            "fences_waiting": self._fences.waiting,
+            "devices_lost": self._memory.devices_lost,
+            **{name: self._counts[name] for name in ("seals", "destroy_failed")},
+            "refused": {reason.name: count for reason, count in self._refused.items()},
+            "device_counters": counters_of(device.port.device, device.port.number) if device is not None else {},
+        }
+
+    # The device.
+
+    def _device_back(self) -> None:
+        if self._closed or self._hold is not None:
+            return
+        try:
+            self._hold = self._memory.acquire()
+        except RdmaUnavailable:
+            self._offered(False)
+            return
+        self._hold.on_lost(self._device_lost)
+        self._offered(True)
+
+    def _device_lost(self, _: str) -> None:
+        """Its queue pairs are of no use: destroy them, which fences their pairs, and let the device go."""
+        self._offered(False)
+        for connection in list(self._connections.values()):
+            if connection.hello is not None and connection.qps is not None:
+                self.fence(connection.hello.pair, connection.hello.epoch)
+        assert self._hold is not None
+        hold, self._hold = self._hold, None
+        hold.release()
+
+    # Handshake.
+
+    def _admit(self, sock: socket.socket) -> None:
+        self._connections_made += 1
+        handshaking = sum(c.qps is None for c in self._connections.values())
+        connection = _Connection(number=self._connections_made, sock=sock)
+        self._connections[connection.number] = connection
+        if handshaking >= self._config.handshakes_max:
+            self._refuse(connection, RefusalReason.HANDSHAKES_MAX)
+            return
+        try:
+            tune(sock, self._config.socket)
+        except OSError:
+            self._destroy(connection)  # reset before it was looked at
+            return
+        self._loop.add_reader(sock, self._read, connection)
+        connection.handshake_timer = self._loop.call_later(
+            self._config.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
+        )
+
+    def _challenge(self, connection: _Connection, hello: wire.Hello) -> None:
+        if self._secret(connection, hello) is not None:
+            connection.hello = hello
+            connection.nonce = self._randomness(wire.NONCE_BYTES)
+            self._send(connection, wire.Challenge(nonce=connection.nonce))
+
+    def _secret(self, connection: _Connection, hello: wire.Hello) -> bytes | None:
+        """The secret to be proved; None: the connection has been refused."""
+        book = self._fences.book(hello.pair)
+        secret = book.secret(hello.epoch) if book is not None else None
+        if secret is None:
+            expected = book is not None and not book.has_fenced(hello.epoch)
+            self._refuse(connection, RefusalReason.EPOCH if expected else RefusalReason.NOT_EXPECTED)
+        return secret
+
+    def _welcome(self, connection: _Connection, hello: wire.Hello, answer: wire.Answer) -> None:
+        # Asked again: a fence, or a newer epoch, may have come between HELLO and ANSWER.
+        secret = self._secret(connection, hello)
+        if secret is None:
+            return
+        if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
+            self._refuse(connection, RefusalReason.SECRET)
+            return
+        if sum(c.qps is not None for c in self._connections.values()) >= self._config.connections_max:
+            self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
+            return
+        try:
+            hold = self._memory.acquire()
+        except RdmaUnavailable:
+            self._refuse(connection, RefusalReason.DEVICE)
+            return
+        if hello.ends.ethernet != hold.device.ethernet:
+            hold.release()
+            self._refuse(connection, RefusalReason.LINK_LAYER)
+            return
+        try:
+            qps = QueuePairs(hold.device, len(hello.ends.qps), self._randomness, sends=False)
+        except QueuePairFailed as error:
+            hold.release()
+            log.warning("no queue pairs for a writer", reason=str(error))
+            self._refuse(connection, RefusalReason.QUEUE_PAIR)
+            return
+        # Entered before the queue pairs can receive: from here on only `_destroy` ends the connection.
+        connection.qps, connection.hold = qps, hold
+        self._fences.opened(hello.pair, connection.number, hello.epoch)
+        self._cancel_timer(connection)
+        self._loop.add_reader(qps.fd, self._completions, connection)
+        try:
+            qps.connect(hello.ends)
+        except QueuePairFailed as error:
+            self._fail(connection, str(error))
+            return
+        nbytes = hold.device.nbytes
+        proof = wire.receiver_proof(secret, hello, connection.nonce, nbytes, qps.ends)
+        self._send(connection, wire.Welcome(proof=proof, region_nbytes=nbytes, ends=qps.ends))
+
+    # What writers say.
+
+    def _read(self, connection: _Connection) -> None:
+        if connection.sock is None:
+            return
+        try:
+            data = connection.sock.recv(_RECV_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._eof(connection)
+            return
+        try:
+            for message in connection.inbox.feed(data):
+                self._handle(connection, message)
+                if connection.sock is None:
+                    return
+        except wire.MalformedMessage as error:
+            self._refuse(connection, error.reason)
+
+    def _handle(self, connection: _Connection, message: wire.Message) -> None:
+        hello = connection.hello
+        match message:
+            case wire.Hello() if hello is None:
+                self._challenge(connection, message)
+            case wire.Answer() if hello is not None and connection.qps is None:
+                self._welcome(connection, hello, message)
+            case wire.SealSent() if hello is not None and connection.qps is not None:
+                self._seal_sent(connection, hello, message)
+            case wire.Bye() if connection.qps is None:
+                self._destroy(connection)
+            case wire.Bye(epoch=epoch) if hello is not None and epoch == hello.epoch:
+                # Its seals' immediates came before the device told it of their completion.
+                self._completions(connection, told=False)
+                self._destroy(connection)
+            case _:
+                self._refuse(connection, RefusalReason.OUT_OF_ORDER)
+
+    def _eof(self, connection: _Connection) -> None:
+        """Without BYE. Seals of which all has come are delivered first; then what it left unfinished is fenced."""
+        hello = connection.hello
+        if connection.qps is None or hello is None:
+            self._destroy(connection)
+            return
+        self._completions(connection, told=False)
+        self._fail(connection, "the connection ended without BYE")
+
+    def _seal_sent(self, connection: _Connection, hello: wire.Hello, message: wire.SealSent) -> None:
+        qps = connection.qps
+        assert qps is not None
+        fits = message.seal.epoch == hello.epoch and 0 < message.qps_mask < 1 << len(qps.ends.qps)
+        parts = self._parts(connection, message.number) if fits else None
+        if parts is None or parts.message is not None:
+            self._refuse(connection, RefusalReason.SEAL if parts is not None or not fits else RefusalReason.SEALS_MAX)
+            return
+        parts.message = message
+        self._tell_if_whole(connection, message.number, parts)
+
+    def _completions(self, connection: _Connection, *, told: bool = True) -> None:
+        """Take in the immediates that have come. `told`: because the device says that there are some."""
+        qps = connection.qps
+        if qps is None:
+            return
+        try:
+            if told:
+                qps.take_event()
+            taken = qps.take_immediates()
+        except QueuePairFailed as error:
+            self._fail(connection, str(error))
+            return
+        for index, immediate_be in taken:
+            number = socket.ntohl(immediate_be)
+            parts = self._parts(connection, number)
+            if parts is None or parts.arrived >> index & 1:
+                self._refuse(connection, RefusalReason.SEALS_MAX if parts is None else RefusalReason.SEAL)
+                return
+            parts.arrived |= 1 << index
+            self._tell_if_whole(connection, number, parts)
+
+    def _parts(self, connection: _Connection, number: int) -> _SealParts | None:
+        """None: the writer has more seals under way than it may."""
+        qps = connection.qps
+        assert qps is not None
+        number &= 0xFFFF_FFFF
+        if number not in connection.seals and len(connection.seals) >= qps.ends.seals_max:
+            return None
+        return connection.seals.setdefault(number, _SealParts())
+
+    def _tell_if_whole(self, connection: _Connection, number: int, parts: _SealParts) -> None:
+        hello = connection.hello
+        if not parts.whole or hello is None or parts.message is None:
+            return
+        del connection.seals[number & 0xFFFF_FFFF]
+        self._counts["seals"] += 1
+        self._send(connection, wire.Sealed(number=number))
+        if not self._closed:
+            seal: Seal = parts.message.seal
+            self._events.seal_landed(hello.pair, seal)
+
+    # Ends.
+
+    def _fail(self, connection: _Connection, reason: str) -> None:
+        """The link cannot go on, and may have lost bytes: fence its pair."""
+        hello = connection.hello
+        assert hello is not None
+        log.info("rdma link ended", writer=f"{hello.pair.writer:x}", reason=reason)
+        if not self._fences.is_fencing(hello.pair, hello.epoch) and not self._closed:
+            self.fence(hello.pair, hello.epoch)
+        if connection.number in self._connections:
+            self._destroy(connection)
+
+    def _refuse(self, connection: _Connection, reason: RefusalReason) -> None:
+        """Count, tell the peer, close. One that could write is fenced."""
+        self._refused[reason] += 1
+        self._send(connection, wire.Refused(reason=reason))
+        if connection.qps is not None:
+            self._fail(connection, f"refused: {reason.name}")
+        else:
+            self._destroy(connection)
+
+    def _destroy(self, connection: _Connection) -> None:
+        """The one place where a connection stops counting as one that may write: its queue pairs are destroyed."""
+        self._cancel_timer(connection)
+        if connection.qps is not None:
+            self._loop.remove_reader(connection.qps.fd)
+        if connection.sock is not None:
+            self._loop.remove_reader(connection.sock)
+            _close_politely(connection.sock)
+            connection.sock = None
+        if connection.qps is not None:
+            try:
+                connection.qps.destroy()
+            except QueuePairFailed as error:
+                self._counts["destroy_failed"] += 1
+                log.error("a fence has no evidence yet", reason=str(error))
+                self._loop.call_later(DESTROY_RETRY_MS / 1000, self._destroy, connection)
+                return
+            assert connection.hello is not None
+            assert connection.hold is not None
+            connection.qps = None
+            connection.hold.release()
+            if not self._closed:
+                self._fences.closed(connection.hello.pair, connection.number, Evidence.DESTROYED)
+        self._connections.pop(connection.number, None)
+
+    def _send(self, connection: _Connection, message: wire.Message) -> None:
+        """Best effort: the few bytes fit any socket buffer, and a writer has its own deadlines."""
+        if connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.send(wire.encode(message))
+
+    def _cancel_timer(self, connection: _Connection) -> None:
+        if connection.handshake_timer is not None:
+            connection.handshake_timer.cancel()
+            connection.handshake_timer = None
+
+
+def _close_politely(sock: socket.socket) -> None:
+    """With bytes left unread the kernel would answer by a reset, which takes what we sent last from the peer."""
+    with contextlib.suppress(OSError):
+        while sock.recv(_RECV_BYTES):
+            pass
+    sock.close()

@@ -1,0 +1,54 @@
+#!/bin/bash
+# Inside the virtual machine: makes the Soft-RoCE device, runs the tests, and asks the device what it has counted.
+# Usage: guest.sh FOLDER PYTHON STDLIB SITE PYVERBS COMMAND...; the report and the exit code go to FOLDER.
+set -uo pipefail
+folder=$1 python=$2 stdlib=$3 site=$4 pyverbs=$5
+shift 5
+exec >"$folder/report" 2>&1
+trap 'echo "$?" >"$folder/rc"; sync' EXIT
+
+counters() {
+    echo "--- $1: what the device has counted"
+    rdma statistic show link rxe0/1
+    ethtool -S dummy0 2>/dev/null || true
+}
+sent_packets() { cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts; }
+
+set -e
+for module in virtio_blk ext4 dummy rdma_rxe ib_uverbs; do modprobe "$module"; done
+ip link set lo up
+ip link add dummy0 type dummy
+ip address add 10.77.0.1/24 dev dummy0
+# The largest MTU of RDMA, 4096, and its headers.
+ip link set dummy0 mtu 4200 up
+rdma link add rxe0 type rxe netdev dummy0
+ulimit -l unlimited
+mkdir -p /tmp/image
+mount -o ro /dev/vda /tmp/image
+# The host's files are read one by one over a slow channel; these come from the image.
+mount --bind /tmp/image/site "$site"
+mount --bind /tmp/image/stdlib "$stdlib"
+mount --bind /tmp/image/pyverbs "$pyverbs"
+mkdir -p /tmp/tree
+cp -a /tmp/image/tree/. /tmp/tree
+cd /tmp/tree
+export PYTHONPATH=/tmp/tree:/tmp/tree/proto OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+export BATON_RDMA_BYTES=/tmp/handed-over
+echo 0 >"$BATON_RDMA_BYTES"
+"$python" -c 'import platform; print("Linux", platform.release(), "Python", platform.python_version())'
+rdma link
+counters before
+before=$(sent_packets)
+set +e
+"$python" "$@"
+rc=$?
+set -e
+counters after
+moved=$(($(sent_packets) - before))
+bytes=$(cat "$BATON_RDMA_BYTES")
+echo "handed over by the cluster: $bytes bytes; sent by the device: $moved packets of at most 4096 bytes of data"
+if [ "$rc" -eq 0 ] && { [ "$moved" -le 0 ] || [ $((moved * 4096)) -lt "$bytes" ]; }; then
+    echo "The device has not moved what was handed over: it went another way."
+    rc=1
+fi
+exit "$rc"

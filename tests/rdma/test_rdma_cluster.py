@@ -1,0 +1,50 @@
+"""A whole cluster on the mock engine whose handoffs go over rdma alone: exact tokens, counted by the device itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+from kvtransfer.transports.rdma_ports import counters_of, find_ports
+from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, running
+
+PATIENT = {
+    "liveness.answer_ms_max": 20_000,
+    "liveness.reconnect_ms_max": 10_000,
+    "membership.ttl_ms": 30_000,
+    "rdma.rdma.ack_timeout_code": 16,
+}
+"""The machine is slow: it may be emulated, with as many processes as cores."""
+BLOCK = 16
+LENGTHS = [BLOCK - 1, BLOCK, 5 * BLOCK, 513, 1999]
+
+
+def test_answers_over_rdma_are_exact() -> None:
+    """Prompts around block and chunk boundaries, at once: every token is the reference's, every block went over rdma
+    or was there, and the device has sent as many packets as the bytes need."""
+    rng = random.Random(21)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    port = find_ports()[0]
+    with running(mock_spec(blocks=300, both={"transports": "rdma", **PATIENT})) as cluster:
+        before = counters_of(port.device, port.number)["sent_pkts"]
+
+        async def ask(prompt: list[int]) -> int:
+            answer = await cluster.client.generate(prompt, max_tokens=9)
+            assert answer.ids == mock_tokens(prompt, 9)
+            assert answer.stats.transport == "rdma"
+            assert answer.stats.blocks_written + answer.stats.blocks_skipped == -(-len(prompt) // BLOCK)
+            return int(answer.stats.bytes_written)
+
+        async def ask_all() -> int:
+            return sum(await asyncio.gather(*map(ask, prompts)))
+
+        moved = cluster.run(ask_all())
+        sent = counters_of(port.device, port.number)["sent_pkts"] - before
+        if report := os.environ.get("BATON_RDMA_BYTES"):
+            Path(report).write_text(str(moved))
+        print(f"handed over {moved:,} bytes; the device counts {sent:,} packets of at most 4,096 bytes of data")
+        assert moved > 0
+        assert sent * 4096 >= moved
+        cluster.run(assert_conserved(cluster))

@@ -1,0 +1,180 @@
+"""RDMA on a real device: what the device refuses, and what becomes of links when it goes away and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from baton.ids import Epoch
+from kvtransfer.transport import Seal
+from kvtransfer.transports.rdma import RdmaConnectError
+from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs, RdmaConfig, RdmaDevice, open_device
+from kvtransfer.transports.rdma_ports import counters_of, find_ports
+from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
+from tests.shm_harness import REGION_NBYTES, Recorder, run
+from tests.shm_peer import source_bytes
+from tests.transport_kits import RDMA_KITS, OwningLink
+from tests.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
+
+KIT = RDMA_KITS[0]
+NETDEV = os.environ.get("BATON_RDMA_TEST_NETDEV", "dummy0")
+ADD_LINK = os.environ.get("BATON_RDMA_TEST_ADD", "rdma link add rxe0 type rxe netdev dummy0")
+REMOVE_LINK = os.environ.get("BATON_RDMA_TEST_REMOVE", "rdma link delete rxe0")
+WAIT_MS = 5_000
+
+
+class Two:
+    """Two connected ends in this process, each on a registration of its own, with nothing above them."""
+
+    def __init__(self) -> None:
+        config = RdmaConfig(qps=1, ack_timeout_code=10, retries_max=3)
+        self.source_U8, self.region_U8 = source_bytes(1, REGION_NBYTES), np.zeros(REGION_NBYTES, np.uint8)
+        self.writer_device = open_device(self.source_U8, config, remote_writes=False)
+        self.receiver_device = open_device(self.region_U8, config, remote_writes=True)
+        self.writer = QueuePairs(self.writer_device, 1, os.urandom, sends=True)
+        self.receiver = QueuePairs(self.receiver_device, 1, os.urandom, sends=False)
+        self.receiver.connect(self.writer.ends)
+        self.writer.connect(self.receiver.ends)
+        self.poster = self.writer.poster(dst_base=self.receiver_device.base, rkey=self.receiver_device.rkey)
+
+    def close(self) -> None:
+        self.writer.destroy()
+        self.receiver.destroy()
+        self.writer_device.close()
+        self.receiver_device.close()
+
+
+def completed(poster: Poster, count: int) -> list[tuple[int, int]]:
+    wake = os.eventfd(0)
+    found: list[tuple[int, int]] = []
+    try:
+        for _ in range(10):
+            found += poster.wait(wake, 0, WAIT_MS)[0]
+            if len(found) >= count:
+                break
+    finally:
+        os.close(wake)
+    return found
+
+
+def test_a_late_write_is_refused_by_the_device_after_a_fence() -> None:
+    """A write lands. Then the receiver's queue pairs are destroyed, and a writer that knows nothing of it posts another
+    one: its own device reports that it was never acknowledged, and the region is as it was."""
+    two = Two()
+    try:
+        ops = record_ops(1)
+        two.poster.post_writes(0, ops.src[:32], ops.dst[:32], ops.nbytes[:32], 7)
+        assert completed(two.poster, 1) == [(7, 0)]
+        before_U8 = two.region_U8.copy()
+        assert before_U8.any()
+        two.receiver.destroy()
+        two.poster.post_writes(0, ops.src[32:64], ops.dst[32:64], ops.nbytes[32:64], 8)
+        late = completed(two.poster, 32)
+        enums = two.writer_device.verbs.enums
+        # On a queue pair in error every request completes: the first says why, the others that they were not tried.
+        assert late == [(8, enums.IBV_WC_RETRY_EXC_ERR)] + [(8, enums.IBV_WC_WR_FLUSH_ERR)] * 31
+        assert np.array_equal(two.region_U8, before_U8)
+    finally:
+        two.close()
+
+
+def test_a_write_outside_the_region_is_refused_by_the_device() -> None:
+    """Past the end of the registered region, which our own library would not let out: the device answers with an error
+    of access, both ends are in error, nothing has landed."""
+    two = Two()
+    try:
+        where = np.array([0], np.int64)
+        two.poster.post_writes(0, where, where + REGION_NBYTES - 1, np.array([4096], np.int64), 1)
+        assert completed(two.poster, 1) == [(1, two.writer_device.verbs.enums.IBV_WC_REM_ACCESS_ERR)]
+        assert not two.region_U8.any()
+        with pytest.raises(QueuePairFailed):
+            two.receiver.take_immediates()
+    finally:
+        two.close()
+
+
+def test_without_the_native_library_the_same_bytes_land() -> None:
+    """The plain poster, object by object: a chain with one completion, and a seal with its immediate."""
+    two = Two()
+    try:
+        native = two.poster
+        assert native.name == "native", rdma_library()
+        device: RdmaDevice = two.receiver_device
+        poster = plain_poster(two, device)
+        ops = record_ops(3, 20)
+        poster.post_writes(0, ops.src, ops.dst, ops.nbytes, 4)
+        poster.post_seal(0, 0x12345678, 5)
+        assert completed(poster, 2) == [(4, 0), (5, 0)]
+        assert [(index, np.uint32(number).byteswap()) for index, number in two.receiver.take_immediates()] == [
+            (0, 0x12345678)
+        ]
+        assert np.array_equal(two.region_U8, expected_region(two.source_U8, ops))
+    finally:
+        two.close()
+
+
+def plain_poster(two: Two, device: RdmaDevice) -> PlainPoster:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtransfer.transports.rdma_device.rdma_library", lambda: None)
+        poster = two.writer.poster(dst_base=device.base, rkey=device.rkey)
+    assert isinstance(poster, PlainPoster)
+    return poster
+
+
+def test_what_is_written_moves_the_device_counters() -> None:
+    """The device's own counter of packets rises by what the bytes need at the path's MTU: no fall back can do that."""
+    port = find_ports()[0]
+
+    async def test() -> None:
+        async with receiving(KIT) as r, linked(r, source_bytes(6, REGION_NBYTES)) as (it, events):
+            before = counters_of(port.device, port.number)["sent_pkts"]
+            for _ in range(8):
+                it.post(GRANT, record_ops(1))
+            await events.until(lambda e: len(e.completed) == 8)
+            moved = counters_of(port.device, port.number)["sent_pkts"] - before
+            assert moved >= 8 * len(record_ops(1).src), moved
+
+    run(test())
+
+
+def test_the_link_is_taken_away_and_comes_back() -> None:
+    """The device vanishes under a link with a long queue: every batch completes, the link is lost, the pair is fenced,
+    and while it is away a connection is refused, with the reason. When it is back the same port links again."""
+
+    async def test() -> None:
+        async with receiving(KIT) as r:
+            async with linked(r, source_bytes(1, REGION_NBYTES)) as (it, events):
+                for _ in range(400):
+                    it.post(GRANT, record_ops(1))
+                await events.until(lambda e: bool(e.completed))
+                removing = await asyncio.create_subprocess_shell(REMOVE_LINK)
+                await events.until(lambda e: bool(e.lost))
+                await r.events.until(lambda e: bool(e.gone))
+                assert len(events.completed) == 400
+                assert r.events.gone_epochs == [(PAIR, EPOCH)]
+                assert await removing.wait() == 0
+            assert isinstance(it, OwningLink)
+            with pytest.raises(RdmaConnectError):
+                await it.connect(
+                    r.port.expect(PAIR, Epoch(EPOCH + 1)), PAIR, it.memory, events, asyncio.get_event_loop()
+                )
+            adding = await asyncio.create_subprocess_shell(ADD_LINK)
+            assert await adding.wait() == 0
+            async with asyncio.timeout(WAIT_MS / 1000 * 4):
+                while r.port.describe()["device"] == "none":  # noqa: ASYNC110 - the port looks by a timer
+                    await asyncio.sleep(0.1)
+            after = Recorder()
+            source_U8 = source_bytes(2, REGION_NBYTES)
+            again = await KIT.link(r.port.expect(PAIR, Epoch(EPOCH + 1)), PAIR, source_U8, after)
+            r.region.array_U8[:] = 0
+            again.post(GRANT, record_ops(2))
+            await after.until(lambda e: bool(e.completed))
+            again.seal(Seal(grant=GRANT, epoch=Epoch(EPOCH + 1), writes=1, bytes_written=1))
+            await r.events.until(lambda e: bool(e.seals))
+            assert np.array_equal(r.region.array_U8, expected_region(source_U8, record_ops(2)))
+            await again.close()
+
+    run(test())

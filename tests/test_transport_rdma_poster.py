@@ -1,0 +1,140 @@
+"""The native poster against a device that does nothing but keep what it is handed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+
+import numpy as np
+import pytest
+
+from kvtransfer.transports.rdma_poster import Addresses, DeviceBroken, NativePoster, RdmaLibrary, rdma_library
+
+WRITE, WRITE_WITH_IMM, SIGNALED = 0, 1, 2
+"""enum ibv_wr_opcode, ibv_send_flags (infiniband/verbs.h)."""
+POSTED = np.dtype(
+    [
+        ("wr_id", "u8"), ("remote", "u8"), ("local", "u8"), ("length", "u4"), ("lkey", "u4"), ("rkey", "u4"),
+        ("opcode", "u4"), ("flags", "u4"), ("immediate_be", "u4"), ("chain", "u4"), ("_", "u4"),
+    ]
+)  # fmt: skip
+ADDRESSES = Addresses(src_base=1 << 40, lkey=3, dst_base=1 << 41, rkey=5)
+
+
+def the_library() -> RdmaLibrary:
+    library = rdma_library()
+    if library is None:
+        pytest.skip("the poster is built where libibverbs-dev is installed")
+    return library
+
+
+class NullDevice:
+    """Keeps the first `log_max` requests; more are refused as a full queue refuses them."""
+
+    def __init__(self, log_max: int) -> None:
+        self.library = the_library()
+        self.memory = ctypes.create_string_buffer(self.library.null_bytes())
+        self.log = np.zeros(log_max, POSTED)
+        at = ctypes.addressof(self.memory)
+        self.library.null_init(at, self.log.ctypes.data, log_max, 77)
+        self.channel = os.eventfd(0)
+        self.wake = os.eventfd(0)
+        self.poster = NativePoster(
+            self.library,
+            qps=[self.library.null_qp(at)],
+            cq=self.library.null_cq(at),
+            channel_fd=self.channel,
+            addresses=ADDRESSES,
+        )
+
+    @property
+    def posted(self) -> np.ndarray:
+        return self.log[: self.library.null_logged(ctypes.addressof(self.memory))]
+
+    def close(self) -> None:
+        os.close(self.channel)
+        os.close(self.wake)
+
+
+def ops(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(count)
+    return tuple(rng.integers(1, 1 << 30, count, dtype=np.int64) for _ in range(3))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("count", [1, 2, 32, 256])
+def test_a_chain_is_one_doorbell_and_one_completion(count: int) -> None:
+    """Every write as given, at both regions' addresses and keys, in order; only the last asks for a completion."""
+    device = NullDevice(300)
+    src_W, dst_W, nbytes_W = ops(count)
+    device.poster.post_writes(0, src_W, dst_W, nbytes_W, 9)
+    posted = device.posted
+    assert len(posted) == count
+    assert (posted["chain"] == 1).all()
+    assert (posted["opcode"] == WRITE).all()
+    assert posted["flags"].tolist() == [0] * (count - 1) + [SIGNALED]
+    assert (posted["local"] == (1 << 40) + src_W).all()
+    assert (posted["remote"] == (1 << 41) + dst_W).all()
+    assert (posted["length"] == nbytes_W).all()
+    assert set(posted["lkey"]) == {3} and set(posted["rkey"]) == {5}
+    completions, waited_us = device.poster.wait(device.wake, 0, 0)
+    assert completions == [(9, 0)]
+    assert waited_us >= 0
+    device.close()
+
+
+def test_a_seal_is_an_empty_write_with_its_number() -> None:
+    """The immediate is in network order, cut to the 32 bits that there are; it completes."""
+    device = NullDevice(10)
+    device.poster.post_seal(0, (7 << 32) | 0x01020304, 11)
+    (posted,) = device.posted
+    assert posted["opcode"] == WRITE_WITH_IMM
+    assert posted["length"] == 0
+    assert posted["rkey"] == 5
+    assert socket.ntohl(int(posted["immediate_be"])) == 0x01020304
+    assert device.poster.wait(device.wake, 0, 0)[0] == [(11, 0)]
+    device.close()
+
+
+def test_a_refused_post_is_an_error() -> None:
+    """The queue takes ten of twelve: the link is told, with the driver's errno."""
+    device = NullDevice(10)
+    with pytest.raises(DeviceBroken, match="errno 12"):
+        device.poster.post_writes(0, *ops(12), 1)
+    with pytest.raises(DeviceBroken, match="errno 12"):
+        device.poster.post_seal(0, 1, 1)
+    device.close()
+
+
+def test_a_chain_that_is_too_long_is_not_posted() -> None:
+    """More than the C code has room for is refused whole."""
+    device = NullDevice(600)
+    with pytest.raises(DeviceBroken, match="errno 22"):
+        device.poster.post_writes(0, *ops(device.poster.chain_wrs_max + 1), 1)
+    assert len(device.posted) == 0
+    device.close()
+
+
+def test_completions_beyond_one_call_come_with_the_next() -> None:
+    """A hundred seals: at most `poll_max` completions a call, none lost, none twice, in order."""
+    device = NullDevice(100)
+    for number in range(100):
+        device.poster.post_seal(0, number, number)
+    first, _ = device.poster.wait(device.wake, 0, 0)
+    second, _ = device.poster.wait(device.wake, 0, 0)
+    assert len(first) == device.library.poll_max
+    assert [number for number, _ in first + second] == list(range(100))
+    device.close()
+
+
+@pytest.mark.parametrize("spin_us", [0, 200])
+def test_a_sleeping_poster_is_woken(spin_us: int) -> None:
+    """With nothing on its way it sleeps, without end if need be, until its descriptor says that there is work."""
+    device = NullDevice(1)
+    os.eventfd_write(device.wake, 1)
+    assert device.poster.wait(device.wake, spin_us, -1)[0] == []
+    assert not device.poster.channel_readable
+    os.eventfd_write(device.channel, 1)
+    assert device.poster.wait(device.wake, spin_us, -1)[0] == []
+    assert device.poster.channel_readable
+    device.close()
