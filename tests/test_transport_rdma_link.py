@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 class Receiving:
-    def __init__(self, **config: int) -> None:
+    def __init__(self, **config: Any) -> None:
         loop = asyncio.get_running_loop()
         self.events = Recorder()
         self.offered: list[bool] = []
@@ -91,7 +92,7 @@ class Receiving:
 
 
 @asynccontextmanager
-async def receiving(**config: int) -> AsyncIterator[Receiving]:
+async def receiving(**config: Any) -> AsyncIterator[Receiving]:
     it = Receiving(**config)
     try:
         yield it
@@ -103,7 +104,7 @@ async def receiving(**config: int) -> AsyncIterator[Receiving]:
 
 @asynccontextmanager
 async def linked(
-    r: Receiving, source_U8: np.ndarray, epoch: Epoch = EPOCH, **config: int
+    r: Receiving, source_U8: np.ndarray, epoch: Epoch = EPOCH, **config: Any
 ) -> AsyncIterator[tuple[RdmaWriterLink, Recorder]]:
     loop, events = asyncio.get_running_loop(), Recorder()
     memory = RdmaMemory(region=lambda: source_U8, config=CONFIG, loop=loop, remote_writes=False)
@@ -227,7 +228,8 @@ def test_a_fence_destroys_the_queue_pairs_before_it_is_told() -> None:
             assert welcome.region_nbytes == REGION_NBYTES
             r.port.fence(PAIR, EPOCH)
             assert set(DoubleQueuePairs.alive.values()) == {raw.qps}
-            poster.post_writes(0, *(np.array([n], np.int64) for n in (0, 0, 4096)), 1)
+            start = np.array([0], np.int64)
+            poster.post_writes(0, start, start, start + 4096, 1)
             assert poster.wait(raw.qps.fd, 0, 0)[0] == [(1, 10)]
             assert not r.region.array_U8.any()
             with pytest.raises(PairBeingFenced):

@@ -228,7 +228,7 @@ def missing(machine: Machine, **asked: object) -> list[tuple[str, str]]:
 
 def changed(machine: Machine, **fields: object) -> Machine:
     names = ("sysfs", "devices", "proc", "verbs_folders", "memlock_bytes")
-    return Machine(**{**{name: getattr(machine, name) for name in names}, **fields})  # type: ignore[arg-type]
+    return Machine(**{**{name: getattr(machine, name) for name in names}, **fields})
 
 
 def test_a_machine_with_everything_works(machine: Machine) -> None:
