@@ -174,14 +174,14 @@ class RdmaReceiverPort:
         self._offered(True)
 
     def _device_lost(self, _: str) -> None:
-        """Its queue pairs are of no use: destroy them, which fences their pairs, and let the device go."""
+        """Its queue pairs are of no use: destroy them, which fences their pairs, and let it go."""
         self._offered(False)
         for connection in list(self._connections.values()):
-            if connection.hello is not None and connection.qps is not None:
-                self.fence(connection.hello.pair, connection.hello.epoch)
+            if (hello := connection.hello) is not None and connection.qps is not None:
+                self.fence(hello.pair, hello.epoch)
         assert self._hold is not None
-        hold, self._hold = self._hold, None
-        hold.release()
+        self._hold.release()
+        self._hold = None
 
     # Handshake.
 
@@ -256,9 +256,8 @@ class RdmaReceiverPort:
         except QueuePairFailed as error:
             self._fail(connection, str(error))
             return
-        nbytes = hold.device.nbytes
-        proof = wire.receiver_proof(secret, hello, connection.nonce, nbytes, qps.ends)
-        self._send(connection, wire.Welcome(proof=proof, region_nbytes=nbytes, ends=qps.ends))
+        proof = wire.receiver_proof(secret, hello, connection.nonce, hold.device.nbytes, qps.ends)
+        self._send(connection, wire.Welcome(proof=proof, region_nbytes=hold.device.nbytes, ends=qps.ends))
 
     # What writers say.
 
@@ -348,8 +347,7 @@ class RdmaReceiverPort:
 
     def _fail(self, connection: Connection, reason: str) -> None:
         """The link cannot go on, and may have lost bytes: fence its pair."""
-        hello = connection.hello
-        assert hello is not None
+        assert (hello := connection.hello) is not None
         log.info("rdma link ended", writer=f"{hello.pair.writer:x}", reason=reason)
         if not self._fences.is_fencing(hello.pair, hello.epoch) and not self._closed:
             self.fence(hello.pair, hello.epoch)
@@ -382,8 +380,7 @@ class RdmaReceiverPort:
                 log.error("a fence has no evidence yet", reason=str(error))
                 self._loop.call_later(DESTROY_RETRY_MS / 1000, self._destroy, connection)
                 return
-            assert connection.hello is not None
-            assert connection.hold is not None
+            assert connection.hello is not None and connection.hold is not None
             connection.qps = None
             connection.hold.release()
             if not self._closed:
