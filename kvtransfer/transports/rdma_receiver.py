@@ -347,7 +347,8 @@ class RdmaReceiverPort:
 
     def _fail(self, connection: Connection, reason: str) -> None:
         """The link cannot go on, and may have lost bytes: fence its pair."""
-        assert (hello := connection.hello) is not None
+        hello = connection.hello
+        assert hello is not None
         log.info("rdma link ended", writer=f"{hello.pair.writer:x}", reason=reason)
         if not self._fences.is_fencing(hello.pair, hello.epoch) and not self._closed:
             self.fence(hello.pair, hello.epoch)
