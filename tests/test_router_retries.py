@@ -102,9 +102,9 @@ def test_a_resumption_may_look_for_nodes_for_a_time_of_its_own() -> None:
 def test_tokens_may_come_before_the_word_of_the_grant() -> None:
     """They come from the decode node, the word from the prefill node: either shows that the attempt was taken."""
     attempt = Try(inbox=Inbox(key=RequestKey(request=RequestId("a" * 32), attempt=Attempt(0)), first_index=0))
-    assert not attempt.taken
+    before = attempt.taken
     attempt.inbox.put(0, [5], [])
-    assert attempt.taken and not attempt.granted
+    assert (before, attempt.taken, attempt.granted) == (False, True, False)
 
 
 def test_a_burst_goes_at_once_and_the_rest_at_the_pace() -> None:
