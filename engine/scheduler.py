@@ -193,8 +193,11 @@ class Scheduler:
             self._decodes_started += 1
 
     def _may_resume(self) -> bool:
-        """Whether there is a place for one more to decode; the last one is a prompt's that was overtaken too often."""
-        if len(self._running) >= self.config.rows_max:
+        """Whether there is a place for one more to decode; the last one is a prompt's that was overtaken too often, and
+        the last row of scores one's that lacks nothing else."""
+        begun = self._begun
+        waits_for_row = begun is not None and begun.computed == len(begun.tokens) - 1
+        if len(self._running) + waits_for_row >= self.config.rows_max:
             return False
         first = next(iter(self._prompts), None)
         overtaken = 0 if first is None else self._decodes_started - self._started_before[first]

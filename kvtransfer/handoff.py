@@ -150,9 +150,9 @@ class StepWrites:
     def _post(self, layer: int) -> None:
         ops = self.plan.of_layer(layer)
         self.link.post(self.handoff.grant, ops)
+        self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
         if self.handoff.sample is not None:
             self.handoff.sample.take(layer, self.dst_blocks_B, ops)
-        self.posted += 1
         observer = self.peer.observer
         if observer is not None:
             writes = len(self.src_blocks_B)

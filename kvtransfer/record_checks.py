@@ -77,15 +77,18 @@ class RecordChecks:
         self._found.pop(grant, None)
 
     async def run(self, grant: GrantId, then: Callable[[RecordsChecked], None]) -> None:
-        """Compare, then say so."""
-        sent = self._sent[grant]
+        """Compare, then say so. Of a grant that is forgotten before or meanwhile nothing is said, and nothing kept."""
+        sent = self._sent.get(grant)
+        if sent is None:
+            return
         offsets_RS = sent.offsets(self._layout, self._num_blocks)
         nbytes_S = np.array([self._layout.record_bytes], dtype=np.int64)
         if len(sent) * self._layout.record_bytes <= INLINE_BYTES_MAX:
             found_R = self._thread.now(offsets_RS, nbytes_S)
         else:
             found_R = await asyncio.wrap_future(self._thread.submit(offsets_RS, nbytes_S), loop=self._loop)
-        self._sent.pop(grant, None)
+        if self._sent.pop(grant, None) is None:
+            return
         self.records += len(sent)
         corrupt = differing(sent, found_R)
         if corrupt is not None:

@@ -219,6 +219,14 @@ class WriterPeer:
         """The writes of one step, accounted for. Raises WriteOutOfBounds: a block that the grant does not open."""
         assert handoff.link is not None, handoff
         check_granted(dst_blocks_B, handoff.dst_blocks)
+        plan = RecordPlan(
+            self.layout,
+            src_blocks_B,
+            dst_blocks_B,
+            src_num_blocks=self.src_num_blocks,
+            dst_num_blocks=self.dst_num_blocks,
+        )
+        # From here on they are outstanding, and only the step that is returned takes that back.
         writes = len(layers) * len(src_blocks_B)
         nbytes = writes * self.layout.record_bytes
         self.handle(WritesPosted(number=handoff.number, writes=writes, bytes_written=nbytes))
@@ -235,13 +243,7 @@ class WriterPeer:
             link=handoff.link,
             src_blocks_B=src_blocks_B,
             dst_blocks_B=dst_blocks_B,
-            plan=RecordPlan(
-                self.layout,
-                src_blocks_B,
-                dst_blocks_B,
-                src_num_blocks=self.src_num_blocks,
-                dst_num_blocks=self.dst_num_blocks,
-            ),
+            plan=plan,
             layers=layers,
         )
         handoff.steps.add(step)

@@ -47,6 +47,8 @@ class Job:
     """First block of the prompt that has not been posted (and that decode lacks)."""
     overtaken: int = 0
     """See `prefill_node.waiting`."""
+    grant_slow: bool = False
+    """Its grant has been asked for so long that nobody waits for it to be computed first."""
     computed_s: float = 0.0
     told: bool = False
     """The router is told that it has failed here, and itself asks the decode node whether it has committed."""
@@ -61,7 +63,9 @@ class Job:
     @property
     def tokens_ahead(self) -> int:
         """Of the prompt, that are not computed yet; what is cached is known from when it enters the engine."""
-        return len(self.tokens) if self.seq is None else max(0, len(self.tokens) - self.seq.computed)
+        if self.seq is not None:
+            return max(0, len(self.tokens) - self.seq.computed)
+        return 0 if self.grant_slow else len(self.tokens)
 
     @property
     def resumed(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from batonpb import prefill_pb2
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import Incarnation, RequestKey
+from baton.ids import BlockId, Incarnation, RequestKey
 from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
 from baton.wire import NodeLoad
 from engine.block_manager import BlockManager, prefix_blocks_max
@@ -38,6 +38,8 @@ from prefill_node.waiting import WaitingLine
 
 STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
+GRANT_WAIT_MS_MAX: Final = 50
+"""A healthy decode node answers in a few; whoever waits longer holds up nobody behind him while there are places."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -200,7 +202,11 @@ class PrefillNode:
         local = self._local
         if local is not None and job.kept and self._keep(job, local):
             return prefill_pb2.PrefillEvent(granted=local.granted())
-        asked = await self._decode_nodes.reserve(job, sources_released=lambda: self._sources_released(job))
+        slow = self._loop.call_later(GRANT_WAIT_MS_MAX / 1000, self._go_past, job)
+        try:
+            asked = await self._decode_nodes.reserve(job, sources_released=lambda: self._sources_released(job))
+        finally:
+            slow.cancel()
         if isinstance(asked, Handoff):
             job.handoff = asked
             return granted_event(asked)
@@ -211,6 +217,11 @@ class PrefillNode:
             if never is not None and asked.reasons <= NOT_THERE:
                 raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
         raise asked.error
+
+    def _go_past(self, job: Job) -> None:
+        """A decode node does not answer: it may be dead, and those behind this request are not to wait until it is."""
+        job.grant_slow = True
+        self._admit()
 
     def _keep(self, job: Job, local: LocalRunner) -> bool:
         """Start it in the other half, with blocks and a promise of its own. False, with nothing changed: no room."""
@@ -254,16 +265,9 @@ class PrefillNode:
             cache_salt=job.cache_salt,
             cached_tokens=len(prefix) * size,
         )
-        if job.handoff is not None and job.handoff.may_post():
-            self._blocks.hold(table)
-            job.pinned = list(table)
-            job.handoff.pinned_blocks = len(table)
-            job.next_block = job.handoff.prefix_skip
-            cached = self._post(job, job.handoff, len(prefix))
-            for layer in cached.layers if cached is not None else ():
-                assert cached is not None
-                cached.layer_done(layer)
         try:
+            if job.handoff is not None and job.handoff.may_post():
+                self._post_cached(job, job.handoff, table, len(prefix))
             self._engine.submit(job.seq)
         except BaseException:
             self._blocks.release(table)
@@ -271,6 +275,18 @@ class PrefillNode:
         self.engine_loop.wake()
         if prefix:
             self._admit()  # fewer tokens are ahead than were counted
+
+    def _post_cached(self, job: Job, handoff: Handoff, table: list[BlockId], cached_blocks: int) -> None:
+        """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
+        self._blocks.hold(table)
+        job.pinned = list(table)
+        handoff.pinned_blocks = len(table)
+        job.next_block = handoff.prefix_skip
+        writes = self._post(job, handoff, cached_blocks)
+        if writes is not None:
+            for layer in writes.layers:
+                writes.layer_done(layer)
+            writes.finish()
 
     async def _first_token(self, job: Job) -> TokenEvent:
         """Wait for the engine; a handoff that ends before the last layer is posted ends the request at once."""

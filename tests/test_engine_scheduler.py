@@ -386,3 +386,19 @@ def test_any_course_of_events(data: st.DataObject) -> None:
         bench.ledger.unpromise(seq.key)
     counts = bench.ledger.check()
     assert (counts.free + counts.cached, counts.promised) == (48, 0)
+
+
+def test_a_prompt_that_waits_for_a_row_has_the_next_one() -> None:
+    """One row of scores, and it is taken: a prompt is computed but for its last token. Sequences come to decode without
+    end; the next row is the prompt's all the same, since they could otherwise go before it for ever."""
+    bench = Bench(tokens=20, logits_rows_max=1)
+    bench.resume("first", 4)
+    bench.submit("prompt", 4)
+    assert bench.step() == [("first", 4, 5, True), ("prompt", 0, 3, False)]
+    bench.resume("later-0", 4)
+    bench.resume("later-1", 4)
+    assert bench.step() == [("first", 5, 6, True)]
+    bench.scheduler.remove(bench.seqs["first"])
+    assert bench.step() == [("prompt", 3, 4, True)]
+    bench.scheduler.remove(bench.seqs["prompt"])
+    assert bench.step() == [("later-0", 4, 5, True)]

@@ -6,6 +6,8 @@ import asyncio
 import threading
 import zlib
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,10 +30,11 @@ from kvtransfer.checksums import (
     segments,
 )
 from kvtransfer.grant_messages import RecordsChecked
-from kvtransfer.handoff import WriterConfig
+from kvtransfer.handoff import StepWrites, WriterConfig
 from kvtransfer.layout import Layout, kv_layout
-from kvtransfer.plan import HeadRange, head_ranges, whole_records
+from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
 from kvtransfer.record_checks import RecordChecks, checksums_from_proto
+from kvtransfer.transport import WriteOps
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="uint8", dtype_bytes=1)
 BLOCKS = 8
@@ -338,3 +341,64 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
 
     asyncio.run(scene())
     assert threads == ([] if inline_bytes_max else ["other", "other"])
+
+
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["before", "meanwhile"])
+def test_a_grant_that_is_forgotten_is_compared_for_nobody(meanwhile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer is fenced and its books are closed before the comparison begins, or while the other thread reads:
+    nothing breaks off, nothing is said, and nothing is kept of it, though its records differ."""
+    monkeypatch.setattr("kvtransfer.record_checks.INLINE_BYTES_MAX", 0)
+    gate = Gate(monkeypatch)
+
+    async def scene() -> None:
+        checks = RecordChecks(
+            ChecksumThread(random_region(3), name="test"), LAYOUT, num_blocks=BLOCKS, loop=asyncio.get_running_loop()
+        )
+        told: list[RecordsChecked] = []
+        try:
+            checks.keep(GRANT, sums([0], [1], [0]), [BlockId(1)])
+            running = asyncio.ensure_future(checks.run(GRANT, told.append))
+            if meanwhile:
+                await asyncio.sleep(0)
+                assert not running.done()
+            checks.forget(GRANT)
+            gate.open.set()
+            await running
+            assert told == []
+            with pytest.raises(KeyError):
+                checks.error(GRANT)
+        finally:
+            gate.open.set()
+            checks.close()
+
+    asyncio.run(scene())
+
+
+def test_a_post_whose_sample_fails_is_still_posted() -> None:
+    """No thread can be started for the checksums. The transport has the records all the same, and will say when it has
+    let go of them: they must not count as dropped besides."""
+    dropped: list[int] = []
+    posted: list[WriteOps] = []
+
+    class Broken:
+        def take(self, *_: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+    peer = SimpleNamespace(
+        observer=None, layout=LAYOUT, completed=lambda _handoff, writes, _nbytes: dropped.append(writes)
+    )
+    handoff = SimpleNamespace(grant=GRANT, sample=Broken(), steps=set())
+    step = StepWrites(
+        peer=cast(Any, peer),
+        handoff=cast(Any, handoff),
+        link=cast(Any, SimpleNamespace(post=lambda _grant, ops: posted.append(ops))),
+        src_blocks_B=ids(1, 2),
+        dst_blocks_B=ids(3, 4),
+        plan=RecordPlan(LAYOUT, ids(1, 2), ids(3, 4), src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS),
+        layers=range(3),
+    )
+    with pytest.raises(RuntimeError):
+        step.layer_done(0)
+    step.finish()
+    assert len(posted) == 1
+    assert dropped == [4], "the two layers that were never posted, of two records each"

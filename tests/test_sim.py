@@ -7,6 +7,7 @@ of its own where the mistake was.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,5 +74,7 @@ def test_a_mutant_is_caught(name: str) -> None:
         with mutated(name):
             outcome = simulate(suite_config(seed))
         if outcome.violations:
+            # A replacement that no longer fits what it replaces would be found out by any seed, and show nothing.
+            assert not re.search(r"\b(TypeError|AttributeError|NameError)\b", outcome.violations[0]), outcome.violations
             return
     pytest.fail(f"none of {SUITE_SEEDS} seeds has found out: {name}")
