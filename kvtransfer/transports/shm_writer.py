@@ -242,7 +242,7 @@ class ShmWriterLink:
 
     def _enter_pages(self, mapping: mmap.mmap) -> Iterator[object]:
         """The receiver's pages exist, but each would still cost a fault at its first copy. On a copying thread."""
-        for self._pages_ready_bytes in populate(mapping):
+        for self._pages_ready_bytes in populate(mapping, in_use=True):
             yield None
 
     def _read(self) -> None:
