@@ -286,8 +286,8 @@ class ShmWriterLink:
         assert self._mapping is not None
         try:
             self._mapping.close()
-        except BufferError:
-            # Somebody still sees the region: a bug of ours. Saying BYE would be a lie, so the receiver keeps waiting.
+        except BaseException:
+            # Somebody still sees the region, a bug of ours, or the device refuses. Saying BYE would be a lie, so the receiver keeps waiting.
             self._finish()
             raise
         self._mapping = None
