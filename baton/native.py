@@ -85,9 +85,9 @@ def load(source: Path, libraries: tuple[str, ...] = ()) -> NativeLibrary:
     May take a second, the first time. Never raises for want of a compiler or of a place to write to.
     """
     reasons = []
-    for place in (lambda: source.parent, _cache_folder):
+    for beside in (True, False):
         try:
-            path = build(source, place(), libraries)
+            path = build(source, source.parent if beside else _cache_folder(), libraries)
             _check_owner(path, source)
             return NativeLibrary(handle=ctypes.CDLL(str(path)), status=f"loaded from {path}")
         except (NotBuilt, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -241,8 +242,9 @@ def test_a_batch_that_cannot_be_queued_leaves_those_before_it_to_land(monkeypatc
     async def scene() -> None:
         completed: list[tuple[bytes, bool]] = []
         drained = asyncio.Event()
+        streams: Any = Streams()
         pool = DeviceCopyPool(
-            streams=Streams(),
+            streams=streams,
             dst=None,
             src=None,
             dst_nbytes=RECORD,

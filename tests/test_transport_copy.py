@@ -245,7 +245,7 @@ def test_a_user_without_a_home_has_the_library_beside_the_source(
     built = build(source, tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "~")  # what it looks like when neither HOME nor an account gives one
-    monkeypatch.setattr(native_module.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert load(source).status == f"loaded from {built}"
     built.unlink()
     monkeypatch.setattr(native_module, "COMPILERS", ())

@@ -287,7 +287,8 @@ class ShmWriterLink:
         try:
             self._mapping.close()
         except BaseException:
-            # Somebody still sees the region, a bug of ours, or the device refuses. Saying BYE would be a lie, so the receiver keeps waiting.
+            # Somebody still sees the region, a bug of ours, or the device refuses to let go of it. BYE would be a lie:
+            # the receiver keeps waiting.
             self._finish()
             raise
         self._mapping = None
