@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,8 +57,8 @@ REPEATS = {"473m": 1, "small": 3}
 """In a round: the larger model's fits into three minutes, with vLLM's start."""
 PREFILL = (16, 512)
 
-Generate = Callable[[list[list[int]], int], float]
-"""(prompts, tokens to write) -> seconds, until the last token of the last prompt's answer."""
+Generate = Callable[[list[list[int]], int], list[float]]
+"""(prompts, tokens to write) -> seconds at which each step of the engine ended, from the submission of the prompts."""
 
 
 def write_config(folder: Path, model: str) -> Path:
@@ -82,7 +83,7 @@ def kv_bytes(model: str, tokens: int) -> int:
 
 
 def measure(model: str, generate: Generate) -> dict[str, float]:
-    """Tokens a second of prefill, and seconds a step of decoding: the difference between long and short answers."""
+    """Tokens a second of prefill; seconds of a step that only decodes, the median of the last half of an answer's."""
     rng, repeats = random.Random(0), REPEATS[model]
 
     def prompts(batch: int, context: int) -> list[list[int]]:
@@ -90,12 +91,14 @@ def measure(model: str, generate: Generate) -> dict[str, float]:
         return [[rng.randrange(2, size) for _ in range(context)] for _ in range(batch)]
 
     generate(prompts(16, 64), 8)
-    found: dict[str, float] = {}
     batch, context = PREFILL
-    short = {PREFILL: median(generate(prompts(batch, context), 1) for _ in range(repeats))}
-    found["prefill_tokens_s"] = batch * context / short[PREFILL]
+    found = {
+        "prefill_tokens_s": max(batch * context / generate(prompts(batch, context), 1)[-1] for _ in range(repeats))
+    }
     for case in DECODES[model]:
-        one = short.get(case) or median(generate(prompts(*case), 1) for _ in range(repeats))
-        whole = median(generate(prompts(*case), 1 + STEPS[model]) for _ in range(1 if case == PREFILL else repeats))
-        found[f"decode_s_{case[0]}_{case[1]}"] = (whole - one) / STEPS[model]
+        steps: list[float] = []
+        for _ in range(repeats):
+            ends = generate(prompts(*case), 1 + STEPS[model])[-STEPS[model] // 2 :]
+            steps += [after - before for before, after in pairwise(ends)]
+        found[f"decode_s_{case[0]}_{case[1]}"] = median(steps)
     return found

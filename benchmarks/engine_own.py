@@ -45,11 +45,12 @@ class OwnEngine:
         self.outside_s: list[float] = []
         """Of each step of the last call that only decodes: the time that is not the runner's."""
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> float:
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[float]:
         blocks = BlockManager(Ledger(NUM_BLOCKS), BLOCK_SIZE, b"benchmark")
         limits = SchedulerConfig(tokens_per_step_max=TOKENS_PER_STEP, sequences_max=16, waiting_max=16)
         engine = Engine(self._runner, blocks, limits)
         self.outside_s.clear()
+        ends: list[float] = []
         started = time.perf_counter()
         for number, prompt in enumerate(prompts):
             engine.submit(self._sequence(blocks, f"{self._calls}-{number}", prompt, tokens))
@@ -58,11 +59,12 @@ class OwnEngine:
             begun = time.perf_counter()
             batch = engine.schedule()
             if batch is None:
-                return time.perf_counter() - started
+                return ends
             ran = time.perf_counter()
             result = engine.run(batch, NullSink())
             done = time.perf_counter()
             engine.postprocess(batch, result)
+            ends.append(time.perf_counter() - started)
             if batch.num_tokens == len(prompts):
                 self.outside_s.append(time.perf_counter() - done + ran - begun)
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, os.environ["BENCHMARK_ROOT"])
@@ -29,11 +30,18 @@ def main() -> None:
         disable_log_stats=True,
     )
 
-    def generate(prompts: list[list[int]], tokens: int) -> float:
+    numbers = count()
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[float]:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return time.perf_counter() - started
+        for prompt in prompts:
+            llm.llm_engine.add_request(f"r{next(numbers)}", {"prompt_token_ids": prompt}, params)
+        ends: list[float] = []
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            ends.append(time.perf_counter() - started)
+        return ends
 
     print(json.dumps(measure(model, generate)))
 

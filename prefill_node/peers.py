@@ -204,10 +204,10 @@ class Peers:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
         await asyncio.gather(*(attendance.close() for attendance in self._attendances.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
-        if self._checksums is not None:
-            self._checksums.close()
         if self._rdma is not None:
             await self._rdma.close()
+        if self._checksums is not None:
+            self._checksums.close()
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE."""

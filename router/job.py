@@ -50,10 +50,16 @@ class Try:
 
     inbox: Inbox
     granted: bool = False
-    """A decode node has taken it, or it needs none."""
+    """The prefill node has said that a decode node has taken it, or that it needs none."""
     subscription: DecodeSubscription | None = None
     resolved: int = 0
     """How often the decode node was asked whether it goes on."""
+
+    @property
+    def taken(self) -> bool:
+        """A decode node has it, or none is needed. Its tokens come by another way than the word of the grant, and may
+        be here first."""
+        return self.granted or bool(self.inbox.tokens)
 
 
 def started_event(job: Job) -> inference_pb2.GenerateEvent:

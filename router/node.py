@@ -169,7 +169,7 @@ class RouterNode:
                 return
             except BatonError as error:
                 error_reason = error.reason
-                verdict = job.retries.judge(error, granted=attempt.granted, now_s=self._loop.time())
+                verdict = job.retries.judge(error, granted=attempt.taken, now_s=self._loop.time())
                 log.info(
                     verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message
                 )

@@ -345,7 +345,8 @@ def _prefill_hooks(cluster: InProcessCluster) -> _Hooks:
                 yield event
 
     def admit(self: PrefillNode) -> None:
-        if self._queue and cluster.is_marked(self._queue[0].key.request):
+        # Anywhere in the queue: one look may let several go ahead.
+        if any(cluster.is_marked(job.key.request) for job in self._queue):
             queue.do(lambda: real_admit(self))
         else:
             real_admit(self)

@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, InvalidField, Reason
+from baton.ids import Attempt, RequestId, RequestKey
+from router.job import Try
 from router.retries import DEATHS, PLACE_AGAIN, RESUMABLE, ResumptionPace, Retries, RetryConfig, Verdict
+from router.subscriptions import Inbox
 
 CLIENTS_OWN = frozenset(
     {
@@ -94,6 +97,14 @@ def test_a_resumption_may_look_for_nodes_for_a_time_of_its_own() -> None:
     with pytest.raises(BatonError) as nobody:
         job.judge(failed(Reason.NO_DECODE_NODE), granted=False, now_s=105.0)
     assert nobody.value.reason is Reason.NO_DECODE_NODE
+
+
+def test_tokens_may_come_before_the_word_of_the_grant() -> None:
+    """They come from the decode node, the word from the prefill node: either shows that the attempt was taken."""
+    attempt = Try(inbox=Inbox(key=RequestKey(request=RequestId("a" * 32), attempt=Attempt(0)), first_index=0))
+    before = attempt.taken
+    attempt.inbox.put(0, [5], [])
+    assert (before, attempt.taken, attempt.granted) == (False, True, False)
 
 
 def test_a_burst_goes_at_once_and_the_rest_at_the_pace() -> None:

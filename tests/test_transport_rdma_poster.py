@@ -148,12 +148,12 @@ def test_completions_beyond_one_call_come_with_the_next() -> None:
 def test_a_sleeping_poster_is_woken(spin_us: int) -> None:
     """With nothing on its way it sleeps, without end if need be, until its descriptor says that there is work."""
     device = NullDevice(1)
-    os.eventfd_write(device.wake, 1)
-    assert device.poster.wait(device.wake, spin_us, -1)[0] == []
-    assert not device.poster.channel_readable
-    os.eventfd_write(device.channel, 1)
-    assert device.poster.wait(device.wake, spin_us, -1)[0] == []
-    assert device.poster.channel_readable
+    readable = []
+    for descriptor in (device.wake, device.channel):
+        os.eventfd_write(descriptor, 1)
+        assert device.poster.wait(device.wake, spin_us, -1)[0] == []
+        readable.append(device.poster.channel_readable)
+    assert readable == [False, True]
     device.close()
 
 

@@ -130,10 +130,7 @@ KITS = (
     Kit(name="tcp", transport=TransportName.TCP),
     Kit(name="tcp-3-streams", transport=TransportName.TCP, streams=3),
 )
-RDMA_KITS = (
-    Kit(name="rdma", transport=TransportName.RDMA),
-    Kit(name="rdma-3-queue-pairs", transport=TransportName.RDMA, streams=3),
-)
+RDMA_KITS = (Kit(name="rdma", transport=TransportName.RDMA, streams=2),)
 """Where there is a device: `make test-rdma` runs them."""
 
 

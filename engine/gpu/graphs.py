@@ -142,6 +142,7 @@ class DecodeGraphs:
         self._columns = -(-config.graph_context_max // block_size)
         self._sizes = bucket_sizes(config.graph_rows_max)
         self._graphs: dict[int, _Graph] = {}
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self.steps = 0
         self.rows_padded = 0
 
@@ -162,8 +163,13 @@ class DecodeGraphs:
         """Scores of the token after each slice -> [rows, V]: a view, overwritten by the next `run`."""
         assert self.fits(slices), len(slices)
         graph = self._graphs[self._sizes[bisect_left(self._sizes, len(slices))]]
+        if self._copied is not None:
+            # A step that draws nothing is not waited for, and the device may still have to read its inputs.
+            self._copied.synchronize()
         self._fill(graph.staging.numpy(), slices)
         graph.inputs.copy_(graph.staging, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
         self.steps += 1
         self.rows_padded += len(graph.inputs) - len(slices)
         return graph.replay()[: len(slices)]

@@ -42,7 +42,7 @@ INLINE __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_m
 INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 INLINE __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
-/* `left` elements, or all where there are more. A masked store costs some hundred cycles on Zen 4 and 5: only at an end. */
+/* `left` elements, or all where there are more: masks only at an end. */
 INLINE __m256i load16(const bf16 *x, int64_t left) {
     if (left >= 16) return _mm256_loadu_si256((const __m256i *)x);
     return _mm256_maskz_loadu_epi16((__mmask16)((1u << left) - 1), x);

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
+from baton.endpoint import check_reachable, join_endpoint, split_endpoint
+
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _CONNECTION_GONE: Final = frozenset(
     {
@@ -25,6 +27,26 @@ _CONNECTION_GONE: Final = frozenset(
     }
 )
 """Of the one connection that was to be accepted, says accept(2), and none of ours; the next one may be well."""
+
+
+def listen_on(listen: str, advertise_host: str | None, *, backlog: int) -> tuple[socket.socket, str]:
+    """A listening, non-blocking tcp socket, the caller's; and where peers reach it.
+
+    Raises:
+        BatonError: BAD_ENDPOINT.
+        OSError: the address cannot be listened on.
+    """
+    host, port = split_endpoint(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=backlog)
+    try:
+        listener.setblocking(False)
+        address = join_endpoint(advertise_host or host, listener.getsockname()[1])
+        check_reachable(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener, address
 
 
 class Acceptor:

@@ -15,6 +15,7 @@ counters() {
 sent_packets() { cat /sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts; }
 
 set -e
+echo "The machine is up."
 for module in virtio_blk ext4 dummy rdma_rxe ib_uverbs; do modprobe "$module"; done
 ip link set lo up
 ip link add dummy0 type dummy

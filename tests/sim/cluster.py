@@ -330,7 +330,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         LedgerWatch(pool.ledger, process)
         return pool
 
-    def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any) -> SimPort:
+    def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any, _memory: Any) -> SimPort:
         return SimPort(transport=transport, process=current(), events=ports.port_events(transport))
 
     async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:

@@ -6,7 +6,7 @@ With `lost_allowed` any fault near the request is an excuse. Without it only the
    stood still, or the connection between the two was broken.
 2. Its own deadline (`DEADLINE_S`, less what the router's clock has leapt ahead meanwhile).
 3. ATTEMPTS_SPENT after the death of nodes: at least `deaths_max` of the links between its router, prefill and decode
-   nodes were lost while it ran, each by a process's end or by its own.
+   nodes were lost while it ran, each by a process's end or by its own, or shortly before: a loss is noticed later.
 4. Nothing to run on: the router looked for nodes (`LOOKED_FOR`) as long as it is to, and all that time no route
    (router, prefill node, decode node, the directory's word of both) was open for `ROUTE_S` at a stretch.
 
@@ -116,7 +116,8 @@ class Excuses:
     def spent(self, router: str, began_s: float) -> bool:
         routers = set(self._cluster.names(Kind.ROUTER)) - {router}
         others = routers | set(self._cluster.names(Kind.DIRECTORY))
-        hits = sum(at_s >= began_s and not (names & others) for at_s, names in self._losses)
+        from_s = began_s - self._cluster.profile.liveness.noticed_ms_max / 1000 / CLOCK_SHARE
+        hits = sum(at_s >= from_s and not (names & others) for at_s, names in self._losses)
         return hits >= RetryConfig().deaths_max
 
     def nowhere(self, error: BatonError, router: str, *, since_s: float, leapt_s: float, tokens: int) -> bool:

@@ -1,0 +1,145 @@
+"""A device made of arrays, for the two sides of rdma in one process: queue pairs copy, until they are destroyed.
+
+Every device is found by the address that its region is given, every queue pair by its number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import socket
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.transports.rdma_device import QueuePairFailed, RdmaConfig
+from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
+from kvtransfer.transports.rdma_poster import Poster
+
+PORT = RdmaPort(
+    device="double0",
+    number=1,
+    state="ACTIVE",
+    link_layer="Ethernet",
+    gids=(Gid(index=0, kind=GidKind.ROCE_V2, raw=bytes(range(16))),),
+    uverbs="uverbs9",
+)
+REFUSED = 10
+"""Status of a write to a queue pair that is gone."""
+_numbers = itertools.count(100)
+
+
+class DoubleDevice:
+    def __init__(self, region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> None:
+        self.port, self.config, self.remote_writes = PORT, config, remote_writes
+        self.region_U8 = region_U8
+        self.nbytes, self.base = len(region_U8), int(region_U8.ctypes.data)
+        self.lkey = self.rkey = next(_numbers)
+        self.mtu, self.lid, self.ethernet = 5, 0, True
+        self.send_wrs_max, self.seals_max = config.send_wrs_max, config.seals_max
+        self.closed = False
+
+    @property
+    def gid(self) -> bytes:
+        return self.port.best_gid.raw
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class DoubleQueuePairs:
+    """`fails_to_destroy` makes the next so many calls of `destroy` come without evidence."""
+
+    alive: ClassVar[dict[int, DoubleQueuePairs]] = {}
+    fails_to_destroy: ClassVar[int] = 0
+
+    def __init__(self, device: DoubleDevice, count: int, randomness: Callable[[int], bytes], *, sends: bool) -> None:
+        self.device, self.sends = device, sends
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.immediates: list[tuple[int, int]] = []
+        self.broken = False
+        self.peer: wire.LinkEnds | None = None
+        self.destroyed = False
+        self.ends = wire.LinkEnds(
+            gid=device.gid,
+            lid=0,
+            mtu=5,
+            ethernet=True,
+            seals_max=device.seals_max,
+            qps=tuple(wire.QpAddress(number=next(_numbers), first_packet=1) for _ in range(count)),
+        )
+        for qp in self.ends.qps:
+            self.alive[qp.number] = self
+
+    def connect(self, peer: wire.LinkEnds) -> None:
+        self.peer = peer
+
+    def poster(self, *, dst_base: int, rkey: int) -> Poster:
+        return DoublePoster(self, dst_base, rkey)
+
+    def take_event(self) -> None:
+        os.eventfd_read(self.fd)
+
+    def take_immediates(self) -> list[tuple[int, int]]:
+        if self.broken:
+            raise QueuePairFailed("completion with status 5")
+        taken, self.immediates = self.immediates, []
+        return taken
+
+    def fail(self) -> None:
+        """As the device does it: tells that there is something, which is an error."""
+        self.broken = True
+        os.eventfd_write(self.fd, 1)
+
+    def destroy(self) -> None:
+        if self.destroyed:
+            return
+        if DoubleQueuePairs.fails_to_destroy:
+            DoubleQueuePairs.fails_to_destroy -= 1
+            raise QueuePairFailed("a queue pair cannot be destroyed: try again")
+        self.destroyed = True
+        for qp in self.ends.qps:
+            del self.alive[qp.number]
+        os.close(self.fd)
+
+
+class DoublePoster:
+    name = "double"
+    chain_wrs_max = 16
+
+    def __init__(self, qps: DoubleQueuePairs, dst_base: int, rkey: int) -> None:
+        self.qps, self.dst_base, self.rkey = qps, dst_base, rkey
+        self.done: list[tuple[int, int]] = []
+
+    def _peer(self, qp: int) -> tuple[DoubleQueuePairs, int] | None:
+        assert self.qps.peer is not None
+        number = self.qps.peer.qps[qp].number
+        found = DoubleQueuePairs.alive.get(number)
+        return (found, [q.number for q in found.ends.qps].index(number)) if found is not None else None
+
+    def post_writes(self, qp: int, src_W: np.ndarray, dst_W: np.ndarray, nbytes_W: np.ndarray, wr_id: int) -> None:
+        peer = self._peer(qp)
+        if peer is not None:
+            to = peer[0].device
+            assert to.remote_writes and (to.base, to.rkey) == (self.dst_base, self.rkey)
+            for src, dst, nbytes in zip(src_W.tolist(), dst_W.tolist(), nbytes_W.tolist(), strict=True):
+                to.region_U8[dst : dst + nbytes] = self.qps.device.region_U8[src : src + nbytes]
+        self.done.append((wr_id, 0 if peer is not None else REFUSED))
+
+    def post_seal(self, qp: int, number: int, wr_id: int) -> None:
+        peer = self._peer(qp)
+        if peer is not None:
+            peer[0].immediates.append((peer[1], socket.htonl(number & 0xFFFF_FFFF)))
+            os.eventfd_write(peer[0].fd, 1)
+        self.done.append((wr_id, 0 if peer is not None else REFUSED))
+
+    def wait(self, wake_fd: int, spin_us: int, timeout_ms: int) -> tuple[list[tuple[int, int]], int]:
+        if not self.done:
+            poll = select.poll()
+            poll.register(wake_fd, select.POLLIN)
+            poll.poll(timeout_ms)
+        done, self.done = self.done, []
+        return done, 0

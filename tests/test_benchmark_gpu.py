@@ -1,0 +1,43 @@
+"""The GPU benchmark's logic, tiny, with a stand-in for the device: every part gives its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_every_part_of_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
+    """Exactness holds, the handoff between two processes is sealed, the trace is a file, and no part is an error."""
+    out = tmp_path / "gpu.json"
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}",
+    }
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--out", str(out)]
+    result = subprocess.run(
+        [*command, "--trace", str(tmp_path / "trace.json")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    figures = json.loads(out.read_text())
+    assert figures["exactness"]["float32_tokens_equal"] is True
+    assert figures["handoff"]["mbytes"] == pytest.approx(0.032768)
+    assert figures["tiny"]["decode_rows"] == 2
+    assert figures["trace"]["bytes"] > 0
+    left_out = figures.keys() - {"device", "torch", "python", "limits", "exactness", "handoff", "tiny", "trace"}
+    assert not left_out
