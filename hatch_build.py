@@ -23,6 +23,8 @@ SOURCES = (
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name != "wheel":
+            return  # a source distribution is for other machines than this one
         root = Path(self.root)
         native = _load_by_path(root / "baton" / "native.py")
         for name in SOURCES:

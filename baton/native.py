@@ -85,10 +85,10 @@ def load(source: Path, libraries: tuple[str, ...] = ()) -> NativeLibrary:
     May take a second, the first time. Never raises for want of a compiler or of a place to write to.
     """
     reasons = []
-    for folder in (source.parent, _cache_folder()):
+    for beside in (True, False):
         try:
-            path = build(source, folder, libraries)
-            _check_owner(path)
+            path = build(source, source.parent if beside else _cache_folder(), libraries)
+            _check_owner(path, source)
             return NativeLibrary(handle=ctypes.CDLL(str(path)), status=f"loaded from {path}")
         except (NotBuilt, OSError) as error:
             reasons.append(str(error))
@@ -96,13 +96,23 @@ def load(source: Path, libraries: tuple[str, ...] = ()) -> NativeLibrary:
 
 
 def _cache_folder() -> Path:
+    """Raises NotBuilt: this user has no home, as in a container that runs under an id of no account."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "baton"
+    try:
+        return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "baton"
+    except RuntimeError as error:
+        raise NotBuilt("this user has no home, and XDG_CACHE_HOME is not set") from error
 
 
-def _check_owner(path: Path) -> None:
-    """A library that another user could have put there is not loaded. Raises NotBuilt."""
+def _check_owner(path: Path, source: Path) -> None:
+    """A library that another user could have put there is not loaded. Raises NotBuilt.
+
+    Beside the source its owner is trusted: whose the package is can put anything into this process.
+    """
+    trusted = {0, os.geteuid()}
+    if path.parent == source.parent:
+        trusted.add(source.stat().st_uid)
     for place in (path, path.parent):
         status = place.stat()
-        if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+        if status.st_uid not in trusted or status.st_mode & stat.S_IWOTH:
             raise NotBuilt(f"{place} belongs to, or may be written by, another user")

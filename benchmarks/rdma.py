@@ -63,7 +63,7 @@ class Events:
     def link_lost(self, pair: Pair, reason: str) -> None:
         raise AssertionError((pair, reason))
 
-    def seal_landed(self, pair: Pair, seal: Seal) -> None:  # noqa: ARG002
+    def seal_landed(self, pair: Pair, seal: Seal) -> None:
         self.sealed.set()
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:

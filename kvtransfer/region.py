@@ -171,11 +171,14 @@ def _read_or_empty(path: Path) -> str:
         return ""
 
 
-def populate(mapping: mmap.mmap) -> Iterator[int]:
+def populate(mapping: mmap.mmap, *, in_use: bool) -> Iterator[int]:
     """Make every page, and its entry in the page tables, chunk by chunk; yields the bytes done.
 
     Of huge pages wherever the kernel can. Lets go of the interpreter's lock, and of its hold on the mapping at each
     yield: close the iterator before the mapping, not while it runs.
+
+    `in_use`: others may write to it meanwhile. A kernel that cannot make pages without a write (before Linux 5.14) then
+    makes none.
 
     Raises:
         OSError: ENOMEM, EFAULT or ENOSPC when there is not the memory.
@@ -185,6 +188,8 @@ def populate(mapping: mmap.mmap) -> Iterator[int]:
     for start in range(0, nbytes, PREFAULT_CHUNK_BYTES):
         length = min(PREFAULT_CHUNK_BYTES, nbytes - start)
         code = _advise(mapping, start, length, _MADV_POPULATE_WRITE)
+        if code == errno.EINVAL and in_use:
+            return  # a byte read and written back could undo a write of somebody else's
         if code == errno.EINVAL:
             _touch(mapping, start, length)
         elif code:
@@ -195,7 +200,7 @@ def populate(mapping: mmap.mmap) -> Iterator[int]:
 def _prefault(mapping: mmap.mmap, progress: Progress | None) -> None:
     nbytes = len(mapping)
     try:
-        for done in populate(mapping):
+        for done in populate(mapping, in_use=False):
             if progress is not None:
                 progress(done, nbytes)
     except OSError as error:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvtransfer.device.copy_pool import DeviceCopyPool
 from kvtransfer.transports.posted_writes import TooManyAbandonedGrants, WriteOutOfBounds
+from tests.fake_device import FakeEvent, FakeStream, FakeStreams
 from tests.shm_harness import grant_of, ops_of, run
 from tests.stream_shim import Memory, MissingDependency, ShimDevice, ShimStream
 
@@ -205,5 +208,60 @@ def test_a_device_error_ends_the_pool_and_completes_everything_uncopied(
         scene.pool.join()
         assert scene.completed == [(grant_of(1), 1, RECORD, False)]
         assert told == ["an illegal memory access was encountered"]
+
+    run(scene())
+
+
+def test_a_batch_that_cannot_be_queued_leaves_those_before_it_to_land(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches are on the device, the third finds no memory for its table: the pool ends, but not before the device
+    is through with the second, which is complete and copied; the third completes uncopied."""
+    monkeypatch.setattr("kvtransfer.device.copy_pool.BATCHES_IN_FLIGHT_MAX", 2)
+    failures: list[type[BaseException] | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: failures.append(args.exc_type))
+    posted = threading.Event()
+
+    class Event(FakeEvent):
+        def done(self) -> bool:
+            return posted.is_set() and super().done()
+
+    class Stream(FakeStream):
+        def record(self) -> FakeEvent:
+            return Event()
+
+    class Streams(FakeStreams):
+        copies = 0
+
+        def side(self) -> FakeStream:
+            return Stream()
+
+        def copy(self, *_: object) -> None:
+            self.copies += 1
+            if self.copies == 3:
+                raise MemoryError
+
+    async def scene() -> None:
+        completed: list[tuple[bytes, bool]] = []
+        drained = asyncio.Event()
+        streams: Any = Streams()
+        pool = DeviceCopyPool(
+            streams=streams,
+            dst=None,
+            src=None,
+            dst_nbytes=RECORD,
+            src_nbytes=RECORD,
+            loop=asyncio.get_running_loop(),
+            completed=lambda grant, writes, nbytes, copied: completed.append((grant, copied)),
+            drained=drained.set,
+            abandoned_grants_max=4,
+            name="device-copy",
+        )
+        for i in range(3):
+            pool.post(grant_of(i), ops_of([0], [0], [RECORD]))
+        posted.set()
+        async with asyncio.timeout(30):
+            await drained.wait()
+        pool.join()
+        assert sorted(completed) == [(grant_of(0), True), (grant_of(1), True), (grant_of(2), False)]
+        assert failures == [MemoryError]
 
     run(scene())

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvtransfer.transports.rdma_poster import Addresses, DeviceBroken, NativePoster, RdmaLibrary, rdma_library
+from baton.ids import Epoch
+from kvtransfer.transport import DataEndpoint, TransportName
+from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.transports.rdma_connect import RdmaConnectError
+from kvtransfer.transports.rdma_poster import (
+    Addresses,
+    DeviceBroken,
+    NativePoster,
+    RdmaLibrary,
+    VerbsNativePoster,
+    rdma_library,
+)
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from tests.shm_harness import Recorder, pair_of
 
 WRITE, WRITE_WITH_IMM, SIGNALED = 0, 1, 2
 """enum ibv_wr_opcode, ibv_send_flags (infiniband/verbs.h)."""
@@ -138,3 +155,65 @@ def test_a_sleeping_poster_is_woken(spin_us: int) -> None:
         readable.append(device.poster.channel_readable)
     assert readable == [False, True]
     device.close()
+
+
+def test_a_device_that_goes_away_under_the_poster_is_told_as_such() -> None:
+    """The completion channel is readable because the device is gone, and taking the event from it fails: the link's end
+    has a reason, and not an error that nobody foresaw."""
+
+    class Gone(Exception):
+        pass
+
+    def refuse(_: object) -> None:
+        raise Gone("Failed to get CQ event")
+
+    device = NullDevice(1)
+    try:
+        os.eventfd_write(device.channel, 1)
+        poster = object.__new__(VerbsNativePoster)
+        gone = SimpleNamespace(_verbs=SimpleNamespace(error=Gone), _verbs_channel=SimpleNamespace(get_cq_event=refuse))
+        poster.__dict__.update({**vars(device.poster), **vars(gone), "_verbs_cq": None})
+        with pytest.raises(DeviceBroken, match="Failed to get CQ event"):
+            poster.wait(device.wake, 0, 1_000)
+    finally:
+        device.close()
+
+
+def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process can have no more threads when a link has just been connected: the queue pairs are destroyed, the
+    receiver hears BYE, and the hold on the device is released, which could never be closed otherwise."""
+    happened: list[str] = []
+    ours, theirs = socket.socketpair()
+
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def connected(*_: object) -> object:
+        ends = SimpleNamespace(qps=(1, 2), seals_max=4)
+        qps = SimpleNamespace(
+            ends=ends,
+            poster=lambda **_: SimpleNamespace(chain_wrs_max=4),
+            destroy=lambda: happened.append("destroyed"),
+        )
+        region = SimpleNamespace(base=0, rkey=0)
+        return SimpleNamespace(sock=ours, qps=qps, region=region, region_nbytes=64, peer=ends)
+
+    monkeypatch.setattr("kvtransfer.transports.rdma_writer.connect", connected)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    hold = SimpleNamespace(
+        device=SimpleNamespace(send_wrs_max=8, nbytes=64), release=lambda: happened.append("released")
+    )
+    memory: Any = SimpleNamespace(acquire=lambda: hold)
+    endpoint = DataEndpoint(transport=TransportName.RDMA, address="here", secret=b"", epoch=Epoch(3))
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(RdmaConnectError, match="no thread to post with"):
+            await RdmaWriterLink.connect(endpoint, pair_of(1), memory, Recorder(), loop)
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with theirs:
+        asyncio.run(scene())
+        assert happened == ["destroyed", "released"]
+        assert list(wire.Inbox().feed(theirs.recv(4096))) == [wire.Bye(epoch=Epoch(3))]
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2

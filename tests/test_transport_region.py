@@ -13,6 +13,7 @@ import pytest
 from kvtransfer import region as region_module
 from kvtransfer.region import Region, RegionInUse, RegionTooLarge, memory_available_bytes
 from kvtransfer.region import _reserved_huge_pages as reserved_huge_pages
+from kvtransfer.transports.shm import ShmWriterLink
 
 NBYTES = 10 * mmap.PAGESIZE + 3
 
@@ -44,6 +45,25 @@ def test_prefault_makes_every_page_and_reports(monkeypatch: pytest.MonkeyPatch, 
         assert region.nbytes == NBYTES
         assert region.array_U8.shape == (NBYTES,)
         assert not region.array_U8.any()
+    finally:
+        region.close()
+
+
+class ReadOnly(mmap.mmap):
+    """Refuses to be written to through Python."""
+
+    def __setitem__(self, *_: object) -> None:
+        raise AssertionError("a byte of a region in use was written back")
+
+
+def test_a_region_in_use_is_never_written_to_for_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer's threads enter the pages of a receiver that is running. On a kernel without MADV_POPULATE_WRITE they
+    leave it: between the reading of a byte and its writing back the receiver may have stored another."""
+    monkeypatch.setattr(region_module, "_MADV_POPULATE_WRITE", 9999)
+    region = Region.create(NBYTES, "test")
+    try:
+        with ReadOnly(region.fd, NBYTES) as mapping:
+            assert list(object.__new__(ShmWriterLink)._enter_pages(mapping)) == []
     finally:
         region.close()
 

@@ -146,22 +146,33 @@ class DeviceCopyPool:
     def _poll(self) -> None:
         try:
             while (batch := self._oldest()) is not None:
-                assert batch.done is not None
-                pause = threading.Event()
-                while not batch.done.done():
-                    pause.wait(self._poll_interval_s)
+                self._land(batch)
                 with self._wake:
-                    self._flying.popleft()
-                    self._complete(batch, copied=True)
                     while self._waiting and len(self._flying) < BATCHES_IN_FLIGHT_MAX:
-                        self._launch(self._waiting.popleft())
+                        self._launch(self._waiting[0])
+                        self._waiting.popleft()
         finally:
             self.stop()
-            with self._wake:
-                # After an error of the device nobody knows what was copied; the device can no longer write either.
-                while self._flying:
-                    self._complete(self._flying.popleft(), copied=False)
-                call_loop(self._loop, self._drained)
+            try:
+                # A batch that could not be queued ends the pool, and not the copies that were queued before it.
+                while (batch := self._oldest()) is not None:
+                    self._land(batch)
+            finally:
+                with self._wake:
+                    # After an error of the device nobody knows what was copied; the device can no longer write either.
+                    while self._flying:
+                        self._complete(self._flying.popleft(), copied=False)
+                    call_loop(self._loop, self._drained)
+
+    def _land(self, batch: _Batch) -> None:
+        """Wait for the end of the oldest copy on the device, and complete it."""
+        assert batch.done is not None
+        pause = threading.Event()
+        while not batch.done.done():
+            pause.wait(self._poll_interval_s)
+        with self._wake:
+            self._flying.popleft()
+            self._complete(batch, copied=True)
 
     def _oldest(self) -> _Batch | None:
         with self._wake:

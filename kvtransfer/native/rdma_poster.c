@@ -156,7 +156,7 @@ static int log_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_s
         to->opcode = wr->opcode;
         to->flags = wr->send_flags;
         to->immediate_be = wr->opcode == IBV_WR_RDMA_WRITE_WITH_IMM ? wr->imm_data : 0;
-        to->chain = device->chains;
+        to->chain = (uint32_t)device->chains;
     }
     return 0;
 }

@@ -114,7 +114,7 @@ async def connect(
         if qps is not None:
             qps.destroy()
         if sock is not None:
-            _take_leave(sock, endpoint)
+            take_leave(sock, endpoint)
         if isinstance(error, (OSError, ValueError, BatonError, wire.MalformedMessage, QueuePairFailed)) and not (
             isinstance(error, TimeoutError)
         ):
@@ -172,7 +172,7 @@ async def _receive(sock: socket.socket, inbox: wire.Inbox, loop: asyncio.Abstrac
             return message
 
 
-def _take_leave(sock: socket.socket, endpoint: DataEndpoint) -> None:
+def take_leave(sock: socket.socket, endpoint: DataEndpoint) -> None:
     """A link that is not used after all: with a BYE the receiver need not fence the pair."""
     try:
         sock.send(wire.encode(wire.Bye(epoch=endpoint.epoch)))

@@ -191,7 +191,9 @@ class QueuePairs:
         addresses = Addresses(src_base=device.base, lkey=device.lkey, dst_base=dst_base, rkey=rkey)
         if library is None:
             return PlainPoster(self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
-        return VerbsNativePoster(library, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
+        return VerbsNativePoster(
+            library, self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses
+        )
 
     def take_event(self) -> None:
         """`fd` is readable: take the event, and ask to be told again."""

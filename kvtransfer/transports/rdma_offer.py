@@ -13,6 +13,7 @@ from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_device import RdmaConfig
 from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import find_ports
+from kvtransfer.transports.rdma_poster import rdma_library
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 
 log = get_log("rdma")
@@ -44,6 +45,7 @@ def register_if_usable(
         # On a machine without any such device that is nothing to warn of.
         (log.warning if find_ports() else log.debug)("rdma is not offered", reason=str(error))
         return None
+    rdma_library()  # built now if it has to be, and not by the first link, with everything else waiting
     device = memory.device
     assert device is not None
     log.info("rdma is offered", device=device.port.device, port=device.port.number, gid=device.port.best_gid.kind.name)

@@ -145,7 +145,9 @@ class NativePoster:
 class VerbsNativePoster(NativePoster):
     """On real queue pairs: takes the events of the completion channel too."""
 
-    def __init__(self, library: RdmaLibrary, *, qps: list[Any], cq: Any, channel: Any, addresses: Addresses) -> None:
+    def __init__(
+        self, library: RdmaLibrary, verbs: Verbs, *, qps: list[Any], cq: Any, channel: Any, addresses: Addresses
+    ) -> None:
         super().__init__(
             library,
             qps=[qp_address(qp) for qp in qps],
@@ -155,12 +157,16 @@ class VerbsNativePoster(NativePoster):
         )
         assert all(library.qp_num(at) == qp.qp_num for at, qp in zip(self._qps, qps, strict=True))
         assert library.cqe(self._cq) == cq.cqe
+        self._verbs = verbs
         self._verbs_cq, self._verbs_channel = cq, channel
 
     def wait(self, wake_fd: int, spin_us: int, timeout_ms: int) -> tuple[list[tuple[int, int]], int]:
         found = super().wait(wake_fd, spin_us, timeout_ms)
         if self.channel_readable:
-            take_event(self._verbs_channel, self._verbs_cq)
+            try:
+                take_event(self._verbs_channel, self._verbs_cq)
+            except self._verbs.error as error:
+                raise DeviceBroken(str(error)) from error
         return found
 
 

@@ -20,7 +20,13 @@ from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.link_end import LinkEnd
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
-from kvtransfer.transports.rdma_connect import Connected, RdmaConnectError, RdmaWriterConfig, connect
+from kvtransfer.transports.rdma_connect import (
+    Connected,
+    RdmaConnectError,
+    RdmaWriterConfig,
+    connect,
+    take_leave,
+)
 from kvtransfer.transports.rdma_device import QueuePairFailed
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_poster import DeviceBroken, Poster
@@ -117,7 +123,11 @@ class RdmaWriterLink:
         self._draining = False
         self._cut = False
         self._thread = threading.Thread(target=self._post_all, name=f"rdma-post-{pair.receiver:x}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._waker.close()
+            raise
         loop.add_reader(self._sock, self._read)
 
     @classmethod
@@ -148,15 +158,23 @@ class RdmaWriterLink:
             if isinstance(error, TimeoutError):
                 raise RdmaConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
             raise
-        link = cls(
-            connected=connected,
-            hold=hold,
-            endpoint=endpoint,
-            pair=pair,
-            events=events,
-            loop=loop,
-            config=config,
-        )
+        try:
+            link = cls(
+                connected=connected,
+                hold=hold,
+                endpoint=endpoint,
+                pair=pair,
+                events=events,
+                loop=loop,
+                config=config,
+            )
+        except BaseException as error:
+            connected.qps.destroy()
+            take_leave(connected.sock, endpoint)
+            hold.release()
+            if isinstance(error, (OSError, RuntimeError)):
+                raise RdmaConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
+            raise
         hold.on_lost(link._device_lost)
         return link
 

@@ -120,7 +120,7 @@ class Handshake:
 
     nonce: bytes = b""
     """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
-    open_region: Callable[[int, int, str], OpenRegion] = _map_region
+    open_region: Callable[[int, int, str], OpenRegion] = field(default_factory=lambda: _map_region)
     """From (descriptor, bytes of the region, address for messages); the descriptor is closed afterwards."""
 
     async def run(

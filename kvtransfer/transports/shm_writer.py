@@ -242,7 +242,7 @@ class ShmWriterLink:
 
     def _enter_pages(self, mapping: mmap.mmap) -> Iterator[object]:
         """The receiver's pages exist, but each would still cost a fault at its first copy. On a copying thread."""
-        for self._pages_ready_bytes in populate(mapping):
+        for self._pages_ready_bytes in populate(mapping, in_use=True):
             yield None
 
     def _read(self) -> None:
@@ -286,8 +286,9 @@ class ShmWriterLink:
         assert self._mapping is not None
         try:
             self._mapping.close()
-        except BufferError:
-            # Somebody still sees the region: a bug of ours. Saying BYE would be a lie, so the receiver keeps waiting.
+        except BaseException:
+            # Somebody still sees the region, a bug of ours, or the device refuses to let go of it. BYE would be a lie:
+            # the receiver keeps waiting.
             self._finish()
             raise
         self._mapping = None
