@@ -22,7 +22,7 @@ demo: $(READY)  ## start a small cluster, ask it questions, check the answers, s
 
 .PHONY: test
 test: check  ## check, then run all tests
-	@$(BIN)/pytest -n 2 --dist loadfile
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: check
 check: $(READY)  ## lint, format, types, direction of imports
@@ -38,9 +38,27 @@ explore: $(READY)  ## walk the ownership protocol's states with larger bounds th
 SEED ?= 1
 STEPS ?= 1000
 PROFILE ?= small
+SEEDS ?= 1
+JOBS ?= $(shell nproc)
 .PHONY: sim
-sim: $(READY)  ## simulate a cluster under faults: SEED=n STEPS=m, PROFILE=small|pair|routers|wide, GAP=s between faults
-	@$(BIN)/python -m tests.sim --seed $(SEED) --steps $(STEPS) --profile $(PROFILE) $(if $(GAP),--fault-gap-s $(GAP)) $(FLAGS)
+sim: $(READY)  ## simulate a cluster under faults: SEED=n STEPS=m PROFILE=small|wide|...; SEEDS=k in JOBS=j processes
+	@$(BIN)/python -m tests.sim --seed $(SEED) --seeds $(SEEDS) --jobs $(JOBS) --steps $(STEPS) --profile $(PROFILE) \
+	    $(if $(GAP),--fault-gap-s $(GAP)) $(FLAGS)
+
+ROUNDS ?= 118
+LONG_LOG ?= build/sim-long.jsonl
+# A command that each piece is run through (a queue, nice, ...).
+THROUGH ?=
+.PHONY: sim-long
+sim-long: $(READY)  ## simulate a million requests in pieces of a few minutes, and add them up (an hour): ROUNDS=n
+	@mkdir -p $(dir $(LONG_LOG))
+	@for round in $$(seq $(SEED) $$(($(SEED) + $(ROUNDS) - 1))); do \
+	    for run in wide:8000 routers:200 tangled:100 small:100 pair:100; do \
+	        $(THROUGH) $(BIN)/python -m tests.sim --seed $$round --profile $${run%:*} --steps $${run#*:} \
+	            --log $(LONG_LOG) || exit; \
+	    done; \
+	done
+	@$(BIN)/python -m tests.sim --sum $(LONG_LOG)
 
 .PHONY: faults
 faults: $(READY)  ## kill, stop and cut off real processes at every stage of a request (minutes)

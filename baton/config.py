@@ -52,6 +52,8 @@ class ConfigKey:
     type_text: str
     default: str | None
     help: str
+    shown: bool = True
+    """In the help of a command."""
 
 
 def load(
@@ -71,7 +73,8 @@ def load(
     unknown names under the prefix are refused. Flags: dotted keys ("rpc.rpcs_max"); a None value means not given.
     Text (environment, flags) is converted; a tuple is written with commas or as JSON, None as "none". The file's own
     types must fit: "8" is no number there. `__post_init__` of the classes raises InvalidField, or another ValueError.
-    Help texts come from `field(metadata={"help": ...})`.
+    Help texts come from `field(metadata={"help": ...})`; `"shown": False` there keeps a key, or all of a nested class,
+    out of a command's help.
 
     Raises ConfigError with every problem found.
     """
@@ -98,6 +101,7 @@ def describe(cls: type[Any]) -> Iterator[ConfigKey]:
             type_text=_type_text(leaf.type),
             default=_default_text(leaf.default),
             help=str(leaf.field.metadata.get("help", "")),
+            shown=leaf.shown,
         )
 
 
@@ -117,6 +121,7 @@ class _Leaf:
     type: Any
     default: object
     """MISSING for a required key."""
+    shown: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +300,8 @@ def _fields(cls: type[Any], default: object) -> dict[str, _Leaf]:
     fields = {}
     for field in dataclasses.fields(cls):
         own = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
-        fields[field.name] = _Leaf(field=field, type=hints[field.name], default=own)
+        shown = bool(field.metadata.get("shown", True))
+        fields[field.name] = _Leaf(field=field, type=hints[field.name], default=own, shown=shown)
     return fields
 
 
@@ -303,7 +309,8 @@ def _leaves(cls: type[Any], path: str = "", default: object = dataclasses.MISSIN
     found: dict[str, _Leaf] = {}
     for name, leaf in _fields(cls, default).items():
         if dataclasses.is_dataclass(leaf.type):
-            found.update(_leaves(cast(type[Any], leaf.type), f"{path}{name}.", leaf.default))
+            inner = _leaves(cast(type[Any], leaf.type), f"{path}{name}.", leaf.default)
+            found |= {key: dataclasses.replace(each, shown=each.shown and leaf.shown) for key, each in inner.items()}
         else:
             found[path + name] = leaf
     return found

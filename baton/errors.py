@@ -86,6 +86,7 @@ class Reason(Enum):
     # It was begun and did not end well.
     GRANT_REVOKED = "GRANT_REVOKED"
     HANDOFF_FAILED = "HANDOFF_FAILED"
+    DATA_CORRUPT = "DATA_CORRUPT"
     ATTEMPTS_SPENT = "ATTEMPTS_SPENT"
     DEADLINE = "DEADLINE"
     CANCELLED = "CANCELLED"
@@ -144,6 +145,7 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
         Reason.PAIR_FENCING,
     ),
     Code.ABORTED: (Reason.GRANT_REVOKED, Reason.HANDOFF_FAILED, Reason.ATTEMPTS_SPENT),
+    Code.DATA_LOSS: (Reason.DATA_CORRUPT,),
     Code.DEADLINE_EXCEEDED: (Reason.DEADLINE,),
     Code.CANCELLED: (Reason.CANCELLED, Reason.SLOW_CLIENT),
     Code.UNIMPLEMENTED: (Reason.UNIMPLEMENTED,),

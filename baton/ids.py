@@ -1,9 +1,12 @@
-"""Names for the things that cross node boundaries. NewTypes: no cost at run time, no mixing up in review."""
+"""Names for the things that cross node boundaries. NewTypes: no cost at run time, no mixing up in review.
+
+What several of them name together is a tuple: hashed and compared without Python code, since every book of a node is
+keyed by these, and looked into for each token.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 NodeName = NewType("NodeName", str)
 Incarnation = NewType("Incarnation", int)
@@ -18,16 +21,14 @@ ReserveNumber = NewType("ReserveNumber", int)
 """Position of a Reserve in its pair's numbering, from 0; never reused within a pair."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Pair:
+class Pair(NamedTuple):
     """One receiver process and one writer process."""
 
     receiver: Incarnation
     writer: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class RequestKey:
+class RequestKey(NamedTuple):
     """One attempt at one request."""
 
     request: RequestId

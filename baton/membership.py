@@ -83,6 +83,8 @@ class Membership:
         self._config = config
         self._on_change = on_change
         self._records: tuple[NodeRecord, ...] = ()
+        self._of_role: dict[Role, tuple[NodeRecord, ...]] = {}
+        """Those that serve a role, for the roles asked for since the records last changed."""
         self._unconfirmed_s: dict[NodeName, float] = {}
         """Records that a directory found again does not know, and until when they are kept."""
         self._stale = True
@@ -116,7 +118,12 @@ class Membership:
 
         With `role`, those that serve it: a mixed node is among the prefill nodes and among the decode nodes.
         """
-        return tuple(record for record in self._records if role is None or record.role.serves(role))
+        if role is None:
+            return self._records
+        found = self._of_role.get(role)
+        if found is None:
+            found = self._of_role[role] = tuple(record for record in self._records if record.role.serves(role))
+        return found
 
     async def start(self) -> None:
         """Register, then keep pushing and watching in the background.
@@ -245,6 +252,7 @@ class Membership:
         if stale and not self._stale:
             self._stale_since_s = self._clock.monotonic_s()
         self._records, self._stale = records, stale
+        self._of_role.clear()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         if self._on_change is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
 from baton.liveness import LivenessConfig
 from baton.log import get_log
+from baton.loop_lag import LoopLag
 from baton.membership import Membership, MembershipConfig
 from baton.pod import DeletionCost, PodConfig
 from baton.rpc import RpcLimits, RpcServer, check_can_bind
@@ -120,6 +122,7 @@ class NodeRuntime:
         self.holds: Callable[[], Holdings] = Holdings
         self.status: Callable[[node_pb2.NodeStatus], None] = _nothing_to_add
         self.upkeep: Callable[[], None] = lambda: None
+        self.loop_lag = LoopLag(clock)
         self._upkeep_task: asyncio.Task[None] | None = None
         self.directory = open_directory(settings.directory, channels=self.channels, clock=clock)
         self.membership = Membership(
@@ -146,7 +149,7 @@ class NodeRuntime:
             endpoint=self.endpoint,
             lifecycle=self.lifecycle.state,
             model=self.model,
-            load=self.load(),
+            load=dataclasses.replace(self.load(), control_loop_lag_ms_max=round(self.loop_lag.max_ms)),
             transports=self.transports,
         )
 
@@ -163,6 +166,7 @@ class NodeRuntime:
         host, _ = split_endpoint(self.settings.listen)
         self.endpoint = self.settings.advertise or join_endpoint(host, port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")
+        self.loop_lag.start()
         # Registered as ready, not made ready later: whoever is told "ready" finds the node in the directory.
         self._become(LifecycleEvent.STARTED, "ready")
         await self.membership.start()
@@ -186,6 +190,7 @@ class NodeRuntime:
         if self._upkeep_task is not None:
             self._upkeep_task.cancel()
             await asyncio.wait([self._upkeep_task])
+        await self.loop_lag.close()
         await self.drain.close()
         await self.deletion_cost.close()
         await self.server.stop(self.settings.stop_grace_ms / 1000)
@@ -266,5 +271,8 @@ class _NodeService(node_pb2_grpc.NodeServicer):
         )
         for name, value in runtime.deletion_cost.counters().items():
             status.counters.add(name=name, value=value)
+        status.counters.add(name="control loop lag, ms at most lately", value=runtime.loop_lag.max_ms)
+        if runtime.loop_lag.looks:
+            status.counters.add(name="control loop lag, ms in 99 of 100", value=runtime.loop_lag.below_ms(0.99))
         runtime.status(status)
         return status

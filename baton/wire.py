@@ -80,6 +80,8 @@ class NodeLoad:
     host_blocks_free: int = 0
     transports_given_up: int = 0
     """Transports no longer offered to some peer, counted over the peers."""
+    control_loop_lag_ms_max: int = 0
+    """Lately; see `baton.loop_lag`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,7 @@ def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
         host_blocks_filled=load.host_blocks_filled,
         host_blocks_free=load.host_blocks_free,
         transports_given_up=load.transports_given_up,
+        control_loop_lag_ms_max=load.control_loop_lag_ms_max,
     )
 
 
@@ -224,6 +227,7 @@ def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
         host_blocks_filled=message.host_blocks_filled,
         host_blocks_free=message.host_blocks_free,
         transports_given_up=message.transports_given_up,
+        control_loop_lag_ms_max=message.control_loop_lag_ms_max,
     )
 
 

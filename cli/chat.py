@@ -17,7 +17,7 @@ from batonpb import inference_pb2
 from baton.errors import BatonError, Reason
 from baton.rpc_client import ChannelLimits, Channels
 from cli.answers import StreamPrinter, answer_data, logprobs_text, stats_line, stats_text
-from cli.client import Answer, AnswerBuilder, InferenceClient, no_router, router_option, timeout_option
+from cli.client import Answer, AnswerBuilder, InferenceClient, answer_timeout_option, no_router, router_option
 from cli.conversation import ORDERS_HELP, Conversation, Order, UnknownOrder, parse_line
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.line_input import LineSource, open_lines
@@ -38,7 +38,7 @@ _HINTS: Final = {
 @click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
 @sampling_options
 @click.option("--model", help="Refuse answers of any other model.")
-@timeout_option
+@answer_timeout_option
 @click.option("--stats", is_flag=True, help="Say on stderr what happened to each request.")
 @output_option
 def chat(

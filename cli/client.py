@@ -12,15 +12,12 @@ from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.rpc_client import Channels, rpc_errors
-from cli.parameters import Seconds
+from cli.parameters import timeout_option
 
 router_option: Final = click.option(
     "--router", default="127.0.0.1:7000", show_default=True, metavar="HOST:PORT", help="Where the router is.",
 )  # fmt: skip
-timeout_option: Final = click.option(
-    "--timeout", "timeout_s", type=Seconds(), default=300.0, show_default=True, metavar="SECONDS",
-    help="How long a whole answer may take.",
-)  # fmt: skip
+answer_timeout_option: Final = timeout_option(300.0, "How long a whole answer may take.")
 
 Show = Callable[[inference_pb2.Tokens], None]
 

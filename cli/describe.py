@@ -14,10 +14,11 @@ from cli.cluster_view import NodeView, complete_node, directory_option, find_rec
 from cli.invocation import EXIT_ERROR
 from cli.node_data import hit_percent, left_behind, node_data, state_name
 from cli.output import Output, output_option, print_json
-from cli.parameters import Seconds
+from cli.parameters import timeout_option
 from cli.table import format_table
 
-_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "EPOCH", "BYTES MOVED", "LINK FAILURES", "GIVEN UP")
+_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "EPOCH", "BYTES MOVED", "LINK FAILURES", "GIVEN UP",
+                       "CORRUPT")  # fmt: skip
 
 _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 
@@ -25,10 +26,7 @@ _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 @click.command()
 @click.argument("node", shell_complete=complete_node)
 @directory_option
-@click.option(
-    "--timeout", "timeout_s", type=Seconds(), default=2.0, show_default=True,
-    metavar="SECONDS", help="How long the directory, and then the node, may take to answer.",
-)  # fmt: skip
+@timeout_option(2.0, "How long the directory, and then the node, may take to answer.")
 @output_option
 def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
     """Show everything that NODE says of itself: its life so far, what it holds, its links and counters.
@@ -99,6 +97,7 @@ def _text(view: NodeView) -> str:
                 str(pair.bytes_moved),
                 str(pair.link_failures),
                 ", ".join(pair.transports_given_up) or "-",
+                str(pair.handoffs_corrupt or "-"),
             )
             for pair in status.pairs
         ], right={3, 4, 5})  # fmt: skip

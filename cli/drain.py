@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pwd
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 import click
@@ -19,19 +19,18 @@ from cli.cluster_view import NodeView, complete_node, directory_option, find_rec
 from cli.invocation import EXIT_ERROR
 from cli.node_data import left_behind, node_data, state_name
 from cli.output import Output, output_option, print_json
-from cli.parameters import Seconds
+from cli.parameters import timeout_option
 
 CALL_MS_MAX: Final = 5_000
 """How long the directory, and then the node, may take to answer once."""
 POLL_MS: Final = 100
 """Between two looks at a node that is being drained."""
+LOOKS_UNANSWERED_MAX: Final = 20
+"""In a row, before --wait gives up: a busy node or a network that hiccups is not the drain's end."""
+_MAY_ANSWER_YET: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.TOO_MANY_CALLS})
 _COST_GIVEN_UP: Final = (
     "The deletion cost of {node}'s pod could not be set (its log says why): a smaller pool may remove another pod."
 )
-_timeout_option: Final = click.option(
-    "--timeout", "timeout_s", type=Seconds(), default=300.0, show_default=True,
-    metavar="SECONDS", help="How long --wait may take.",
-)  # fmt: skip
 
 
 def _node_command(command: Callable[..., int]) -> click.Command:
@@ -74,7 +73,7 @@ def undrain(node: str, directory: str, output: str) -> int:
 
 @_node_command
 @click.option("--wait", is_flag=True, help="Return only when the node has proved that it is empty.")
-@_timeout_option
+@timeout_option(300.0, "How long --wait may take.")
 def drain(node: str, directory: str, output: str, wait: bool, timeout_s: float) -> int:
     """Empty NODE: it takes nothing new, finishes what it has, and then says that it is safe to delete.
 
@@ -94,14 +93,8 @@ def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: fl
         status = await _send(channels, record, order)
         if wait_s_max is None:
             return NodeView(record=record, status=status), True
-        try:
-            async with asyncio.timeout(wait_s_max):
-                while not status.safe_to_delete:
-                    await asyncio.sleep(POLL_MS / 1e3)
-                    status = await _look(channels, record)
-        except TimeoutError:
-            return NodeView(record=record, status=status), False
-        return NodeView(record=record, status=status), True
+        status = await wait_empty(status, lambda: _look(channels, record), wait_s_max=wait_s_max)
+        return NodeView(record=record, status=status), status.safe_to_delete
 
     view, done = run_with_channels(work)
     assert view.status is not None
@@ -114,6 +107,33 @@ def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: fl
     if not done:
         click.echo(f"{node} is not empty after {wait_s_max:g} s; still there: {_left(view.status)}.", err=True)
     return 0 if done else EXIT_ERROR
+
+
+async def wait_empty(
+    status: node_pb2.NodeStatus,
+    look: Callable[[], Awaitable[node_pb2.NodeStatus]],
+    *,
+    wait_s_max: float,
+    poll_ms: int = POLL_MS,
+) -> node_pb2.NodeStatus:
+    """Look until the node is safe to delete or the time is over; what was seen last.
+
+    Raises BatonError: what `look` raises, where that is final or comes `LOOKS_UNANSWERED_MAX` times in a row.
+    """
+    unanswered = 0
+    try:
+        async with asyncio.timeout(wait_s_max):
+            while not status.safe_to_delete:
+                await asyncio.sleep(poll_ms / 1e3)
+                try:
+                    status, unanswered = await look(), 0
+                except BatonError as error:
+                    unanswered += 1
+                    if error.reason not in _MAY_ANSWER_YET or unanswered >= LOOKS_UNANSWERED_MAX:
+                        raise
+    except TimeoutError:
+        pass
+    return status
 
 
 async def _send(channels: Channels, record: NodeRecord, order: str) -> node_pb2.NodeStatus:

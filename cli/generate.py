@@ -15,7 +15,7 @@ from batonpb import inference_pb2
 from baton.errors import BatonError
 from baton.rpc_client import ChannelLimits, Channels
 from cli.answers import StreamPrinter, answer_data, logprobs_text, stats_text
-from cli.client import Answer, AnswerBuilder, InferenceClient, no_router, router_option, timeout_option
+from cli.client import Answer, AnswerBuilder, InferenceClient, answer_timeout_option, no_router, router_option
 from cli.invocation import EXIT_INTERRUPTED
 from cli.output import Output, output_option, print_json
 from cli.parameters import IntegerList, check_utf8, not_utf8
@@ -36,7 +36,7 @@ from router.openai_requests import CHOICES_MAX
     help="Answers to the prompt, each with noise of its own.",
 )  # fmt: skip
 @click.option("--model", help="Refuse an answer of any other model.")
-@timeout_option
+@answer_timeout_option
 @click.option("--ids", is_flag=True, help="Print token ids even where there is text.")
 @click.option("--stats", is_flag=True, help="Say on stderr what happened to the request.")
 @click.option("--no-stream", is_flag=True, help="Use the unary call: the answer comes at once.")

@@ -98,6 +98,8 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
                 "bytes_moved": pair.bytes_moved,
                 "transports_given_up": list(pair.transports_given_up),
                 "link_failures": pair.link_failures,
+                "handoffs_corrupt": pair.handoffs_corrupt,
+                "records_checksummed": pair.records_checksummed,
             }
             for pair in status.pairs
         ],

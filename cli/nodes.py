@@ -12,7 +12,7 @@ from baton.wire import Role
 from cli.cluster_view import NodeView, directory_option, run_with_channels, view_nodes
 from cli.node_data import hit_percent, node_data, state_name
 from cli.output import Output, output_option, print_json
-from cli.parameters import Seconds
+from cli.parameters import timeout_option
 from cli.table import format_table
 
 _HEADER: Final = (
@@ -24,10 +24,7 @@ _RIGHT: Final = frozenset(range(5, len(_HEADER)))
 
 @click.command()
 @directory_option
-@click.option(
-    "--timeout", "timeout_s", type=Seconds(), default=2.0, show_default=True,
-    metavar="SECONDS", help="How long the directory, and then each node, may take to answer.",
-)  # fmt: skip
+@timeout_option(2.0, "How long the directory, and then each node, may take to answer.")
 @output_option
 def nodes(directory: str, timeout_s: float, output: str) -> None:
     """Show who is in the cluster and what each node holds.

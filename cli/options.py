@@ -27,6 +27,7 @@ def config_options(cls: type[Any]) -> list[click.Parameter]:
                 metavar=key.type_text.upper() if key.type_text.isalpha() else key.type_text,
                 shell_complete=_values(key.type_text),
                 help=f"{key.help}  [{default}]".strip(),
+                hidden=not key.shown,
             )
         )
     return options

@@ -4,7 +4,8 @@ sent."""
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -12,6 +13,7 @@ TIMEOUT_S_MIN: Final = 0.001
 TIMEOUT_S_MAX: Final = 86_400.0
 TOKEN_ID_MAX: Final = (1 << 32) - 1
 ID_BIAS_FORM: Final = "ID=VALUE"
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Number(click.ParamType[float]):
@@ -36,6 +38,14 @@ class Seconds(Number):
         if not TIMEOUT_S_MIN <= seconds <= TIMEOUT_S_MAX:
             self.fail(f"'{value}' is no usable time: {TIMEOUT_S_MIN:g} to {TIMEOUT_S_MAX:g} seconds", param, ctx)
         return seconds
+
+
+def timeout_option(default_s: float, help_text: str) -> Callable[[_F], _F]:
+    """`--timeout SECONDS`, which the command gets as `timeout_s`."""
+    return click.option(
+        "--timeout", "timeout_s", type=Seconds(), default=default_s, show_default=True, metavar="SECONDS",
+        help=help_text,
+    )  # fmt: skip
 
 
 class Whole(click.ParamType[int]):

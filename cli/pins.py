@@ -17,16 +17,13 @@ from baton.wire import NodeRecord, Role
 from cli.cluster_view import directory_option, list_records, run_with_channels
 from cli.invocation import EXIT_ERROR
 from cli.output import Output, output_option, print_json
-from cli.parameters import IntegerList, Seconds
+from cli.parameters import IntegerList, Seconds, timeout_option
 from cli.table import format_table
 
 _T = TypeVar("_T")
 _HEADER: Final = ("NAME", "TOKENS", "SALT", "ENDS IN", "FROM", "ROUTER", "NODES")
 
-_timeout_option: Final = click.option(
-    "--timeout", "timeout_s", type=Seconds(), default=10.0, show_default=True, metavar="SECONDS",
-    help="How long the directory, and then each router, may take to answer.",
-)  # fmt: skip
+_timeout_option: Final = timeout_option(10.0, "How long the directory, and then each router, may take to answer.")
 
 
 @click.command()

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
-from baton.config import ConfigError, ConfigProblem, env_name, flag_name
-from baton.endpoint import split_endpoint
+from baton.config import ConfigError, env_name, flag_name
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
 from cli.child import Child, ChildProgress, describe_exit, stop_children
+from cli.listening import listen_problems
 from cli.services import Service, load_config
 from engine.build import EngineKind
 
@@ -142,26 +142,9 @@ class ClusterSpec:
             text = {key: _text(value) for key, value in flags.items()}
             config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
             places[name] = config.listen
-        problems = _listen_problems(places)
+        problems = listen_problems(places)
         if problems:
             raise ConfigError(problems)
-
-
-def _listen_problems(places: Mapping[str, str]) -> list[ConfigProblem]:
-    """Processes, by name, that could not listen where they are told to: no endpoint, or that of an earlier one."""
-    problems = []
-    taken: dict[tuple[str, int], str] = {}
-    for name, place in places.items():
-        source = f"listen of {name}"
-        try:
-            host, port = split_endpoint(place)
-        except BatonError as error:
-            problems.append(ConfigProblem(source=source, problem=error.message))
-            continue
-        holder = taken.setdefault((host, port), name) if port else name
-        if holder != name:
-            problems.append(ConfigProblem(source=source, problem=f"{place} is where {holder} is to listen"))
-    return problems
 
 
 class ClusterError(BatonError):

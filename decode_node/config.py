@@ -47,7 +47,7 @@ class DecodeConfig:
     finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
     finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})
     orphan_ms: int = field(default=10_000, metadata={"help": "a request whose router is away this long is cancelled"})
-    busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full node"})
+    busy_retry_ms: int = field(default=200, metadata={"help": "a full node is worth another try after this at least"})
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
     )

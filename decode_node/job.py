@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from batonpb import common_pb2
+from batonpb import common_pb2, transfer_pb2
 
-from baton.ids import BlockId, GrantId, RequestKey
+from baton.ids import BlockId, GrantId, Incarnation, RequestKey
 from decode_node.streams import RequestOutput
 from engine.block_manager import BlockManager, growth_blocks
+from engine.sequence import Sequence, SequenceMode
 from engine.types import Runner, SamplingParams
+from engine.wire import key_from_proto, params_from_proto
+from kvtransfer.grant_messages import AnswerGranted
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -48,8 +51,73 @@ class Job:
         """The engine has it, or has had it."""
         return self.kept or (self.committed.done() and self.committed.result())
 
+    def sequence(self, block_table: list[BlockId], *, block_size: int) -> Sequence:
+        """What the engine goes on with after the commit; the references of these blocks are the sequence's."""
+        return Sequence(
+            key=self.key,
+            params=self.params,
+            tokens=[*self.tokens, self.first_token],
+            prompt_len=self.prompt_len,
+            computed=len(self.tokens),
+            block_table=block_table,
+            promise_key=self.grant,
+            mode=SequenceMode.COMPLETE,
+            cache_salt=self.cache_salt,
+            cached_tokens=len(self.prefix) * block_size,
+        )
 
-def answer_growth(runner: Runner, tokens: Sequence[int], prompt_len: int, max_tokens: int) -> int:
+
+def granted_job(
+    request: transfer_pb2.ReserveRequest,
+    tokens: list[int],
+    granted: AnswerGranted,
+    *,
+    deadline_s: float,
+    footprint: int,
+    committed: asyncio.Future[bool],
+) -> Job:
+    """Of a Reserve that was granted; `tokens` are its prompt and output, the job's from here on."""
+    key = key_from_proto(request.key)
+    return Job(
+        key=key,
+        grant=granted.grant,
+        tokens=tokens,
+        prompt_len=len(request.prompt),
+        params=params_from_proto(request.sampling),
+        cache_salt=request.cache_salt,
+        prefix=granted.prefix,
+        blocks=granted.blocks,
+        footprint=footprint,
+        deadline_s=deadline_s,
+        output=RequestOutput(key=key, router=Incarnation(request.router), first_index=len(request.output)),
+        committed=committed,
+    )
+
+
+def kept_job(
+    seq: Sequence, *, router: Incarnation, deadline_s: float, footprint: int, committed: asyncio.Future[bool]
+) -> Job:
+    """Of a sequence that the engine has already."""
+    assert isinstance(seq.promise_key, bytes), seq.key
+    return Job(
+        key=seq.key,
+        grant=GrantId(seq.promise_key),
+        tokens=list(seq.tokens),
+        prompt_len=seq.prompt_len,
+        params=seq.params,
+        cache_salt=seq.cache_salt,
+        prefix=(),
+        blocks=(),
+        deadline_s=deadline_s,
+        output=RequestOutput(key=seq.key, router=router, first_index=seq.output_count),
+        committed=committed,
+        footprint=footprint,
+        resumed=True,
+        kept=True,
+    )
+
+
+def answer_growth(runner: Runner, tokens: Tokens[int], prompt_len: int, max_tokens: int) -> int:
     """Blocks to promise to a request whose blocks for `tokens` are held, for all that it may draw.
 
     `tokens` are the prompt, of `prompt_len`, and what the client has of the answer.
@@ -66,7 +134,7 @@ def answer_growth(runner: Runner, tokens: Sequence[int], prompt_len: int, max_to
 
 
 def why_never(
-    tokens: Sequence[int],
+    tokens: Tokens[int],
     prompt_len: int,
     sampling: common_pb2.SamplingSpec,
     *,

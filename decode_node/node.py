@@ -14,23 +14,25 @@ from batonpb import transfer_pb2
 from baton.drain import Holdings
 from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from baton.log import get_log
+from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from cachestore.spill import Spill
 from decode_node.config import DecodeConfig
-from decode_node.job import Job, answer_growth, why_never
+from decode_node.job import Job, answer_growth, granted_job, kept_job, why_never
 from decode_node.overcommit import Admission
-from decode_node.streams import RequestOutput, TokenStreams
+from decode_node.streams import TokenStreams
 from engine.block_manager import BlockManager
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
-from engine.sequence import Sequence, SequenceMode
+from engine.sequence import Sequence
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
-from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto, params_from_proto
-from kvtransfer.grant_messages import AnswerGranted, AnswerRefused, CommitAsked, Refusal, ReserveAsked
+from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto
+from kvtransfer.grant_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
+from kvtransfer.record_checks import checksums_from_proto
 from kvtransfer.report import block_load
 
 log = get_log("decode")
@@ -71,6 +73,7 @@ class DecodeNode:
         self._admission = Admission(spill, ledger, blocks, self._jobs.values())
         self._lives = Tasks(loop, log, broken="a request's life broke off")
         self._closing = False
+        self._blocks_freed, self._requests_ended = LeaveRate(), LeaveRate()
         self.room_changed: Callable[[], None] = lambda: None
         """Called when a request or its blocks may have made room, outside of a step too."""
 
@@ -103,6 +106,8 @@ class DecodeNode:
                 self.engine_loop.wake()
                 self.receiver.ended(job.key)  # of a kept request it knows nothing
             del self._jobs[job.grant]
+            self._blocks_freed.left(job.footprint, self._loop.time())
+            self._requests_ended.left(1, self._loop.time())
             if not output.opened:
                 self._forget(job)
             self.room_changed()
@@ -121,11 +126,15 @@ class DecodeNode:
     # What the transfer service asks.
 
     def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
-        """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once."""
-        key = key_from_proto(request.key)
+        """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once.
+
+        A repeat gets the first one's answer, even where this node could not give it any more.
+        """
+        key, number = key_from_proto(request.key), ReserveNumber(request.number)
         tokens, prompt_len = [*request.prompt, *request.output], len(request.prompt)
+        repeated = self.receiver.grants.has_answered(pair, number)
         reject = why_never(tokens, prompt_len, request.sampling, runner=self._runner, blocks=self._blocks)
-        if reject is not None:
+        if reject is not None and not repeated:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
         known_blocks = self._blocks.blocks_for(len(tokens))
         prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
@@ -134,14 +143,14 @@ class DecodeNode:
         try:
             new = known_blocks - len(prefix)
             footprint = known_blocks + promise
-            place = self.has_place  # without one the machine is asked all the same: it may have granted this already
+            place = self.has_place
             room = place and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
-            if room:
+            if room and not repeated:
                 self._blocks.make_room(new)
             answer = self.receiver.reserve(
                 ReserveAsked(
                     pair=pair,
-                    number=ReserveNumber(request.number),
+                    number=number,
                     lowest_live=ReserveNumber(request.lowest_live),
                     key=key,
                     grant=GrantId(self._randomness(16)),
@@ -156,11 +165,16 @@ class DecodeNode:
             self._blocks.release(prefix)
         if isinstance(answer, AnswerRefused):
             if answer.refusal in (Refusal.BUSY, Refusal.FENCING, Refusal.SPAN):
-                return self._busy(answer.refusal.value if place else "its request limit is reached")
+                reason = answer.refusal.value if place else "its request limit is reached"
+                return self._busy(key, reason, blocks_lacking=max(0, footprint - self.ledger.available))
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         if answer.grant not in self._jobs:
             self._drop_kept(key.request, below=key.attempt)
-            self._begin(request, key, answer, footprint)
+            deadline_s = self._loop.time() + request.deadline_left_ms / 1000
+            committed = self._loop.create_future()
+            self._start(
+                granted_job(request, tokens, answer, deadline_s=deadline_s, footprint=footprint, committed=committed)
+            )
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -172,15 +186,26 @@ class DecodeNode:
         )
 
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
-        """The prefill node's word. Returns when the seals are here too, or the grant is revoked."""
+        """The prefill node's word. Returns when the seals are here too, or the grant is revoked.
+
+        Raises BatonError as `Receiver.commit` does.
+        """
         grant = GrantId(request.grant)
         job = self._jobs.get(grant)
+        checksums = checksums_from_proto(request)
         if job is not None and not job.committed.done():
             job.first_token = request.first_token
             if request.HasField("first_logprobs"):
                 job.first_logprobs = request.first_logprobs
         return await self.receiver.commit(
-            CommitAsked(pair=pair, grant=grant, writes=request.writes, bytes_written=request.bytes_written)
+            CommitAsked(
+                pair=pair,
+                grant=grant,
+                writes=request.writes,
+                bytes_written=request.bytes_written,
+                sampled=checksums is not None,
+            ),
+            checksums,
         )
 
     # What a mixed node asks, for requests that it keeps.
@@ -198,21 +223,9 @@ class DecodeNode:
         assert self.has_place and isinstance(seq.promise_key, bytes), seq.key
         self.receiver.supersede(seq.key)
         self._drop_kept(seq.key.request, below=seq.key.attempt)
-        job = Job(
-            key=seq.key,
-            grant=GrantId(seq.promise_key),
-            tokens=list(seq.tokens),
-            prompt_len=seq.prompt_len,
-            params=seq.params,
-            cache_salt=seq.cache_salt,
-            prefix=(),
-            blocks=(),
-            deadline_s=deadline_s,
-            output=RequestOutput(key=seq.key, router=router, first_index=seq.output_count),
-            committed=self._loop.create_future(),
-            footprint=len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0),
-            resumed=True,
-            kept=True,
+        footprint = len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0)
+        job = kept_job(
+            seq, router=router, deadline_s=deadline_s, footprint=footprint, committed=self._loop.create_future()
         )
         self._start(job)
         self.streams.open(job.output)
@@ -360,30 +373,6 @@ class DecodeNode:
         if self._by_key.get(job.key) is job:  # a later grant of the same attempt may have taken its place
             del self._by_key[job.key]
 
-    def _begin(
-        self,
-        request: transfer_pb2.ReserveRequest,
-        key: RequestKey,
-        granted: AnswerGranted,
-        footprint: int,
-    ) -> None:
-        grant = granted.grant
-        job = Job(
-            key=key,
-            grant=grant,
-            tokens=[*request.prompt, *request.output],
-            prompt_len=len(request.prompt),
-            params=params_from_proto(request.sampling),
-            cache_salt=request.cache_salt,
-            prefix=granted.prefix,
-            blocks=granted.blocks,
-            footprint=footprint,
-            deadline_s=self._loop.time() + request.deadline_left_ms / 1000,
-            output=RequestOutput(key=key, router=Incarnation(request.router), first_index=len(request.output)),
-            committed=self._loop.create_future(),
-        )
-        self._start(job)
-
     def _start(self, job: Job) -> None:
         self._jobs[job.grant] = job
         self._by_key[job.key] = job
@@ -406,24 +395,18 @@ class DecodeNode:
         # The references are nobody's until the engine has them: nothing between here and resume may fail.
         table = [*job.prefix, *job.blocks]
         job.output.append(job.first_token, job.first_logprobs)
-        self._engine.resume(
-            Sequence(
-                key=job.key,
-                params=job.params,
-                tokens=[*job.tokens, job.first_token],
-                prompt_len=job.prompt_len,
-                computed=len(job.tokens),
-                block_table=table,
-                promise_key=job.grant,
-                mode=SequenceMode.COMPLETE,
-                cache_salt=job.cache_salt,
-                cached_tokens=len(job.prefix) * self._blocks.block_size,
-            )
-        )
+        self._engine.resume(job.sequence(table, block_size=self._blocks.block_size))
         self.engine_loop.wake()
         return True
 
-    def _busy(self, reason: str) -> transfer_pb2.ReserveReply:
-        return transfer_pb2.ReserveReply(
-            busy=transfer_pb2.Busy(retry_after_ms=self.config.busy_retry_ms, reason=reason)
+    def _busy(self, key: RequestKey, reason: str, *, blocks_lacking: int) -> transfer_pb2.ReserveReply:
+        """Blocks and promises leave with the requests that end; a place among the requests does with any of them."""
+        now_s = self._loop.time()
+        waits = [wait_s(blocks_lacking, self._blocks_freed.per_s(now_s))]
+        if not self.has_place:
+            waits.append(wait_s(1, self._requests_ended.per_s(now_s)))
+        known = [wait for wait in waits if wait is not None]
+        retry_ms = retry_after_ms(
+            max(known, default=None), ms_min=self.config.busy_retry_ms, spread=spread_of(key.request)
         )
+        return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(retry_after_ms=retry_ms, reason=reason))

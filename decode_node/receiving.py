@@ -13,9 +13,11 @@ from baton.ids import Incarnation
 from baton.rpc_client import Channels
 from cachestore.device_pool import DevicePool
 from decode_node.config import DecodeConfig
+from kvtransfer.checksum_thread import ChecksumThread
 from kvtransfer.receiver import Receiver, ReceiverHost
 from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.shm import ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
@@ -33,6 +35,12 @@ def make_receiver(
         channels=channels,
         loop=asyncio.get_running_loop(),
         config=config.receiver,
+        checks=RecordChecks(
+            ChecksumThread(pool.region.array_U8, name=config.name),
+            pool.layout,
+            num_blocks=pool.ledger.num_blocks,
+            loop=asyncio.get_running_loop(),
+        ),
     )
     receiver.ports = ReceiverPorts(receiver)
     return receiver
@@ -51,6 +59,9 @@ def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
     """What was refused, and each port's own figures."""
     for what, count in sorted(receiver.refused.items()):
         message.counters.add(name=f"refused: {what}", value=count)
+    message.counters.add(name="records checked", value=receiver.checks.records)
+    for (writer, transport), count in sorted(receiver.checks.corrupt.items()):
+        message.counters.add(name=f"CORRUPT handoffs from {writer} over {transport}", value=count)
     for name, port in receiver.ports.describe().items():
         for what, figure in port.items():
             if isinstance(figure, int):

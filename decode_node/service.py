@@ -52,7 +52,9 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
                 f"{', '.join(t.value for t in own)}; none of them works between the two (shm needs the same machine, "
                 "user and namespaces). Add tcp to the transports of both.",
             )
-        endpoint = self._receiver.connect(pair, request.writer_endpoint, transport)
+        endpoint = self._receiver.connect(
+            pair, request.writer_endpoint, transport, name=request.writer_name, host=request.host_name
+        )
         return transfer_pb2.ConnectReply(
             receiver=self._own,
             transport=endpoint.transport.value,
@@ -75,7 +77,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             raise bad_field("key.request", "A Reserve needs a request id.")
         if not request.prompt:
             raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
-        if not self._takes_requests():
+        if not self._takes_requests() and not self._receiver.grants.has_answered(pair, ReserveNumber(request.number)):
             raise node_draining(self._own)
         return self._node.reserve(request, pair)
 

@@ -16,9 +16,9 @@ from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, FinishReason, KvSink, Runner, SequenceSlice, StepResult, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class TokenEvent:
-    """Something happened to a sequence: a token was drawn, it ended, or both.
+    """Something happened to a sequence: a token was drawn, it ended, or both. Not changed once made.
 
     A PREFILL_ONLY sequence leaves the engine with its first token, whether `finish` is set or not.
     """
@@ -229,8 +229,9 @@ class Engine:
         self._blocks.index(seq.tokens, seq.block_table, seq.computed, seq.cache_salt, seq.index_cursor)
 
     def _advance(self, seq: Sequence, piece: SequenceSlice, result: StepResult) -> TokenEvent | None:
-        seq.computed = piece.stop
-        self._index(seq)
+        before, seq.computed = seq.computed, piece.stop
+        if piece.stop // self._blocks.block_size > before // self._blocks.block_size:
+            self._index(seq)
         if seq.key in self._aborting:
             return self._leave(seq, None, FinishReason.ABORTED)
         if not piece.sample:
@@ -238,16 +239,11 @@ class Engine:
         token = result.sampled[seq.key]
         seq.tokens.append(token)
         self._tokens_drawn += 1
+        logprobs = result.logprobs.get(seq.key) if result.logprobs else None
         finish = self._finish_reason(seq, token)
         if finish is not None or seq.mode is SequenceMode.PREFILL_ONLY:
-            return self._leave(seq, token, finish, result.logprobs.get(seq.key))
-        return TokenEvent(
-            seq=seq,
-            token=token,
-            index=seq.output_count - 1,
-            finish=None,
-            logprobs=result.logprobs.get(seq.key),
-        )
+            return self._leave(seq, token, finish, logprobs)
+        return TokenEvent(seq=seq, token=token, index=piece.output_index, finish=None, logprobs=logprobs)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
         params = seq.params

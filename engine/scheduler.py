@@ -194,10 +194,10 @@ class Scheduler:
 def _slice(seq: Sequence, stop: int) -> SequenceSlice:
     return SequenceSlice(
         key=seq.key,
-        tokens=tuple(seq.tokens),
+        tokens=seq.tokens,
         start=seq.computed,
         stop=stop,
-        block_table=tuple(seq.block_table),
+        block_table=seq.block_table,
         sample=stop == len(seq.tokens),
         output_index=seq.output_count,
         params=seq.params,

@@ -7,6 +7,7 @@ Shape suffixes used in this package:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -79,20 +80,21 @@ class KvSpec:
     """NumPy-style name: "float32", "bfloat16", "uint8"."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class SequenceSlice:
-    """The part of one sequence that one step computes.
+    """The part of one sequence that one step computes. Not changed once made (nor frozen: that would cost more than
+    the rest of making one, for every token drawn).
 
     `tokens[start:stop]` are the new tokens; the KV of `tokens[:start]` is in the region already. `block_table` covers
-    at least `ceil(stop / block_size)` blocks. `tokens` and `block_table` are copies (or append-only and not touched
-    while the step runs).
+    at least `ceil(stop / block_size)` blocks. `tokens` and `block_table` are the sequence's own, which nobody touches
+    while the step runs: read them in `Runner.run`, and keep copies of what is needed longer.
     """
 
     key: RequestKey
-    tokens: tuple[int, ...] | list[int]
+    tokens: Sequence[int]
     start: int
     stop: int
-    block_table: tuple[BlockId, ...] | list[BlockId]
+    block_table: Sequence[BlockId]
     sample: bool
     """True when `stop` is the end of the tokens known: draw the token at position `stop`."""
     output_index: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from kvtransfer.grant_messages import Refusal
-from kvtransfer.receiver_states import OPEN, UNCOMMITTED, GrantState
+from kvtransfer.receiver_states import OPEN, UNCOMMITTED, GrantState, RecordCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,7 @@ class GrantEntry:
     seals: dict[int, tuple[int, int]] = field(default_factory=dict)
     expected: tuple[int, int, int] | None = None
     commit_waits: bool = False
+    check: RecordCheck = RecordCheck.NONE
     was_committed: bool = False
     revoke_rounds: int = 0
     story: tuple[str, ...] = ()
@@ -81,9 +82,19 @@ class GrantBook:
         known = self._grant(grant, pair)
         return known is not None and known.state in UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
 
+    def has_answered(self, pair: Pair, number: ReserveNumber) -> bool:
+        """Is the answer to this Reserve written down? A repeat gets it, whatever has changed here meanwhile."""
+        known = self._pairs.get(pair)
+        return known is not None and (number in known.by_number or number in known.refused)
+
     def state_of(self, grant: GrantId) -> GrantState | None:
         known = self._grants.get(grant)
         return known.state if known else None
+
+    def blocks_uncommitted(self, grant: GrantId, pair: Pair) -> tuple[BlockId, ...] | None:
+        """The blocks that this pair's writer may have written under this grant; None where its right is over."""
+        known = self._grant(grant, pair)
+        return known.blocks if known is not None and known.state in UNCOMMITTED else None
 
     def grant_of(self, key: RequestKey) -> GrantId | None:
         """The grant of this attempt that is still known, the newest if there are several."""
@@ -125,9 +136,9 @@ class GrantBook:
         if not siblings:
             del self._by_request[grant.key.request]
 
-    def _attempt_is_over(self, key: RequestKey) -> bool:
-        """Cancelled, overtaken by a newer attempt, or granted already: the same attempt may come again under a new
-        number only once its earlier grant is doomed."""
+    def is_over(self, key: RequestKey) -> bool:
+        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already. It may
+        come again under a new number only once its earlier grant is doomed."""
         if key.attempt <= self._dead_attempts.get(key.request, -1):
             return True
         grants = [self._grants[g] for g in self._by_request.get(key.request, ())]

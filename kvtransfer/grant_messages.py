@@ -73,6 +73,16 @@ class CommitAsked:
     writes: int
     bytes_written: int
     channels: int = 1
+    sampled: bool = False
+    """It carries checksums, which are to be compared before it counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsChecked:
+    """The answer to CheckRecords: whether the sampled records are here as the writer read them at the source."""
+
+    grant: GrantId
+    intact: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +141,7 @@ ReceiverEvent = (
     | RenewAsked
     | SealLanded
     | CommitAsked
+    | RecordsChecked
     | WriterLetGo
     | PairFenced
     | WriterSuspected
@@ -174,6 +185,26 @@ class AnswerCommit:
     pair: Pair
     grant: GrantId
     committed: bool
+    corrupt: bool = False
+    """Not committed because sampled records are not what the writer sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRecords:
+    """Seals and commit are here and agree: compare the sample, then say RecordsChecked. Comes once for a grant."""
+
+    pair: Pair
+    key: RequestKey
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportCorrupt:
+    """The sample differs, in blocks that nobody but the grant's writer could have written."""
+
+    pair: Pair
+    key: RequestKey
+    grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +285,8 @@ ReceiverInstruction = (
     | AnswerRefused
     | AnswerRenew
     | AnswerCommit
+    | CheckRecords
+    | ReportCorrupt
     | AnswerLetGo
     | AnswerResolve
     | SendRevoke
@@ -273,6 +306,7 @@ class HandoffEnd(Enum):
     COMMITTED = "committed"
     REFUSED = "refused"
     REVOKED = "revoked"
+    CORRUPT = "corrupt"
     CANCELLED = "cancelled"
     LEASE_LAPSED = "lease_lapsed"
     LINK_LOST = "link_lost"
@@ -339,6 +373,7 @@ class AllPosted:
 class CommitAnswered:
     number: ReserveNumber
     committed: bool
+    corrupt: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from batonpb import common_pb2
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidField
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
+from kvtransfer.checksum_thread import SourceSample
 from kvtransfer.grant_messages import AllPosted, HandoffCancelled, HandoffEnd
-from kvtransfer.plan import Int64Array, whole_records
+from kvtransfer.plan import Int64Array, RecordPlan
 from kvtransfer.transport import Seal, WriterLink
 
 if TYPE_CHECKING:
@@ -48,10 +50,19 @@ class WriterConfig:
     stall_ms_max: int = field(
         default=10_000, metadata={"help": "a handoff whose posted writes make no progress for this long is given up"}
     )
+    checksum_fraction: float = field(
+        default=0.0,
+        metadata={
+            "help": "share of the records, 0 to 1, that the decode node compares with a checksum before it takes a "
+            "handoff, to find bad hardware; 0 compares none"
+        },
+    )
 
     def __post_init__(self) -> None:
+        if not 0 <= self.checksum_fraction <= 1:
+            raise InvalidField("checksum_fraction", f"is {self.checksum_fraction}; must be between 0 and 1")
         for name in self.__slots__:
-            if getattr(self, name) <= 0:
+            if name != "checksum_fraction" and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.drift_per_mille >= 1000:
             raise ValueError("drift_per_mille must be under 1000")
@@ -89,7 +100,11 @@ class Handoff:
     bytes_written: int = 0
     progress_s: float = 0.0
     seal: Seal | None = None
+    steps: set[StepWrites] = field(default_factory=set)
+    """Planned and not finished: an engine step may be posting them right now."""
     retries: int = 0
+    sample: SourceSample | None = None
+    """What goes along with the Commit; None where nothing is sampled."""
     revoke_waiters: list[asyncio.Future[None]]
 
     def may_post(self) -> bool:
@@ -117,25 +132,33 @@ class StepWrites:
     link: WriterLink
     src_blocks_B: Int64Array
     dst_blocks_B: Int64Array
+    plan: RecordPlan
     layers: range
     posted: int = 0
+    _closed: bool = False
+    _posting: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a post; once `finish` has had it, nothing is posted any more."""
 
     def layer_done(self, layer: int) -> None:
-        """Post one layer's records. On the engine thread; returns at once."""
-        peer = self.peer
-        ops = whole_records(
-            peer.layout,
-            layer,
-            self.src_blocks_B,
-            self.dst_blocks_B,
-            src_num_blocks=peer.src_num_blocks,
-            dst_num_blocks=peer.dst_num_blocks,
-        )
+        """Post one layer's records, unless the step was finished meanwhile. On the engine thread; returns at once."""
+        with self._posting:
+            if not self._closed:
+                self._post(layer)
+
+    def _post(self, layer: int) -> None:
+        ops = self.plan.of_layer(layer)
         self.link.post(self.handoff.grant, ops)
+        if self.handoff.sample is not None:
+            self.handoff.sample.take(layer, self.dst_blocks_B, ops)
         self.posted += 1
 
     def finish(self) -> None:
-        """After the step, on the control thread: layers that were never posted (the step failed) count as dropped."""
+        """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
+        now on, and those that were not count as dropped. Idempotent.
+        """
+        with self._posting:
+            self._closed = True
+        self.handoff.steps.discard(self)
         missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
         self.posted = len(self.layers)
         if missing:

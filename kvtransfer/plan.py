@@ -30,8 +30,41 @@ class HeadRange:
 def record_offsets(layout: Layout, num_blocks: int, layer: int, blocks_B: Int64Array) -> Int64Array:
     """Byte offset of each block's record of one layer in a region of `num_blocks` blocks."""
     assert 0 <= layer < layout.num_layers, (layer, layout.num_layers)
-    assert blocks_B.size == 0 or (blocks_B.min() >= 0 and blocks_B.max() < num_blocks), (blocks_B, num_blocks)
+    assert (blocks_B.astype(np.uint64) < num_blocks).all(), (blocks_B, num_blocks)  # as these, negative ones are large
     return (layer * num_blocks + blocks_B.astype(np.int64)) * layout.record_bytes
+
+
+class RecordPlan:
+    """Whole records of some blocks, the same ones in each layer: what depends on the layer is one addition.
+
+    Both regions have the same layout. Immutable; read from any thread.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        src_blocks_B: Int64Array,
+        dst_blocks_B: Int64Array,
+        *,
+        src_num_blocks: int,
+        dst_num_blocks: int,
+    ) -> None:
+        assert src_blocks_B.shape == dst_blocks_B.shape, (src_blocks_B.shape, dst_blocks_B.shape)
+        self._num_layers = layout.num_layers
+        self._src_layer_bytes = src_num_blocks * layout.record_bytes
+        self._dst_layer_bytes = dst_num_blocks * layout.record_bytes
+        self._src_W = record_offsets(layout, src_num_blocks, 0, src_blocks_B)
+        self._dst_W = record_offsets(layout, dst_num_blocks, 0, dst_blocks_B)
+        self._nbytes_W = np.full(self._src_W.shape, layout.record_bytes, dtype=np.int64)
+
+    def of_layer(self, layer: int) -> WriteOps:
+        """One operation for each block: its whole record of this layer."""
+        assert 0 <= layer < self._num_layers, (layer, self._num_layers)
+        return WriteOps(
+            src=self._src_W + layer * self._src_layer_bytes,
+            dst=self._dst_W + layer * self._dst_layer_bytes,
+            nbytes=self._nbytes_W,
+        )
 
 
 def whole_records(
@@ -44,10 +77,8 @@ def whole_records(
     dst_num_blocks: int,
 ) -> WriteOps:
     """One operation for each block: its whole record of one layer. Both regions have the same layout."""
-    assert src_blocks_B.shape == dst_blocks_B.shape, (src_blocks_B.shape, dst_blocks_B.shape)
-    src_W = record_offsets(layout, src_num_blocks, layer, src_blocks_B)
-    dst_W = record_offsets(layout, dst_num_blocks, layer, dst_blocks_B)
-    return WriteOps(src=src_W, dst=dst_W, nbytes=np.full(src_W.shape, layout.record_bytes, dtype=np.int64))
+    plan = RecordPlan(layout, src_blocks_B, dst_blocks_B, src_num_blocks=src_num_blocks, dst_num_blocks=dst_num_blocks)
+    return plan.of_layer(layer)
 
 
 def head_ranges(

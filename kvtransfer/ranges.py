@@ -12,27 +12,40 @@ import numpy as np
 from baton.ids import BlockId
 from kvtransfer.layout import Layout
 
+LOOPED_SEGMENTS_MAX = 32
+"""So many are looked at one by one: less work than the array operations cost whatever they work on."""
+
 
 class RecordRanges:
-    """All layers' records of some blocks (see `kvtransfer.transport.WriteRanges`). Keeps one int64 a block."""
+    """All layers' records of some blocks (see `kvtransfer.transport.WriteRanges`). Keeps the blocks alone."""
 
     def __init__(self, layout: Layout, num_blocks: int, blocks: Iterable[BlockId]) -> None:
         """`num_blocks` is the region's; `blocks` are distinct."""
         self._record_bytes = layout.record_bytes
         self._num_records = layout.num_layers * num_blocks
         self._num_blocks = num_blocks
-        self._blocks_B = np.sort(np.fromiter(blocks, np.int64))
-        assert self._blocks_B.size == 0 or (self._blocks_B[0] >= 0 and self._blocks_B[-1] < num_blocks), num_blocks
-        assert (np.diff(self._blocks_B) > 0).all(), "a block was named twice"
+        named = sorted(blocks)
+        assert not named or (named[0] >= 0 and named[-1] < num_blocks), num_blocks
+        self._blocks = frozenset(named)
+        self._blocks_B = np.array(named, np.int64)
+        assert len(self._blocks) == len(named), "a block was named twice"
 
     def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
         """See `WriteRanges.cover`. A segment may run through neighbouring records, if all of them are open."""
         total_bytes = self._num_records * self._record_bytes
+        if len(dst_S) <= LOOPED_SEGMENTS_MAX:
+            return all(map(self._covers, dst_S.tolist(), nbytes_S.tolist()))
         if ((nbytes_S <= 0) | (nbytes_S > total_bytes) | (dst_S < 0) | (dst_S > total_bytes - nbytes_S)).any():
             return False
         first_S = dst_S // self._record_bytes
         end_S = (dst_S + nbytes_S - 1) // self._record_bytes + 1
         return bool((self._open_below(end_S) - self._open_below(first_S) == end_S - first_S).all())
+
+    def _covers(self, dst: int, nbytes: int) -> bool:
+        if nbytes <= 0 or dst < 0 or dst + nbytes > self._num_records * self._record_bytes:
+            return False
+        records = range(dst // self._record_bytes, (dst + nbytes - 1) // self._record_bytes + 1)
+        return all(record % self._num_blocks in self._blocks for record in records)
 
     def _open_below(self, record_S: np.ndarray) -> np.ndarray:
         """How many open records have a smaller index."""

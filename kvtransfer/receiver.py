@@ -19,6 +19,7 @@ from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, Re
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
+from kvtransfer.checksums import RecordChecksums
 from kvtransfer.grant_messages import (
     AnswerCommit,
     AnswerGranted,
@@ -26,6 +27,7 @@ from kvtransfer.grant_messages import (
     AnswerRefused,
     AnswerRenew,
     AnswerResolve,
+    CheckRecords,
     CommitAsked,
     CountRefused,
     FencePair,
@@ -34,7 +36,9 @@ from kvtransfer.grant_messages import (
     PairFenced,
     ReceiverEvent,
     ReceiverInstruction,
+    RecordsChecked,
     RenewAsked,
+    ReportCorrupt,
     RequestCancelled,
     RequestEnded,
     ReserveAsked,
@@ -53,6 +57,7 @@ from kvtransfer.layout import Layout
 from kvtransfer.ranges import RecordRanges
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.record_checks import RecordChecks, WriterPlace
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
 
 log = get_log("receiver")
@@ -109,16 +114,20 @@ class Receiver:
         channels: Channels,
         loop: asyncio.AbstractEventLoop,
         config: ReceiverConfig,
+        checks: RecordChecks,
     ) -> None:
+        """`checks` is taken over: `close` closes it."""
         self.incarnation = incarnation
         self.grants = grants
         self.config = config
+        self.checks = checks
         self.refused: dict[str, int] = {}
         self._layout = layout
         self._host = host
         self._channels = channels
         self._loop = loop
         self._writers: dict[Pair, str] = {}
+        self._places: dict[Pair, WriterPlace] = {}
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
@@ -134,12 +143,19 @@ class Receiver:
             StopGrantTimers: self._stop_timers,
             CountRefused: self._count_refused,
             ForgetGrant: self._forget,
+            CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle_checked)),
+            ReportCorrupt: lambda i: self.checks.report(i, self._places[i.pair]),
         }
 
     # What the node asks. Answers that the machine gives at once are returned.
 
-    def connect(self, pair: Pair, writer_endpoint: str, transport: TransportName) -> DataEndpoint:
-        """A writer introduces itself. Raises BatonError TOO_MANY_PEERS, or PAIR_FENCING with a retry time."""
+    def connect(
+        self, pair: Pair, writer_endpoint: str, transport: TransportName, *, name: str = "", host: str = ""
+    ) -> DataEndpoint:
+        """A writer introduces itself; name and host are for people.
+
+        Raises BatonError TOO_MANY_PEERS, or PAIR_FENCING with a retry time.
+        """
         if pair not in self._writers and len(self._writers) >= self.config.pairs_max:
             raise BatonError(
                 Reason.TOO_MANY_PEERS,
@@ -147,6 +163,7 @@ class Receiver:
                 retry_after_ms=self.config.lease_ms,
             )
         self._writers[pair] = writer_endpoint
+        self._places[pair] = WriterPlace(name=name, host=host, transport=transport)
         self._retiring.discard(pair)
         try:
             return self.ports.expect(pair, self.grants.epoch(pair), transport)
@@ -172,8 +189,15 @@ class Receiver:
         assert isinstance(answer, AnswerRenew), answer
         return answer.renewed
 
-    async def commit(self, event: CommitAsked) -> bool:
-        """True once seals and commit are here and agree; False when the grant has been revoked."""
+    async def commit(self, event: CommitAsked, checksums: RecordChecksums | None = None) -> bool:
+        """True once seals and commit are here and agree; False when the grant has been revoked.
+
+        Raises BatonError DATA_CORRUPT where sampled records are not what `checksums` says: the grant is over then;
+        BAD_FIELD where they cannot be of this grant.
+        """
+        blocks = self.grants.blocks_uncommitted(event.grant, event.pair)
+        if checksums is not None and blocks is not None:
+            self.checks.keep(event.grant, checksums, blocks)
         waiter: asyncio.Future[bool] = self._loop.create_future()
         self._commits.setdefault(event.grant, []).append(waiter)
         try:
@@ -237,6 +261,7 @@ class Receiver:
                 if not waiter.done():
                     waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
         await self._tasks.cancel()
+        self.checks.close()
 
     # What the port tells (kvtransfer.transport.ReceiverEvents).
 
@@ -257,12 +282,16 @@ class Receiver:
             if self.grants.is_quiet(pair):
                 self._carry_out(self.grants.forget_pair(pair))
                 self._drop_channel(self._writers.pop(pair))
+                del self._places[pair]
                 self.ports.forget(pair)
 
     # Carrying out.
 
     def _handle(self, event: ReceiverEvent) -> ReceiverInstruction | None:
         return self._carry_out(self.grants.handle(event))
+
+    def _handle_checked(self, event: RecordsChecked) -> None:
+        self._handle(event)
 
     def _carry_out(self, instructions: list[ReceiverInstruction]) -> ReceiverInstruction | None:
         """Act on each instruction in order; the one that answers the caller at once is returned."""
@@ -279,7 +308,11 @@ class Receiver:
 
     def _answer_commit(self, instruction: AnswerCommit) -> None:
         for waiter in self._commits.pop(instruction.grant, []):
-            if not waiter.done():
+            if waiter.done():
+                continue
+            if instruction.corrupt:
+                waiter.set_exception(self.checks.error(instruction.grant))
+            else:
                 waiter.set_result(instruction.committed)
 
     def _stop_request(self, instruction: StopRequest) -> None:
@@ -307,6 +340,7 @@ class Receiver:
 
     def _forget(self, instruction: ForgetGrant) -> None:
         assert not self._commits.pop(instruction.grant, []), instruction
+        self.checks.forget(instruction.grant)
 
     def _cancel_timer(self, key: tuple[GrantId, TimerKind]) -> None:
         timer = self._timers.pop(key, None)

@@ -23,6 +23,7 @@ from kvtransfer.grant_messages import (
     AnswerRefused,
     AnswerRenew,
     AnswerResolve,
+    CheckRecords,
     CommitAsked,
     CountRefused,
     FencePair,
@@ -31,8 +32,10 @@ from kvtransfer.grant_messages import (
     PairFenced,
     ReceiverEvent,
     ReceiverInstruction,
+    RecordsChecked,
     Refusal,
     RenewAsked,
+    ReportCorrupt,
     RequestCancelled,
     RequestEnded,
     ReserveAsked,
@@ -48,7 +51,7 @@ from kvtransfer.grant_messages import (
     WriterSuspected,
 )
 from kvtransfer.ledger import Ledger
-from kvtransfer.receiver_states import OPEN, TRANSITIONS, UNCOMMITTED, GrantState, Step
+from kvtransfer.receiver_states import OPEN, TRANSITIONS, UNCOMMITTED, GrantState, RecordCheck, Step
 
 
 class ReceiverProtocolError(AssertionError):
@@ -67,6 +70,7 @@ class ReceiverGrants(GrantBook):
             RenewAsked: self._renew,
             SealLanded: self._seal,
             CommitAsked: self._commit,
+            RecordsChecked: self._checked,
             WriterLetGo: self._let_go,
             PairFenced: self._fenced,
             WriterSuspected: self._suspected,
@@ -155,11 +159,8 @@ class ReceiverGrants(GrantBook):
     def _answer_commit(self, grant: GrantEntry, *, committed: bool) -> None:
         if grant.commit_waits:
             grant.commit_waits = False
-            self._out.append(AnswerCommit(pair=grant.pair, grant=grant.id, committed=committed))
-
-    def is_over(self, key: RequestKey) -> bool:
-        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already."""
-        return self._attempt_is_over(key)
+            corrupt = not committed and grant.check is RecordCheck.CORRUPT
+            self._out.append(AnswerCommit(pair=grant.pair, grant=grant.id, committed=committed, corrupt=corrupt))
 
     # Events.
 
@@ -206,7 +207,7 @@ class ReceiverGrants(GrantBook):
             return pair.refused[event.number]
         if event.number >= pair.lowest_live + self.limits.live_span_max:
             return Refusal.SPAN
-        if self._attempt_is_over(event.key):
+        if self.is_over(event.key):
             return Refusal.CANCELLED
         if pair.fencing:
             return Refusal.FENCING
@@ -238,10 +239,14 @@ class ReceiverGrants(GrantBook):
         grant = self._grant(event.grant, event.pair)
         if grant is None or grant.state not in UNCOMMITTED:
             committed = grant is not None and grant.was_committed
-            self._out.append(AnswerCommit(pair=event.pair, grant=event.grant, committed=committed))
+            corrupt = grant is not None and grant.check is RecordCheck.CORRUPT
+            answer = AnswerCommit(pair=event.pair, grant=event.grant, committed=committed, corrupt=corrupt)
+            self._out.append(answer)
             return
         grant.expected = (event.channels, event.writes, event.bytes_written)
         grant.commit_waits = True
+        if event.sampled and grant.check is RecordCheck.NONE:
+            grant.check = RecordCheck.WANTED
         if grant.state not in OPEN:
             self._answer_commit(grant, committed=False)
         self._step(grant, Step.COMMIT, self._after_seal_or_commit(grant, grant.state))
@@ -261,7 +266,25 @@ class ReceiverGrants(GrantBook):
                 )
             )
             return stay
-        return GrantState.COMMITTED if grant.state in OPEN else GrantState.FENCED
+        if grant.state not in OPEN:
+            return GrantState.FENCED
+        if grant.check is RecordCheck.WANTED:
+            grant.check = RecordCheck.RUNNING
+            self._out.append(CheckRecords(pair=grant.pair, key=grant.key, grant=grant.id))
+        return stay if grant.check is RecordCheck.RUNNING else GrantState.COMMITTED
+
+    def _checked(self, event: RecordsChecked) -> None:
+        """Of a grant that is no longer uncommitted the blocks may be another's by now: what was read says nothing."""
+        grant = self._grants.get(event.grant)
+        if grant is None or grant.state not in UNCOMMITTED:
+            return
+        assert grant.check is RecordCheck.RUNNING, grant.story
+        if not event.intact:
+            grant.check = RecordCheck.CORRUPT
+            self._out.append(ReportCorrupt(pair=grant.pair, key=grant.key, grant=grant.id))
+        # Seals and commit agree, so the writer writes no more, whatever its records are worth.
+        commits = event.intact and grant.state in OPEN
+        self._step(grant, Step.CHECKED, GrantState.COMMITTED if commits else GrantState.FENCED)
 
     def _let_go(self, event: WriterLetGo) -> None:
         pair = self._pair(event.pair)

@@ -21,12 +21,22 @@ class GrantState(Enum):
     RELEASED = "RELEASED"
 
 
+class RecordCheck(Enum):
+    """Of a grant whose Commit carries checksums; the state stays what it is meanwhile."""
+
+    NONE = "none"
+    WANTED = "wanted"  # until the seals are here too
+    RUNNING = "running"
+    CORRUPT = "corrupt"  # the grant is FENCED: seals and commit were evidence enough
+
+
 class Step(Enum):
     """What can happen to one grant: the columns of the transition table."""
 
     RENEW = "Renew"
     SEAL = "Seal"
     COMMIT = "Commit"
+    CHECKED = "records checked"
     LET_GO = "writer lets go"
     FENCE = "fence"
     SUSPECT = "writer suspected"
@@ -44,6 +54,8 @@ TRANSITIONS: dict[tuple[GrantState, Step], tuple[GrantState, ...]] = {
     **{(state, Step.SEAL): (GrantState.WRITING, GrantState.COMMITTED) for state in OPEN},
     (GrantState.RESERVED, Step.COMMIT): (GrantState.RESERVED, GrantState.COMMITTED),
     (GrantState.WRITING, Step.COMMIT): (GrantState.WRITING, GrantState.COMMITTED),
+    **{(state, Step.CHECKED): (GrantState.COMMITTED, GrantState.FENCED) for state in OPEN},
+    **{(state, Step.CHECKED): (GrantState.FENCED,) for state in UNCOMMITTED - OPEN},
     **{(state, Step.LET_GO): (GrantState.FENCED,) for state in UNCOMMITTED},
     **{(state, Step.FENCE): (GrantState.FENCED,) for state in UNCOMMITTED},
     **{(state, Step.SUSPECT): (GrantState.REVOKING,) for state in OPEN},

@@ -17,10 +17,12 @@ from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
+from kvtransfer.checksum_thread import ChecksumThread, SourceSample
 from kvtransfer.grant_messages import (
     AbandonWrites,
     AnswerRevoke,
     HandoffAsked,
+    HandoffEnd,
     LinkLost,
     PeerGone,
     ReleaseSources,
@@ -39,7 +41,7 @@ from kvtransfer.grant_messages import (
 from kvtransfer.handoff import Handoff, Metadata, StepWrites, WriterConfig
 from kvtransfer.layout import Layout
 from kvtransfer.negotiation import Offers
-from kvtransfer.plan import Int64Array
+from kvtransfer.plan import Int64Array, RecordPlan
 from kvtransfer.transport import Seal, TransportName
 from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
 from kvtransfer.writer_errands import Errands
@@ -65,12 +67,17 @@ class WriterPeer:
         offers: Offers,
         loop: asyncio.AbstractEventLoop,
         config: WriterConfig,
+        checksums: ChecksumThread | None = None,
     ) -> None:
+        """`checksums` reads the source region, where records are sampled; the caller closes it after this."""
         self.address = address
         self.machine = machine
         self.layout = layout
         self.src_num_blocks = src_num_blocks
         self.bytes_moved = 0
+        self.handoffs_corrupt = 0
+        self.records_checksummed = 0
+        self._checksums = checksums
         self._loop = loop
         self._config = config
         calls = ReceiverCalls(
@@ -214,14 +221,23 @@ class WriterPeer:
         handoff.writes_outstanding += writes
         handoff.bytes_outstanding += nbytes
         handoff.progress_s = self._loop.time()
-        return StepWrites(
+        step = StepWrites(
             peer=self,
             handoff=handoff,
             link=handoff.link,
             src_blocks_B=src_blocks_B,
             dst_blocks_B=dst_blocks_B,
+            plan=RecordPlan(
+                self.layout,
+                src_blocks_B,
+                dst_blocks_B,
+                src_num_blocks=self.src_num_blocks,
+                dst_num_blocks=self.dst_num_blocks,
+            ),
             layers=layers,
         )
+        handoff.steps.add(step)
+        return step
 
     async def revoked(self, number: ReserveNumber) -> None:
         """The receiver takes a grant back: returns when nothing is written under this number any more.
@@ -331,6 +347,13 @@ class WriterPeer:
             self.handle(LinkLost(epoch=instruction.epoch))
             return
         handoff.link = link
+        if self._checksums is not None:
+            handoff.sample = SourceSample(
+                self._checksums,
+                handoff.grant,
+                fraction=self._config.checksum_fraction,
+                records=self.layout.num_layers * len(handoff.dst_blocks),
+            )
         self._tasks.spawn(self._errands.keep_lease(handoff))
         if not handoff.granted.done():
             handoff.granted.set_result(None)
@@ -360,13 +383,23 @@ class WriterPeer:
         handoff.seal = None
         if handoff.link is not None:
             handoff.link.abandon(instruction.grant)
+        for step in handoff.steps:
+            # What an engine step has not posted yet it never will: the writer's word need not wait for its end.
+            self._loop.call_soon(step.finish)
 
     def _release_sources(self, instruction: ReleaseSources) -> None:
         handoff = self._handoffs[instruction.number]
         if handoff.link is not None:
             handoff.link.forget(handoff.grant)
-        handoff.pinned_blocks = 0
-        handoff.sources_released()
+
+        def released() -> None:
+            handoff.pinned_blocks = 0
+            handoff.sources_released()
+
+        if handoff.sample is None:
+            released()
+        else:
+            handoff.sample.settled(self._loop, released)
 
     def _answer_revoke(self, instruction: AnswerRevoke) -> None:
         handoff = self._handoffs.get(instruction.number)
@@ -376,6 +409,9 @@ class WriterPeer:
 
     def _report_end(self, instruction: ReportEnd) -> None:
         handoff = self._handoffs[instruction.number]
+        if handoff.sample is not None and instruction.end in (HandoffEnd.COMMITTED, HandoffEnd.CORRUPT):
+            self.records_checksummed += handoff.sample.records
+        self.handoffs_corrupt += instruction.end is HandoffEnd.CORRUPT
         if not handoff.granted.done():
             text = f"{self.address.name}: the handoff ended before it began ({instruction.end.value})."
             handoff.granted.set_result(BatonError(Reason.HANDOFF_FAILED, text))

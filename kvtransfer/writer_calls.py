@@ -9,6 +9,7 @@ from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, trans
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import GrantId, Pair, RequestKey
 from baton.rpc_client import Channels, rpc_errors
+from kvtransfer.checksums import RecordChecksums
 from kvtransfer.grant_messages import Refusal, SendCommit, SendLetGo, SendReserve
 from kvtransfer.handoff import Handoff, Metadata
 
@@ -55,8 +56,8 @@ class ReceiverCalls:
             reply: transfer_pb2.RenewReply = await self._transfer.Renew(request, timeout=timeout_s)
         return reply
 
-    async def commit(self, handoff: Handoff, instruction: SendCommit) -> bool:
-        """Whether the receiver has committed; False: the grant was revoked."""
+    async def commit(self, handoff: Handoff, instruction: SendCommit, checksums: RecordChecksums | None) -> bool:
+        """Whether the receiver has committed; False: the grant was revoked. DATA_CORRUPT: it is over for that."""
         request = transfer_pb2.CommitRequest(
             header=self._header(),
             grant=instruction.grant,
@@ -65,6 +66,10 @@ class ReceiverCalls:
             first_token=handoff.first_token,
             first_logprobs=handoff.first_logprobs,
         )
+        if checksums is not None:
+            request.checksum_layers.extend(checksums.layers_R.tolist())
+            request.checksum_blocks.extend(checksums.blocks_R.tolist())
+            request.checksums.extend(checksums.crcs_R.tolist())
         with rpc_errors(self._address.endpoint):
             reply: transfer_pb2.CommitReply = await self._transfer.Commit(
                 request, timeout=self._call_s_max, metadata=handoff.metadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Protocol
 
 from batonpb import transfer_pb2
@@ -132,13 +133,36 @@ class Errands:
         handoff = self._host.handoff(number)
         if handoff is None:
             return  # given up before it was sent
+        checksums = None if handoff.sample is None else await handoff.sample.checksums()
+        if handoff.ended.done():
+            return  # given up meanwhile
         try:
-            committed = await self._calls.commit(handoff, instruction)
+            committed = await self._calls.commit(handoff, instruction, checksums)
         except BatonError as error:
+            if error.reason is Reason.DATA_CORRUPT:
+                self._tell_corrupt(handoff, error)
+                self._host.handle(CommitAnswered(number=number, committed=False, corrupt=True))
+                return
             await self._after_failed_call(error, number)
             self._host.handle(CommitUnanswered(number=number))
             return
         self._host.handle(CommitAnswered(number=number, committed=committed))
+
+    def _tell_corrupt(self, handoff: Handoff, error: BatonError) -> None:
+        """As loud as at the receiver: either machine may be the one that is failing."""
+        transport = handoff.peer.transport
+        log.error(
+            "CORRUPT RECORDS",
+            request=handoff.key.request,
+            attempt=handoff.key.attempt,
+            peer=self._address.name,
+            peer_host=error.metadata.get("host", ""),
+            host=socket.gethostname(),
+            pair=f"{self._address.pair.writer:x}>{self._address.pair.receiver:x}",
+            transport=transport.value if transport is not None else "",
+            corrupt=error.metadata.get("corrupt", ""),
+            layer_block=error.metadata.get("layer_block", ""),
+        )
 
     async def let_go(self, instruction: SendLetGo) -> None:
         try:

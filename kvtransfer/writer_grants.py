@@ -310,7 +310,7 @@ class WriterGrants:
             self._report(handoff, HandoffEnd.COMMITTED)
             self._step(handoff, WriterStep.COMMITTED, _W.DONE)
         else:
-            self._give_up(event.number, HandoffEnd.REVOKED)
+            self._give_up(event.number, HandoffEnd.CORRUPT if event.corrupt else HandoffEnd.REVOKED)
 
     def _commit_unanswered(self, event: CommitUnanswered) -> None:
         handoff = self._handoffs.get(event.number)

@@ -35,7 +35,7 @@ class MixedConfig:
     advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
     directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
     engine: EngineConfig
-    spill: SpillConfig = field(default_factory=SpillConfig)
+    spill: SpillConfig = field(default_factory=SpillConfig, metadata={"shown": False})
     """Must be off: here so that a refusal can say why."""
     handoff_tokens_min: int = field(
         default=256, metadata={"help": "a prompt with fewer tokens that are not cached here runs here; 0: none does"}
@@ -77,7 +77,9 @@ class MixedConfig:
     finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
     finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})
     orphan_ms: int = field(default=10_000, metadata={"help": "a request whose router is away this long is cancelled"})
-    busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full queue or a full node"})
+    busy_retry_ms: int = field(
+        default=200, metadata={"help": "a full queue or node is worth another try after this at least"}
+    )
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
     )

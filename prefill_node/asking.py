@@ -112,8 +112,10 @@ class DecodeNodes:
                     raise
                 log.info("not granted", request=job.key.request, node=record.name, reason=error.message)
                 refusals.append(_named(record, error))
-        # A full node is worth another try later, so that answer is preferred over "unreachable" and the like.
-        told = next((e for e in refusals if e.reason is Reason.DECODE_FULL), refusals[-1])
+        # A full node is worth another try later, so that answer is preferred over "unreachable" and the like; of
+        # several, the one that expects room first.
+        full = [e for e in refusals if e.reason is Reason.DECODE_FULL]
+        told = min(full, key=lambda e: e.retry_after_ms or 0) if full else refusals[-1]
         if told.reason is Reason.DEADLINE:
             # The call's own limit, not the client's deadline: the router is to look further.
             told = BatonError(Reason.PEER_UNREACHABLE, f"No decode node answered in time. {told.message}")

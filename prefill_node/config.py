@@ -44,7 +44,7 @@ class PrefillConfig:
     affinity_blocks_max: int = field(
         default=65_536, metadata={"help": "prompt blocks remembered as sent to decode nodes, all of these together"}
     )
-    busy_retry_ms: int = field(default=200, metadata={"help": "when to come back to a full queue"})
+    busy_retry_ms: int = field(default=200, metadata={"help": "a full queue is worth another try after this at least"})
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
     )

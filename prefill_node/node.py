@@ -17,6 +17,7 @@ from batonpb import prefill_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation, RequestKey
+from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
 from baton.wire import NodeLoad
 from engine.block_manager import BlockManager, prefix_blocks_max
 from engine.core import Engine, TokenEvent
@@ -389,14 +390,23 @@ class PrefillNode:
             raise BatonError(
                 Reason.QUEUE_FULL,
                 f"{alike} requests are waiting here already, the limit.",
-                retry_after_ms=self.config.busy_retry_ms,
+                retry_after_ms=retry_after_ms(
+                    wait_s(ROOM_SHARE * sum(len(job.tokens) for job in self._queue), self._tokens_per_s),
+                    ms_min=self.config.busy_retry_ms,
+                    spread=spread_of(key.request),
+                ),
             )
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
 
 
 def _handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
+    transport = handoff.peer.transport
     return BatonError(
-        Reason.PEER_UNREACHABLE if end is HandoffEnd.PEER_GONE else Reason.HANDOFF_FAILED,
+        _END_REASONS.get(end, Reason.HANDOFF_FAILED),
         f"The handoff to {handoff.peer.address.name} ended: {end.value}. Send the request again.",
+        metadata={"transport": transport.value if transport is not None else ""},
     )
+
+
+_END_REASONS = {HandoffEnd.PEER_GONE: Reason.PEER_UNREACHABLE, HandoffEnd.CORRUPT: Reason.DATA_CORRUPT}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from collections import OrderedDict
 
 from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
@@ -15,6 +16,7 @@ from baton.runtime import NodeRuntime
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool
 from kvtransfer.attendance import WriterAttendance
+from kvtransfer.checksum_thread import ChecksumThread
 from kvtransfer.negotiation import Offers, host_identity
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
@@ -43,6 +45,9 @@ class Peers:
         self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
         self._closing: set[asyncio.Task[None]] = set()
+        self._checksums = (
+            ChecksumThread(pool.region.array_U8, name=runtime.name) if config.writer.checksum_fraction else None
+        )
 
     def for_record(self, record: NodeRecord) -> WriterPeer:
         """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""
@@ -63,6 +68,7 @@ class Peers:
                     writer_endpoint=self._runtime.endpoint,
                     model=model_to_proto(self._pool.model),
                     host=self._host,
+                    host_name=socket.gethostname(),
                 ),
                 layout=self._pool.layout,
                 src_num_blocks=self._pool.ledger.num_blocks,
@@ -72,6 +78,7 @@ class Peers:
                 offers=Offers(self._config.transports, self._config.fallback),
                 loop=self._loop,
                 config=self._config.writer,
+                checksums=self._checksums,
             )
             self._peers[record.incarnation] = peer
             self._attendances[record.incarnation] = self._attend(peer)
@@ -125,6 +132,8 @@ class Peers:
                 bytes_moved=peer.bytes_moved,
                 transports_given_up=[t.value for t in peer.offers.dropped],
                 link_failures=peer.link_failures,
+                handoffs_corrupt=peer.handoffs_corrupt,
+                records_checksummed=peer.records_checksummed,
             )
         message.counters.add(name="transports given up", value=self.transports_given_up)
 
@@ -178,6 +187,8 @@ class Peers:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
         await asyncio.gather(*(attendance.close() for attendance in self._attendances.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
+        if self._checksums is not None:
+            self._checksums.close()
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE."""

@@ -69,6 +69,8 @@ async def serve(
     template = _template(folder)
     chats = ChatEncoder(codec=codec, template=template, chars_max=config.prompt_chars_max)
     metrics = _metrics(runtime) if config.http_listen is not None else None
+    if metrics is not None:
+        runtime.loop_lag.told = metrics.loop_lag_s.observe
     node = RouterNode(
         config=config,
         incarnation=runtime.incarnation,

@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.errors import Reason
+from baton.loop_lag import BUCKETS_MS
 from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord
 from router.observer import ObservedRequest, RequestObserver
 
@@ -34,6 +35,11 @@ class RouterMetrics(RequestObserver):
         self.resumptions = Counter(
             "baton_resumptions", "Attempts that failed after their grant, and were taken up on other nodes.",
             registry=registry,
+        )  # fmt: skip
+        self.corrupt = Counter(
+            "baton_handoffs_corrupt",
+            "Handoffs refused because sampled records did not arrive as sent: hardware of the pair is failing.",
+            ["prefill_node", "decode_node", "transport"], registry=registry,
         )  # fmt: skip
         self.queued = Gauge("baton_requests_queued", "Requests without their first token yet.", registry=registry)
         self.running = Gauge("baton_requests_running", "Requests between first and last token.", registry=registry)
@@ -71,6 +77,10 @@ class RouterMetrics(RequestObserver):
         self.transfer_s = Histogram(
             "baton_transfer_exposed_seconds", "From the end of the prefill's last layer to the commit accepted.",
             ["transport"], buckets=HANDOFF_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.loop_lag_s = Histogram(
+            "baton_control_loop_lag_seconds", "How late this router's control thread was, at each look.",
+            buckets=tuple(ms / 1000 for ms in BUCKETS_MS), registry=registry,
         )  # fmt: skip
         registry.register(_BlockCollector(nodes))
 
@@ -122,6 +132,9 @@ class _Observed(ObservedRequest):
     def resumed(self) -> None:
         self._metrics.resumptions.inc()
 
+    def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
+        self._metrics.corrupt.labels(prefill_node, decode_node, transport).inc()
+
     def ended(self) -> None:
         (self._metrics.running if self._has_token else self._metrics.queued).dec()
         self._metrics.requests.labels(self._outcome).inc()
@@ -170,3 +183,11 @@ class _BlockCollector(Collector):
         for record in self._nodes():
             given_up.add_metric([record.name, record.role.name.lower()], record.load.transports_given_up)
         yield given_up
+        lag = GaugeMetricFamily(
+            "baton_node_control_loop_lag_seconds",
+            "The longest that the node's control thread was late in the last 30 s or more.",
+            labels=["node", "role"],
+        )
+        for record in self._nodes():
+            lag.add_metric([record.name, record.role.name.lower()], record.load.control_loop_lag_ms_max / 1000)
+        yield lag

@@ -18,22 +18,23 @@ from baton.clock import SystemClock
 from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
-from baton.lifecycle import Lifecycle
 from baton.log import get_log
+from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.chat import ChatEncoder
 from router.config import RouterConfig
+from router.decode_streams import DecodeStreams
 from router.job import Job, TokenPart, Try, finished_event, started_event, tokens_event
-from router.observer import ObservedRequest, RequestObserver
-from router.placement import Placement, chain_hashes
+from router.observer import RequestObserver
+from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest, check_request
 from router.retries import ASK_ANOTHER, RESUMABLE, ResumptionPace, Retries, Verdict
-from router.slow_client import slow_client
+from router.slow_client import unread_limit
 from router.stop_strings import StopStrings
-from router.subscriptions import DecodeSubscription, Inbox
+from router.subscriptions import Inbox
 from router.text import AnswerText, TextCodec
 
 log = get_log("router")
@@ -43,7 +44,7 @@ PLACEMENT_DOUBLINGS_MAX = 4
 
 
 class RouterNode:
-    """State of one router; control thread only. `subscribe` gives the stream of a decode process."""
+    """State of one router; control thread only."""
 
     def __init__(
         self,
@@ -61,26 +62,31 @@ class RouterNode:
     ) -> None:
         """`check_known` raises BatonError while the nodes are not known well enough to place a new request."""
         self.config = config
-        self.placement = Placement(blocks_max=config.prefix_blocks_max)
         self.requests = 0
         self._incarnation = incarnation
-        self._prefill_nodes = prefill_nodes
+        self._prefill_nodes = PrefillNodes(prefill_nodes, blocks_max=config.prefix_blocks_max)
         self._channels = channels
         self._codec = codec
         self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
         self._loop = loop
         self._rng = rng
         self._check_known = check_known
-        self._clock = SystemClock()
         self._observer = observer or RequestObserver()
-        self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks = Tasks(loop, log)
-        self._drained: dict[Incarnation, int] = {}
-        """Prefill processes that refused work, each with the sequence of the record that had said they take some."""
+        self._streams = DecodeStreams(
+            config=config,
+            own=incarnation,
+            channels=channels,
+            inboxes=self._inboxes,
+            tasks=self._tasks,
+            clock=SystemClock(),
+            dropped=self._drop_channel,
+        )
+        self._ended = LeaveRate()
 
     async def generate(
         self,
@@ -100,17 +106,22 @@ class RouterNode:
         """
         observed = self._observer.received(self._loop.time())
         self.requests += 1
+        admitted = self.requests <= self.config.requests_max
         try:
-            if self.requests > self.config.requests_max:
+            if not admitted:
                 raise BatonError(
                     Reason.TOO_MANY_CALLS,
                     f"This router has {self.config.requests_max} requests already, the limit.",
-                    retry_after_ms=self.config.placement_retry_ms,
+                    retry_after_ms=retry_after_ms(
+                        wait_s(ROOM_SHARE * self.config.requests_max, self._ended.per_s(self._loop.time())),
+                        ms_min=self.config.placement_retry_ms,
+                        spread=self._rng.random(),
+                    ),
                 )
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
             job.observed = observed
             if cut_off is not None:
-                job.on_put = self._unread_limit(observed, cut_off)
+                job.on_put = unread_limit(self.config, self._loop, observed, cut_off)
             yield started_event(job)
             text = self._answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
@@ -135,22 +146,8 @@ class RouterNode:
         finally:
             observed.ended()
             self.requests -= 1
-
-    def _unread_limit(
-        self, observed: ObservedRequest, cut_off: Callable[[BatonError], None]
-    ) -> Callable[[Inbox], None]:
-        """Many tokens may come at once for a client that reads, so that it must have left some for a while, too."""
-
-        def look(inbox: Inbox) -> None:
-            if inbox.unread <= self.config.client_tokens_unread_max or inbox.writing_s is None:
-                return
-            if (self._loop.time() - inbox.writing_s) * 1000 > self.config.client_stall_ms:
-                error = slow_client(inbox.unread)
-                observed.failed(error.reason)
-                log.warning("client cut off", request=inbox.key.request, unread=inbox.unread)
-                cut_off(error)
-
-        return look
+            if admitted:
+                self._ended.left(1, self._loop.time())
 
     def _answer_text(self, checked: CheckedRequest) -> AnswerText:
         return AnswerText(
@@ -171,6 +168,7 @@ class RouterNode:
                         yield batch
                 return
             except BatonError as error:
+                error_reason = error.reason
                 verdict = job.retries.judge(error, granted=attempt.granted, now_s=self._loop.time())
                 log.info(
                     verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message
@@ -179,7 +177,8 @@ class RouterNode:
                 looks = 0
                 job.stats.resumptions += 1
                 job.observed.resumed()
-                if attempt.subscription is not None and attempt.inbox.out_of_reach:
+                corrupt = error_reason is Reason.DATA_CORRUPT
+                if attempt.subscription is not None and (attempt.inbox.out_of_reach or corrupt):
                     job.avoid_decode.add(attempt.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
@@ -217,7 +216,8 @@ class RouterNode:
         finally:
             prefilling.cancel()
             del self._inboxes[inbox.key]
-            self._let_go(attempt)
+            if attempt.subscription is not None:
+                self._streams.let_go(attempt.subscription, inbox)
 
     async def _resolve(self, attempt: Try, error: BatonError) -> None:
         """Something of the attempt has failed. Where the decode node has committed it all the same, it goes on there.
@@ -230,7 +230,7 @@ class RouterNode:
         if attempt.resolved == self.config.retries.resolves_max:
             raise error
         attempt.resolved += 1
-        goes_on = await self._has_committed(subscription, inbox.key)
+        goes_on = await self._streams.has_committed(subscription, inbox.key)
         if inbox.finish is not None:
             return  # the rest of the answer has come meanwhile
         if not goes_on or inbox.given_up:
@@ -239,23 +239,11 @@ class RouterNode:
         inbox.go_on()
         subscription.add(inbox)
 
-    async def _has_committed(self, subscription: DecodeSubscription, key: RequestKey) -> bool:
-        limits = self.config.retries
-        for _ in range(limits.resolve_tries_max):
-            try:
-                return await subscription.resolve(key, timeout_s=limits.resolve_ms_max / 1000)
-            except BatonError as error:
-                log.info("resolve unanswered", request=key.request, node=subscription.name, why=error.message)
-                if error.reason is Reason.INCARNATION_MISMATCH:
-                    break
-        return False
-
     async def _prefill(self, job: Job, attempt: Try) -> None:
         """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
         inbox = attempt.inbox
         try:
-            record, hashes = self._place(job)
-            placed = self.placement.sent(record, inbox.key, hashes, len(job.checked.prompt) + len(job.output))
+            record, placed = self._prefill_nodes.place(job, inbox.key)
             job.stats.prefill_node = record.name
             self._calls[record.endpoint] += 1
             try:
@@ -270,7 +258,9 @@ class RouterNode:
                         self._take(job, attempt, event)
             except BatonError as error:
                 if refused_by(error, record.incarnation):
-                    self._drained[record.incarnation] = record.sequence
+                    self._prefill_nodes.refused(record)
+                if error.reason is Reason.DATA_CORRUPT:
+                    job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
                 if error.reason in ASK_ANOTHER:
                     job.avoid.add(record.incarnation)
                 raise
@@ -291,14 +281,13 @@ class RouterNode:
             attempt.granted = True
             granted = event.granted
             if granted.decode_node and attempt.subscription is None:
-                attempt.subscription = self._subscription(
+                attempt.subscription = self._streams.get(
                     granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
                 )
                 attempt.subscription.users += 1
                 attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
-        elif kind == "first_token":
-            attempt.granted = True
+        elif kind == "first_token":  # behind `granted`, always
             stats.prompt_tokens_cached = min(event.first_token.prompt_tokens_cached, stats.prompt_tokens)
             has_logprobs = event.first_token.HasField("logprobs")
             inbox.put(
@@ -315,86 +304,31 @@ class RouterNode:
             stats.prompt_tokens_skipped = min(done.blocks_skipped * job.block_size, stats.prompt_tokens)
             stats.handoff_exposed_ms = done.handoff_exposed_ms
 
-    def _let_go(self, attempt: Try) -> None:
-        """The attempt is over: the decode node forgets a finished answer, and is told to stop an unfinished one."""
-        inbox, subscription = attempt.inbox, attempt.subscription
-        if subscription is None:
-            return
-        subscription.remove(inbox)
-        if inbox.finish is None:
-            self._tasks.spawn(self._cancel(subscription, inbox.key))
-        else:
-            subscription.users -= 1
-
-    async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
-        """Bounded tries; a node that answers none of them is left to its own timers."""
-        try:
-            for _ in range(self.config.cancel_tries_max):
-                try:
-                    await subscription.cancel(key, "the router let go", timeout_s=self.config.cancel_ms_max / 1000)
-                    return
-                except BatonError as error:
-                    if error.reason is Reason.INCARNATION_MISMATCH:
-                        return
-                    log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
-        finally:
-            subscription.users -= 1
-
     # Small helpers.
 
     async def close(self) -> None:
-        for subscription in self._subscriptions.values():
-            await subscription.close()
+        await self._streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()
 
     def follow_directory(self, records: Sequence[NodeRecord]) -> None:
         """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
-        prefill_nodes = self._prefill_nodes()
-        self.placement.update(prefill_nodes)
+        endpoints = self._prefill_nodes.follow()
         self._pace.routers = max(1, sum(record.role is Role.ROUTER for record in records))
-        # The node's own answer counts until a later record says otherwise.
-        sequences = {record.incarnation: record.sequence for record in prefill_nodes}
-        self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
-        for endpoint in self._calls.keys() - {record.endpoint for record in prefill_nodes}:
+        for endpoint in self._calls.keys() - endpoints:
             if self._calls[endpoint] == 0:
                 del self._calls[endpoint]
                 self._tasks.spawn(self._drop_channel(endpoint))
-        alive = {record.incarnation for record in records}
-        decode_nodes = [record for record in records if record.role.serves(Role.DECODE)]
-        owners = {record.endpoint: record.incarnation for record in decode_nodes}
-        for record in decode_nodes:
-            self._subscription(record.name, record.endpoint, record.incarnation).open()
-        for incarnation, subscription in list(self._subscriptions.items()):
-            if owners.get(subscription.endpoint, incarnation) != incarnation:
-                subscription.restarted()
-            if incarnation not in alive and subscription.idle:
-                del self._subscriptions[incarnation]
-                self._tasks.spawn(self._drop(subscription))
-
-    async def _drop(self, subscription: DecodeSubscription) -> None:
-        await subscription.close()
-        await self._drop_channel(subscription.endpoint)
+        self._streams.follow(records)
 
     async def _drop_channel(self, endpoint: str) -> None:
         """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
-        streams = any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
-        if not streams and self._calls[endpoint] == 0:
+        if not self._streams.use(endpoint) and self._calls[endpoint] == 0:
             await self._channels.drop(endpoint)
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
-        for record in self._ready():
-            assert record.model is not None
-            return record.model
-        raise BatonError(
-            Reason.NO_PREFILL_NODE,
-            f"No prefill node is ready ({len(self._prefill_nodes())} known). Start one, or wait for one to come up.",
-            retry_after_ms=1_000,
-        )
-
-    def _ready(self) -> list[NodeRecord]:
-        return [r for r in self._prefill_nodes() if r.lifecycle is Lifecycle.READY and r.model is not None]
+        return self._prefill_nodes.model()
 
     async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
         """Token ids of a text or a chat, off the loop: a long one takes seconds, and others' tokens must flow."""
@@ -422,7 +356,7 @@ class RouterNode:
         self._check_known()
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for attempt in range(1 << 30):
-            if self._ready() or self._loop.time() >= give_up_s:
+            if self._prefill_nodes.ready() or self._loop.time() >= give_up_s:
                 break
             await self._pause(attempt)
         return self._check(request, await self._encode(request), request_id, trace, deadline_s, give_up_s, choice)
@@ -457,18 +391,6 @@ class RouterNode:
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
 
-    def _place(self, job: Job) -> tuple[NodeRecord, list[bytes]]:
-        model = self.model()
-        tokens = (*job.checked.prompt, *job.output)
-        hashes = chain_hashes(tokens, model.block_size, job.checked.cache_salt)
-        job.block_size = model.block_size
-        fit = [r for r in self._ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
-        fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
-        untried = [r for r in fit if r.incarnation not in job.avoid]
-        if not untried:
-            job.avoid.clear()
-        return self.placement.pick(untried or fit, hashes, len(tokens)), hashes
-
     def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
         return prefill_pb2.PrefillRequest(
             header=common_pb2.Header(sender=self._incarnation, receiver=record.incarnation),
@@ -478,20 +400,5 @@ class RouterNode:
             sampling=job.checked.sampling,
             router=self._incarnation,
             cache_salt=job.checked.cache_salt,
-            avoid_decode=job.avoid_decode | {i for i, s in self._subscriptions.items() if s.lost},
+            avoid_decode=job.avoid_decode | self._streams.lost,
         )
-
-    def _subscription(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:
-        subscription = self._subscriptions.get(incarnation)
-        if subscription is None:
-            subscription = self._subscriptions[incarnation] = DecodeSubscription(
-                name=name,
-                endpoint=endpoint,
-                incarnation=incarnation,
-                own=self._incarnation,
-                channels=self._channels,
-                liveness=self.config.liveness,
-                clock=self._clock,
-                live=self._inboxes,
-            )
-        return subscription

@@ -18,6 +18,9 @@ class ObservedRequest:
     def resumed(self) -> None:
         """A node was lost with it; the rest of the answer is computed elsewhere."""
 
+    def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
+        """A handoff of it was refused: sampled records had not arrived as they were sent."""
+
     def finished(self, reason: common_pb2.FinishReason, stats: inference_pb2.RequestStats) -> None:
         """The client has all of the answer."""
 

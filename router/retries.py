@@ -37,6 +37,7 @@ ASK_ANOTHER = frozenset(
         Reason.NODE_DRAINING,
         Reason.PEER_UNREACHABLE,
         Reason.INCARNATION_MISMATCH,
+        Reason.DATA_CORRUPT,  # or the decode node's: both are avoided
     }
 )
 """The prefill node's own trouble: the next try goes to another one where there is one."""
@@ -45,6 +46,7 @@ RESUMABLE = frozenset(
         Reason.PEER_UNREACHABLE,
         Reason.INCARNATION_MISMATCH,
         Reason.HANDOFF_FAILED,
+        Reason.DATA_CORRUPT,
         Reason.NODE_DRAINING,
         Reason.GRANT_REVOKED,
         Reason.INTERNAL,

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 from baton.errors import BatonError, Reason
+from baton.log import get_log
+from router.config import RouterConfig
+from router.observer import ObservedRequest
+from router.subscriptions import Inbox
+
+log = get_log("router")
 
 
 def slow_client(unread: int) -> BatonError:
@@ -15,6 +22,29 @@ def slow_client(unread: int) -> BatonError:
         "request was cancelled. Read faster, or ask for fewer tokens at a time.",
         metadata={"unread": str(unread)},
     )
+
+
+def unread_limit(
+    config: RouterConfig,
+    loop: asyncio.AbstractEventLoop,
+    observed: ObservedRequest,
+    cut_off: Callable[[BatonError], None],
+) -> Callable[[Inbox], None]:
+    """What looks at an inbox each time that something was put into it, and cuts its client off where it does not read.
+
+    Many tokens may come at once for a client that reads, so that it must have left some for a while, too.
+    """
+
+    def look(inbox: Inbox) -> None:
+        if inbox.unread <= config.client_tokens_unread_max or inbox.writing_s is None:
+            return
+        if (loop.time() - inbox.writing_s) * 1000 > config.client_stall_ms:
+            error = slow_client(inbox.unread)
+            observed.failed(error.reason)
+            log.warning("client cut off", request=inbox.key.request, unread=inbox.unread)
+            cut_off(error)
+
+    return look
 
 
 class ClientGuard:

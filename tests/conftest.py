@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from typing import Final
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How fast examples come is a matter of the machine and of what else runs on it: no test depends on it.
@@ -9,3 +14,25 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("more", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("more"), derandomize=True)
 settings.load_profile("same")
+
+LONG: Final = (
+    "test_sim.py",
+    "test_faults_quick.py",
+    "test_kvtransfer_explorer.py",
+    "test_cluster_exactness.py",
+    "test_cluster_mixed_exactness.py",
+    "test_cluster_liveness.py",
+)
+"""Files that take long, however few their tests are."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadfile --no-loadscope-reorder`: long files are handed out first, the others by the number of their
+    tests, or a long one would be what the last worker is still busy with when all others have ended."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        count = Counter(item.path.name for item in items)
+        items.sort(key=lambda item: _turn(item.path.name, count))
+
+
+def _turn(name: str, count: Counter[str]) -> tuple[int, int, str]:
+    return (LONG.index(name) if name in LONG else len(LONG), -count[name], name)

@@ -17,6 +17,7 @@ from kvtransfer.grant_messages import (
     HandoffEnd,
     PairFenced,
     ReceiverInstruction,
+    RecordsChecked,
     Refusal,
     ReleaseSources,
     ReportEnd,
@@ -120,10 +121,22 @@ class Receiver:
             )
         )
 
-    def commit(self, number: int = 0, *, writes: int = 3, channels: int = 1) -> list[ReceiverInstruction]:
+    def commit(
+        self, number: int = 0, *, writes: int = 3, channels: int = 1, sampled: bool = False
+    ) -> list[ReceiverInstruction]:
         return self.machine.handle(
-            CommitAsked(pair=PAIR, grant=grant_of(number), writes=writes, bytes_written=writes * 10, channels=channels)
+            CommitAsked(
+                pair=PAIR,
+                grant=grant_of(number),
+                writes=writes,
+                bytes_written=writes * 10,
+                channels=channels,
+                sampled=sampled,
+            )
         )
+
+    def checked(self, number: int = 0, *, intact: bool) -> list[ReceiverInstruction]:
+        return self.machine.handle(RecordsChecked(grant=grant_of(number), intact=intact))
 
     def let_go(self, number: int = 0, lowest_live: int = 0) -> list[ReceiverInstruction]:
         return self.machine.handle(WriterLetGo(pair=PAIR, number=nth(number), lowest_live=nth(lowest_live)))

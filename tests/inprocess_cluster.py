@@ -8,7 +8,6 @@ transport, with the mock engine. The test reaches into the node objects, and clo
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
@@ -271,13 +270,6 @@ async def inprocess(spec: ClusterSpec, *, without: Collection[str] = ()) -> Asyn
     assert not threads, f"threads left: {threads}"
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _no_progress(_what: str, _done: int, _total: int) -> None:
     pass
 
@@ -474,4 +466,4 @@ def _router_hooks(cluster: InProcessCluster) -> _Hooks:
     return ((DecodeSubscription, "_take", take),)
 
 
-__all__ = ["MARK", "Gate", "InProcessCluster", "Point", "free_port", "inprocess"]
+__all__ = ["MARK", "Gate", "InProcessCluster", "Point", "inprocess"]

@@ -17,7 +17,7 @@ from baton.errors import BatonError, InvalidField
 from baton.liveness import LivenessConfig, Reach, nobody_listens
 from baton.rpc import RpcLimits, RpcServer
 from baton.rpc_client import ChannelLimits, Channels, rpc_errors
-from tests.inprocess_cluster import free_port
+from tests.ports import free_ports
 
 HANG_S = 30.0
 TIGHT = LivenessConfig(heartbeat_ms=50, answer_ms_max=200, reconnect_ms_max=300, reconnect_pause_ms=20)
@@ -93,7 +93,7 @@ def test_a_refusal_is_evidence_only_several_times_in_a_row() -> None:
 
     async def scene() -> None:
         clock = StillClock()
-        reach = Reach(f"127.0.0.1:{free_port()}", TIGHT, clock)
+        reach = Reach(f"127.0.0.1:{free_ports(1)[0]}", TIGHT, clock)
         for _ in range(2):
             assert [await reach.lost() for _ in range(3)] == [False, False, True]
             assert "nobody listens" in reach.why

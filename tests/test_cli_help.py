@@ -82,6 +82,16 @@ def test_every_key_is_a_flag(service: Service) -> None:
     assert flags == [*keys, "--config", "--log-level"]
 
 
+def test_a_flag_that_is_always_refused_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A mixed node spills nothing, and its help does not offer it; a decode node's does."""
+    shown = {}
+    for service in (Service.MIXED, Service.DECODE):
+        assert run([service.value, "--help"]) == 0
+        shown[service] = re.findall(r"--spill-[a-z-]+", capsys.readouterr().out)
+    assert shown[Service.MIXED] == []
+    assert "--spill-host-blocks" in shown[Service.DECODE]
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert re.fullmatch(r"baton, version \d+\.\d+\.\d+\n", capsys.readouterr().out)

@@ -129,7 +129,7 @@ def test_a_cluster_without_one_role(missing: str, reason: Reason, word: str) -> 
     """No node of one role was started: UNAVAILABLE, with a time to come back."""
 
     async def scenario() -> None:
-        async with inprocess(mock_spec(), without=(missing,)) as cluster:
+        async with inprocess(mock_spec(router_flags={"placement_wait_ms_max": 300}), without=(missing,)) as cluster:
             error = await error_of(cluster.client.generate([1, 2], max_tokens=3))
             check(error, Code.UNAVAILABLE, reason, None, word)
             assert error.retry_after_ms == 1000
@@ -159,7 +159,14 @@ def test_all_decode_nodes_full() -> None:
                     break
             error = await full_error(cluster)
             check(error, Code.RESOURCE_EXHAUSTED, Reason.DECODE_FULL, None, "decode-0", "request limit")
-            assert error.retry_after_ms == 123
+            assert error.retry_after_ms is not None
+            assert 123 <= error.retry_after_ms < 123 * 1.5, "nothing has ended yet: nothing is known"
+            ended, now_s = cluster.decode["decode-0"]._requests_ended, cluster.loop.time()
+            ended.left(1, now_s - 20)
+            ended.left(1, now_s - 5)
+            error = await full_error(cluster)
+            assert error.retry_after_ms is not None
+            assert 20_000 <= error.retry_after_ms <= 30_000, "one in 20 s, so far"
             call.cancel()
             await assert_conserved(cluster)
             assert (await cluster.client.generate([7, 8], max_tokens=3)).ids == mock_tokens([7, 8], 3)
@@ -180,7 +187,12 @@ def test_the_prefill_queue_full() -> None:
             await asyncio.wait_for(gate.reached.wait(), CALL_S_MAX)
             error = await full_error(cluster)
             check(error, Code.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, None, "1 requests are waiting")
-            assert error.retry_after_ms == 77
+            assert error.retry_after_ms is not None
+            assert 77 <= error.retry_after_ms < 77 * 1.5, "the node has not measured itself yet"
+            cluster.prefill["prefill-0"]._tokens_per_s = 0.05
+            error = await full_error(cluster)
+            assert error.retry_after_ms is not None
+            assert 5_000 <= error.retry_after_ms <= 7_500, "an eighth of two tokens, at 0.05 a second"
             gate.open()
             assert (await first).ids == mock_tokens([MARK, 1], 3)
             await assert_conserved(cluster)

@@ -24,7 +24,7 @@ from tests.cluster_harness import (
     running,
     wait_for,
 )
-from tests.inprocess_cluster import free_port
+from tests.ports import free_ports
 from tests.redis_harness import redis_server
 
 STALE_MS = 1_500
@@ -59,7 +59,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
             async def bring_back() -> None:
                 redis.start()
         else:
-            listen = f"127.0.0.1:{free_port()}"
+            listen = f"127.0.0.1:{free_ports(1)[0]}"
             cluster = stack.enter_context(running(replace(spec, directory_listen=listen)))
 
             async def kill() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import pytest
@@ -18,6 +17,7 @@ from tests.cancel_harness import (
     REACHED_S_MAX,
     Stage,
     Victim,
+    ask_or_leave,
     at_stage,
     bystanders,
     freed_after_s,
@@ -25,8 +25,6 @@ from tests.cancel_harness import (
 )
 from tests.cluster_harness import (
     assert_conserved,
-    collect,
-    make_request,
     mock_spec,
     mock_tokens,
     random_prompt,
@@ -131,16 +129,8 @@ def test_many_clients_leave_at_random_moments() -> None:
 
             async def ask(index: int) -> None:
                 prompt = random_prompt(rng, rng.choice([3, 40, 130, 600, 1100]))
-                call: Any = cluster.client.stub.Generate(make_request(prompt, max_tokens=25), timeout=60)
-                if index % 3 == 0:
-                    assert (await collect(call)).ids == mock_tokens(prompt, 25)
-                    return
-                events = rng.randrange(0, 12)
-                async for _ in call:
-                    if events == 0:
-                        break
-                    events -= 1
-                call.cancel()
+                leave_after = rng.randrange(0, 12) if index % 3 else None
+                await ask_or_leave(cluster, prompt, max_tokens=25, leave_after=leave_after)
 
             await asyncio.gather(*(ask(index) for index in range(60)))
             await assert_conserved(cluster)

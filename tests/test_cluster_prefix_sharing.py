@@ -211,7 +211,7 @@ def test_a_tenants_prompt_does_not_attract_anothers() -> None:
             request = make_request(prompt, max_tokens=2)
             request.cache_salt = "acme"
             await cluster.client.send(request)
-            placement, incarnation = cluster.router.placement, cluster.runtimes["prefill-0"].incarnation
+            placement, incarnation = cluster.router._prefill_nodes._placement, cluster.runtimes["prefill-0"].incarnation
             known = {
                 salt: placement.cached_blocks(incarnation, chain_hashes(prompt, SIZE, salt))
                 for salt in (b"acme", b"globex", b"")

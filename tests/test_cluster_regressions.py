@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from batonpb import transfer_pb2
 
 from baton.errors import Reason
 from baton.ids import RequestKey
+from baton.lifecycle import LifecycleEvent
 from cli.services import Service
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
@@ -233,6 +234,53 @@ def test_a_repeated_reserve_gets_the_grant_that_has_the_last_place() -> None:
             await assert_conserved(cluster)
 
     with patch.object(ReceiverService, "Reserve", twice):
+        asyncio.run(scenario())
+    first, again = replies
+    assert first.HasField("granted")
+    assert again == first
+
+
+@pytest.mark.parametrize("change", ["drained", "pinned"])
+def test_a_repeated_reserve_gets_its_grant_where_a_new_one_would_be_refused(change: str) -> None:
+    """Between a Reserve and its repeat the decode node begins to drain, or prefixes are pinned and leave too few blocks
+    for the request. The grant stands, and the request is served; another request is refused as it must be."""
+    real = ReceiverService.Reserve
+    rng = random.Random(8)
+    prompt, pinned = random_prompt(rng, 100), random_prompt(rng, 320)
+    replies: list[transfer_pb2.ReserveReply] = []
+    changed: list[Callable[[], object]] = []
+
+    async def changing(
+        service: ReceiverService, request: transfer_pb2.ReserveRequest, context: Any
+    ) -> transfer_pb2.ReserveReply:
+        if not changed:
+            return await real(service, request, context)
+        replies.append(await real(service, request, context))
+        changed.pop()()
+        replies.append(await real(service, request, context))
+        return replies[-1]
+
+    async def scenario() -> None:
+        spec = mock_spec(decode_flags={"engine.num_blocks": 26}, router_flags={"placement_wait_ms_max": 200})
+        async with inprocess(spec) as cluster:
+            cache = cluster.decode["decode-0"]._blocks.prefix_cache
+            chain = cache.chain(pinned, b"")
+            lifecycle = cluster.runtimes["decode-0"].lifecycle
+            await ask_exactly(cluster, pinned, 2)
+            await assert_conserved(cluster)
+            if change == "drained":
+                changed.append(lambda: lifecycle.handle(LifecycleEvent.DRAIN, now_s=0.0))
+            else:
+                changed.append(lambda: cache.pin(chain))
+            await ask_exactly(cluster, prompt, 8)
+            refused = await error_of(cluster.client.generate(random_prompt(rng, 100), max_tokens=8))
+            drained = (Reason.NODE_DRAINING, Reason.NO_DECODE_NODE)  # the latter where it is known before it is asked
+            assert refused.reason in (drained if change == "drained" else (Reason.PROMPT_TOO_LONG,))
+            if change == "pinned":
+                cache.unpin(chain)
+            await assert_conserved(cluster)
+
+    with patch.object(ReceiverService, "Reserve", changing):
         asyncio.run(scenario())
     first, again = replies
     assert first.HasField("granted")

@@ -117,7 +117,7 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
                 asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
                 await cluster.gates[Point.LAST_TOKEN].reached.wait()
                 (inbox,) = cluster.router._inboxes.values()
-                (lost,) = [s for s in cluster.router._subscriptions.values() if inbox.key in s._inboxes]
+                (lost,) = [s for s in cluster.router._streams._subscriptions.values() if inbox.key in s._inboxes]
                 lost.fail_all(BatonError(Reason.PEER_UNREACHABLE, "The test has lost it."))
                 await asking.wait()
                 records = [r for r in cluster.runtimes["router-0"].membership.nodes() if r.name != lost.name]
@@ -130,7 +130,7 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
             await assert_conserved(cluster)
 
             async def unused() -> bool:
-                return all(s.users == 0 and s.idle for s in cluster.router._subscriptions.values())
+                return all(s.users == 0 and s.idle for s in cluster.router._streams._subscriptions.values())
 
             await wait_for(unused, "nobody to use a stream")
 

@@ -17,9 +17,9 @@ from cachestore.host_tier import BlockCopy, ThreadCopier
 from cachestore.spill import Spill
 from cachestore.spill_policy import SpillState
 from decode_node.node import DecodeNode
+from tests.cancel_harness import ask_or_leave
 from tests.cluster_harness import (
     assert_conserved,
-    collect,
     make_request,
     mock_spec,
     mock_tokens,
@@ -178,16 +178,8 @@ def test_many_clients_leave_at_random_moments() -> None:
                 prompt = [*rng.choice(shared), index + 1] if index % 2 else random_prompt(rng, rng.randrange(3, 60))
                 count = rng.randrange(20, ANSWER_TOKENS)
                 async with slots:
-                    call: Any = cluster.client.stub.Generate(make_request(prompt, max_tokens=count), timeout=60)
-                    if index % 3:
-                        assert (await collect(call)).ids == mock_tokens(prompt, count)
-                        return
-                    events = rng.randrange(0, 60)
-                    async for _ in call:
-                        if events == 0:
-                            break
-                        events -= 1
-                    call.cancel()
+                    leave_after = None if index % 3 else rng.randrange(0, 60)
+                    await ask_or_leave(cluster, prompt, max_tokens=count, leave_after=leave_after)
 
             await asyncio.gather(*(ask(index) for index in range(50)))
             await assert_conserved(cluster)

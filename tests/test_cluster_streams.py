@@ -15,7 +15,8 @@ from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefil
 
 from decode_node.node import DecodeNode
 from tests.cluster_harness import CALL_S_MAX, assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
-from tests.inprocess_cluster import InProcessCluster, free_port, inprocess
+from tests.inprocess_cluster import InProcessCluster, inprocess
+from tests.ports import free_ports
 
 ROUTER = 0xFEED
 """Incarnation of the router that a test plays itself."""
@@ -173,7 +174,7 @@ def test_a_stream_broken_again_and_again_loses_and_doubles_nothing(how: str) -> 
 
     async def scenario() -> None:
         rng = random.Random(41)
-        listen = f"127.0.0.1:{free_port()}"
+        listen = f"127.0.0.1:{free_ports(1)[0]}"
         cable = Cable(listen)
         spec = mock_spec(decode_flags={"listen": listen, "advertise": await cable.start(), **SLOW_DECODE})
         async with inprocess(spec) as cluster:

@@ -191,6 +191,7 @@ def test_abort_during_a_step_keeps_the_blocks_until_it_is_over() -> None:
     node.submit("b", [6, 7], params_of(4))
     batch = node.engine.schedule()
     assert batch is not None
+    read = [(list(piece.tokens), list(piece.block_table)) for piece in batch.slices]
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(node.engine.run, batch, Sink())
         try:
@@ -200,6 +201,7 @@ def test_abort_during_a_step_keeps_the_blocks_until_it_is_over() -> None:
             node.submit("c", [8], params_of(4))
             assert node.ledger.check().held == 4
             assert node.engine.take_events() == []
+            assert [(list(piece.tokens), list(piece.block_table)) for piece in batch.slices] == read
         finally:
             leave.set()
         node.events += node.engine.postprocess(batch, future.result(WAIT_S))

@@ -10,7 +10,7 @@ import pytest
 from tests.faults import links
 from tests.faults.groups import GROUPS
 from tests.faults.outcome import Outcome
-from tests.faults.points import Failpoint, Side
+from tests.faults.points import SIGNAL_POINTS, Side
 from tests.faults.proxy import Spoil
 
 QUICK: Final = (
@@ -50,5 +50,5 @@ def test_names_are_unique_and_cover_all_roles_and_points() -> None:
     """A case can be named on the command line, and every role is killed and stopped at every point."""
     names = [case.name for group in GROUPS for case in group.cases]
     assert len(set(names)) == len(names)
-    wanted = {f"{blow}-{side.value}-at-{p.value}" for blow in ("kill", "stop") for side in Side for p in Failpoint}
+    wanted = {f"{blow}-{side.value}-at-{p.value}" for blow in ("kill", "stop") for side in Side for p in SIGNAL_POINTS}
     assert wanted <= set(names)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transports import shm_connect, shm_wire
-from kvtransfer.transports.shm import RefusalReason, ShmConnectError, ShmWriterLink
+from kvtransfer.transports.shm import RefusalReason, ShmConnectError, ShmReceiverConfig, ShmWriterLink
 from tests.shm_harness import DEADLINE_S, Gate, Receiver, Recorder, grant_of, linked, ops_of, receiver, run
 from tests.shm_harness import LINK_EPOCH as EPOCH
 from tests.shm_harness import LINK_PAIR as PAIR
@@ -38,13 +38,17 @@ async def until_proved(r: Receiver) -> None:
             await asyncio.sleep(0)
 
 
-def test_the_word_of_a_writer_whose_socket_broke_arrives_on_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("connections_max", [1, 1024])
+def test_the_word_of_a_writer_whose_socket_broke_arrives_on_another(
+    monkeypatch: pytest.MonkeyPatch, connections_max: int
+) -> None:
     """Cut in the middle of a copy: no evidence before the copy has ended and the region is unmapped; then the writer
-    says so on a new connection, a later link of the same epoch works, and a fence has nothing to wait for."""
+    says so on a new connection, a later link of the same epoch works, and a fence has nothing to wait for. The broken
+    connection may have the only place: the word that makes room is heard all the same."""
     gate = Gate(monkeypatch)
 
     async def test() -> None:
-        async with receiver() as r:
+        async with receiver(ShmReceiverConfig(connections_max=connections_max)) as r:
             async with linked(r) as (link, events):
                 link.post(GRANT, ops_of([0], [0], [64]))
                 assert gate.reached.wait(DEADLINE_S)

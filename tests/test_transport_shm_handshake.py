@@ -194,17 +194,22 @@ def test_a_silent_peer_is_cut_off_at_the_handshake_deadline() -> None:
 
 
 def test_connections_and_pairs_have_limits() -> None:
-    """One connection more than allowed is refused, until one has said BYE; one pair more raises."""
+    """One connection more than allowed is refused at its HELLO, until one has said BYE, and the next one unheard; one
+    pair more raises."""
 
     async def test() -> None:
-        async with receiver(ShmReceiverConfig(connections_max=1, pairs_max=1)) as r:
-            async with linked(r), raw_peer(r) as peer:
+        config = ShmReceiverConfig(connections_max=1, pairs_max=1, late_byes_max=1, handshake_ms_max=60_000)
+        async with receiver(config) as r:
+            async with linked(r), raw_peer(r) as peer, raw_peer(r) as unheard:
+                assert await unheard.refusal() is RefusalReason.CONNECTIONS_MAX
+                assert await unheard.hear() is None
+                peer.say(hello_of(r.port.expect(PAIR, EPOCH)))
                 assert await peer.refusal() is RefusalReason.CONNECTIONS_MAX
                 assert await peer.hear() is None
                 with pytest.raises(TooManyPairs):
                     r.port.expect(pair_of(9), EPOCH)
             async with linked(r):
-                assert r.port.describe()["connections_made"] == 3
+                assert r.port.describe()["connections_made"] == 4
 
     run(test())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -112,6 +113,33 @@ def test_proved_connections_are_limited() -> None:
             assert caught.value.reason is wire.RefusalReason.CONNECTIONS_MAX
             await wait_until(lambda: not r.port.describe()["connections_writing"])
             assert r.events.gone == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_link_without_a_thread_for_each_stream_is_not_made(monkeypatch: pytest.MonkeyPatch, started: int) -> None:
+    """Two streams are connected, and the process can have none or one thread more: both leave with BYE, and their
+    sockets and what was started are gone."""
+    real, left = threading.Thread.start, [started]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("tcp-send-"):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+    async def test() -> None:
+        async with receiving() as r:
+            source_U8, loop, events = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop(), Recorder()
+            with pytest.raises(TcpConnectError, match="no thread to send with: can't start new thread"):
+                await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, loop, TcpWriterConfig(streams=2))
+            await wait_until(lambda: not r.port.describe()["connections_writing"])
+            assert (r.events.gone, events.lost) == ([], [])
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("tcp-send-")]
 
     run(test())
 

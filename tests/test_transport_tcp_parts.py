@@ -11,7 +11,7 @@ from baton.errors import InvalidField
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from kvtransfer.layout import kv_layout
 from kvtransfer.negotiation import FallbackConfig, Offers, check_transports, choose, host_identity
-from kvtransfer.ranges import RecordRanges
+from kvtransfer.ranges import LOOPED_SEGMENTS_MAX, RecordRanges
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TransportName, WriteOps, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
@@ -96,14 +96,18 @@ def test_neighbouring_records_travel_as_one_segment() -> None:
 @given(
     st.sets(st.integers(0, 5)),
     st.lists(st.tuples(st.integers(-5, 160), st.integers(-3, 160)), min_size=1, max_size=4),
+    st.sampled_from([1, LOOPED_SEGMENTS_MAX + 1]),
 )
-def test_ranges_cover_exactly_the_granted_records(blocks: set[int], segments: list[tuple[int, int]]) -> None:
-    """Three layers of six blocks: a segment is inside if each of its bytes lies in a granted block's record."""
+def test_ranges_cover_exactly_the_granted_records(
+    blocks: set[int], segments: list[tuple[int, int]], times: int
+) -> None:
+    """Three layers of six blocks: a segment is inside if each of its bytes lies in a granted block's record; so with
+    few segments, and with many."""
     layout = kv_layout(num_layers=3, num_kv_heads=1, head_dim=1, block_size=2, dtype="float16", dtype_bytes=2)
     assert layout.record_bytes == 8
     ranges = RecordRanges(layout, 6, [BlockId(b) for b in blocks])
     open_bytes = {i for i in range(layout.region_bytes(6)) if i // 8 % 6 in blocks}
-    dst, nbytes = np.array(segments, np.int64).T
+    dst, nbytes = np.array(segments * times, np.int64).T
     wanted = all(n > 0 and open_bytes.issuperset(range(d, d + n)) for d, n in segments)
     assert ranges.cover(dst, nbytes) is wanted
 
@@ -114,7 +118,8 @@ def test_ranges_are_not_fooled_by_huge_numbers() -> None:
     ranges = RecordRanges(layout, 2, [BlockId(0), BlockId(1)])
     top = 2**63 - 1
     for dst, nbytes in [(top, 1), (1, top), (top, top), (-(2**63), top), (0, -1)]:
-        assert not ranges.cover(np.array([dst]), np.array([nbytes]))
+        for count in (1, LOOPED_SEGMENTS_MAX + 1):
+            assert not ranges.cover(np.array([dst] * count), np.array([nbytes] * count))
     assert ranges.cover(np.array([0]), np.array([16]))
 
 

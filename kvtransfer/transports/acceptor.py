@@ -9,6 +9,22 @@ from collections.abc import Callable
 from typing import Final
 
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_CONNECTION_GONE: Final = frozenset(
+    {
+        errno.ECONNABORTED,
+        errno.EPROTO,
+        errno.EPERM,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENONET,
+        errno.ENOPROTOOPT,
+        errno.EOPNOTSUPP,
+        errno.ETIMEDOUT,
+    }
+)
+"""Of the one connection that was to be accepted, says accept(2), and none of ours; the next one may be well."""
 
 
 class Acceptor:
@@ -45,9 +61,11 @@ class Acceptor:
         for _ in range(self._accepts_per_wake_max):
             try:
                 sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
+            except BlockingIOError:
                 return
             except OSError as error:
+                if error.errno in _CONNECTION_GONE:
+                    continue
                 if error.errno not in _OUT_OF_DESCRIPTORS:
                     raise
                 self._pause()

@@ -20,13 +20,7 @@ from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
-from kvtransfer.transport import (
-    DataEndpoint,
-    ReceiverEvents,
-    Seal,
-    TransportName,
-    WriteRanges,
-)
+from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName, WriteRanges
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.acceptor import Acceptor
 from kvtransfer.transports.pair_fence import Evidence, PairFence
@@ -39,6 +33,9 @@ class ShmReceiverConfig:
     """Limits of one port. `connections_max` counts each connection until there is evidence for it, not until EOF."""
 
     connections_max: int = field(default=1024, metadata={"help": "connections that may write, or are being made"})
+    late_byes_max: int = field(
+        default=64, metadata={"help": "connections beyond these, heard for a late BYE that makes room, and then closed"}
+    )
     pairs_max: int = field(default=1024, metadata={"help": "writer processes expected, connected or being fenced"})
     handshake_ms_max: int = field(default=2000, metadata={"help": "how long a writer may take to prove itself"})
     accepts_per_wake_max: int = field(default=16, metadata={"help": "connections accepted before others have a turn"})
@@ -61,6 +58,8 @@ class _Stage(Enum):
     WRITING = 3
     REFUSED = 4
     """Broke the protocol while it could write: only its BYE is still listened to."""
+    SURPLUS = 5
+    """Beyond `connections_max`: a late BYE is listened to, since it ends another connection, and nothing else."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -197,7 +196,9 @@ class ShmReceiverPort:
         pid, uid = wire.peer_credentials(sock)
         self._connections_made += 1
         connection = _Connection(number=self._connections_made, sock=sock, pid=pid)
-        too_many = len(self._connections) >= self._config.connections_max
+        surplus = len(self._connections) - self._config.connections_max
+        if surplus >= 0:
+            connection.stage = _Stage.SURPLUS
         self._connections[connection.number] = connection
         self._loop.add_reader(sock, self._read, connection)
         connection.handshake_timer = self._loop.call_later(
@@ -205,7 +206,7 @@ class ShmReceiverPort:
         )
         if uid != os.geteuid():
             self._refuse(connection, RefusalReason.USER)
-        elif too_many:
+        elif surplus >= self._config.late_byes_max:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
 
     def _read(self, connection: _Connection) -> None:
@@ -248,7 +249,7 @@ class ShmReceiverPort:
                 self._challenge(connection, message)
             case _Stage.CHALLENGED, wire.Answer():
                 self._welcome(connection, message)
-            case _Stage.HELLO, wire.LateBye(nonce=nonce):
+            case ((_Stage.HELLO | _Stage.SURPLUS), wire.LateBye(nonce=nonce)):
                 self._lose(connection)
                 self._late_bye(nonce)
             case _Stage.WRITING, Seal():
@@ -257,6 +258,8 @@ class ShmReceiverPort:
                 self._seals_refused += 1
             case ((_Stage.WRITING | _Stage.REFUSED), wire.Bye()) if connection.epoch == message.epoch:
                 self._prove(connection, Evidence.ACKNOWLEDGED)
+            case _Stage.SURPLUS, _:
+                self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             case ((_Stage.HELLO | _Stage.CHALLENGED), wire.Bye()):
                 self._lose(connection)
             case _:

@@ -34,10 +34,10 @@ class _Stream:
     sock: socket.socket
     thread: threading.Thread | None = None
     received: bytearray = field(default_factory=bytearray)
-    sending: bool = True
-    """Its thread has not told of its end yet."""
-    reading: bool = True
-    """No EOF yet."""
+    sending: bool = False
+    """Its thread has begun, and not told of its end yet."""
+    reading: bool = False
+    """Its socket is watched: no EOF yet."""
 
 
 class TcpWriterLink:
@@ -62,7 +62,7 @@ class TcpWriterLink:
         loop: asyncio.AbstractEventLoop,
         config: TcpWriterConfig,
     ) -> None:
-        """Takes ownership of the sockets. Use `connect`."""
+        """Takes ownership of the sockets; `_start` follows. Use `connect`."""
         self._address = endpoint.address
         self._epoch = endpoint.epoch
         self._loop = loop
@@ -85,12 +85,6 @@ class TcpWriterLink:
         self._closing_timer: asyncio.TimerHandle | None = None
         self._cut = False
         self._joined = False
-        for stream in self._streams:
-            stream.thread = threading.Thread(
-                target=self._send_all, args=(stream,), name=f"tcp-send-{pair.receiver:x}-{stream.index}", daemon=True
-            )
-            stream.thread.start()
-            loop.add_reader(stream.sock, self._read, stream)
 
     @classmethod
     async def connect(
@@ -124,7 +118,7 @@ class TcpWriterLink:
             if isinstance(error, TimeoutError):
                 raise TcpConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
             raise
-        return cls(
+        made = cls(
             socks=socks,
             welcome=welcome,
             endpoint=endpoint,
@@ -134,6 +128,12 @@ class TcpWriterLink:
             loop=loop,
             config=config,
         )
+        try:
+            made._start(pair)
+        except RuntimeError as error:
+            await made.close()
+            raise TcpConnectError(f"{endpoint.address}: no thread to send with: {error}") from error
+        return made
 
     @property
     def epoch(self) -> Epoch:
@@ -183,6 +183,7 @@ class TcpWriterLink:
         """See `WriterLink.close`. Returns when the threads have ended, the sockets are closed, all is completed."""
         self._ending.ask()
         self._end("closed", orderly=True)
+        self._finish_if_over()
         await self._ending.wait()
 
     def describe(self) -> dict[str, object]:
@@ -199,6 +200,21 @@ class TcpWriterLink:
             "seals": self._seals,
             "seals_waiting": self._queue.seals_waiting,
         }
+
+    def _start(self, pair: Pair) -> None:
+        """Raises RuntimeError where the process can have no more threads; `close` is then all that may follow."""
+        for stream in self._streams:
+            thread = threading.Thread(
+                target=self._send_all, args=(stream,), name=f"tcp-send-{pair.receiver:x}-{stream.index}", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                for unused in self._streams[stream.index :]:
+                    _take_leave(unused.sock, self._epoch)
+                raise
+            stream.thread, stream.sending, stream.reading = thread, True, True
+            self._loop.add_reader(stream.sock, self._read, stream)
 
     # Sending threads.
 
@@ -337,8 +353,8 @@ class TcpWriterLink:
         if self._closing_timer is not None:
             self._closing_timer.cancel()
         for stream in self._streams:
-            assert stream.thread is not None
-            stream.thread.join()
+            if stream.thread is not None:
+                stream.thread.join()
             stream.sock.close()
         self._source = None
         self._queue.lose_unacknowledged()

@@ -76,7 +76,7 @@ class PinStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., lease_left_ms: _Optional[int] = ...) -> None: ...
 
 class PairStatus(_message.Message):
-    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures")
+    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures", "handoffs_corrupt", "records_checksummed")
     PEER_FIELD_NUMBER: _ClassVar[int]
     PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,8 @@ class PairStatus(_message.Message):
     BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
     LINK_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_CHECKSUMMED_FIELD_NUMBER: _ClassVar[int]
     peer: str
     peer_incarnation: int
     transport: str
@@ -91,7 +93,9 @@ class PairStatus(_message.Message):
     bytes_moved: int
     transports_given_up: _containers.RepeatedScalarFieldContainer[str]
     link_failures: int
-    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ...) -> None: ...
+    handoffs_corrupt: int
+    records_checksummed: int
+    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ..., handoffs_corrupt: _Optional[int] = ..., records_checksummed: _Optional[int] = ...) -> None: ...
 
 class Counter(_message.Message):
     __slots__ = ("name", "value")

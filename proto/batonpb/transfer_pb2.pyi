@@ -8,20 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("header", "writer_name", "writer_endpoint", "model", "transports", "host")
+    __slots__ = ("header", "writer_name", "writer_endpoint", "model", "transports", "host", "host_name")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     WRITER_NAME_FIELD_NUMBER: _ClassVar[int]
     WRITER_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    HOST_NAME_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     writer_name: str
     writer_endpoint: str
     model: _common_pb2.ModelInfo
     transports: _containers.RepeatedScalarFieldContainer[str]
     host: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., writer_name: _Optional[str] = ..., writer_endpoint: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ...) -> None: ...
+    host_name: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., writer_name: _Optional[str] = ..., writer_endpoint: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., host_name: _Optional[str] = ...) -> None: ...
 
 class ConnectReply(_message.Message):
     __slots__ = ("receiver", "transport", "address", "secret", "epoch", "num_blocks")
@@ -128,20 +130,26 @@ class RenewReply(_message.Message):
     def __init__(self, renewed: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("header", "grant", "writes", "bytes_written", "first_token", "first_logprobs")
+    __slots__ = ("header", "grant", "writes", "bytes_written", "first_token", "first_logprobs", "checksum_layers", "checksum_blocks", "checksums")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     WRITES_FIELD_NUMBER: _ClassVar[int]
     BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FIRST_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     grant: bytes
     writes: int
     bytes_written: int
     first_token: int
     first_logprobs: _common_pb2.TokenLogprobs
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., grant: _Optional[bytes] = ..., writes: _Optional[int] = ..., bytes_written: _Optional[int] = ..., first_token: _Optional[int] = ..., first_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+    checksum_layers: _containers.RepeatedScalarFieldContainer[int]
+    checksum_blocks: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., grant: _Optional[bytes] = ..., writes: _Optional[int] = ..., bytes_written: _Optional[int] = ..., first_token: _Optional[int] = ..., first_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., checksum_layers: _Optional[_Iterable[int]] = ..., checksum_blocks: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("committed", "reason")

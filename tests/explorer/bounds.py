@@ -44,6 +44,8 @@ class Bounds:
     """A writer takes a living receiver for gone (as one does that is shutting down)."""
     writes_land_apart: bool = False
     """CHANNEL: a write lands in a step of its own, not only together with its completion or the seal behind it."""
+    samples: bool = False
+    """Every Commit carries checksums; a comparison ends at any time, either way."""
     merges: bool = True
     """Do not visit states that can do no more than others (see `Network` and `search`)."""
     receiver: type[ReceiverGrants] = ReceiverGrants

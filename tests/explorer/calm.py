@@ -169,6 +169,10 @@ class _Walker:
         product = self._product
         for event in receiver.ended:
             return ("receiver", event), product.receiver_does(state, receiver, writer, event)
+        for event in receiver.checks:
+            to = product.receiver_does(state, receiver, writer, event)
+            if to != state:
+                return ("receiver", event), to
         for fenced, _, event in receiver.fencing:
             if not product.shm or fenced < writer.writer:
                 return ("receiver", event), product.receiver_does(state, receiver, writer, event)

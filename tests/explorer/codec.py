@@ -65,7 +65,7 @@ def _save_grant(grant: GrantEntry) -> GrantTuple:
     if grant.state in (GrantState.COMMITTED, GrantState.FENCED, GrantState.RELEASED):
         assert not grant.commit_waits
         kept = grant.blocks if grant.state is GrantState.COMMITTED else ()
-        return (*known, Epoch(0), grant.state, kept, (), (), None, False, grant.was_committed, 0)
+        return (*known, Epoch(0), grant.state, kept, (), (), None, False, grant.was_committed, 0, grant.check)
     return (
         *known,
         grant.epoch,
@@ -77,6 +77,7 @@ def _save_grant(grant: GrantEntry) -> GrantTuple:
         grant.commit_waits,
         grant.was_committed,
         grant.revoke_rounds,
+        grant.check,
     )
 
 
@@ -98,6 +99,7 @@ def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: Rec
             commit_waits=row[10],
             was_committed=row[11],
             revoke_rounds=row[12],
+            check=row[13],
         )
         machine._grants[grant.id] = grant
         machine._by_request.setdefault(grant.key.request, set()).add(grant.id)

@@ -9,11 +9,14 @@ from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from kvtransfer.grant_book import GrantEntry
 from kvtransfer.grant_messages import (
     GrantTimerFired,
+    RecordsChecked,
+    ReportCorrupt,
     SealLanded,
     TimerKind,
     WriterLetGo,
 )
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
+from kvtransfer.receiver_states import RecordCheck
 from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep, _Handoff
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 
@@ -95,6 +98,25 @@ class NoSeal(ReceiverGrants):
         return GrantState.COMMITTED if grant.state in _OPEN else GrantState.FENCED
 
 
+class Unchecked(ReceiverGrants):
+    """Checksums that come with a Commit are compared, and the Commit counts meanwhile."""
+
+    def _after_seal_or_commit(self, grant: GrantEntry, stay: GrantState) -> GrantState:
+        super()._after_seal_or_commit(grant, stay)
+        grant.check = RecordCheck.NONE
+        return super()._after_seal_or_commit(grant, stay)
+
+
+class CheckedTooLate(ReceiverGrants):
+    """What a comparison has read counts, though the writer has let go and the block is another's by now."""
+
+    def _checked(self, event: RecordsChecked) -> None:
+        grant = self._grants.get(event.grant)
+        if grant is not None and not event.intact and grant.state is GrantState.FENCED:
+            self._out.append(ReportCorrupt(pair=grant.pair, key=grant.key, grant=grant.id))
+        super()._checked(event)
+
+
 class NoRevokeTimer(ReceiverGrants):
     """One Revoke, and then nothing: safe, but a lost message holds the block for ever."""
 
@@ -139,6 +161,7 @@ def _mutant(
     crashes_max: int = 1,
     links_break: bool = True,
     writers_give_peers_up: bool = False,
+    samples: bool = False,
 ) -> Mutant:
     bounds = Bounds(
         profile=profile,
@@ -146,6 +169,7 @@ def _mutant(
         crashes_max=crashes_max,
         links_break=links_break,
         writers_give_peers_up=writers_give_peers_up,
+        samples=samples,
         receiver=receiver,
         writer=writer,
     )
@@ -162,6 +186,12 @@ MUTANTS: dict[str, Mutant] = {
     "free on timeout: revoke rounds": _mutant("may still write", profile=Profile.SHM, receiver=FreeAfterRevokes),
     "no seal, channel": _mutant("of its writes only 0 landed", receiver=NoSeal),
     "no seal, shm": _mutant("of its writes only 0 landed", profile=Profile.SHM, receiver=NoSeal),
+    "commit before its records are checked": _mutant(
+        "not found intact", receiver=Unchecked, samples=True, crashes_max=0
+    ),
+    "records of a grant that is over": _mutant(
+        "by the bytes of another one", receiver=CheckedTooLate, samples=True, crashes_max=0
+    ),
     "no revoke timer": _mutant("never becomes free", profile=Profile.SHM, receiver=NoRevokeTimer, crashes_max=0),
     "let-go before the writes have drained": _mutant("outstanding", writer=LetGoUndrained),
     "Revoke answered when the peer is given up": _mutant(

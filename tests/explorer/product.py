@@ -140,6 +140,10 @@ class Product:
         merges = self.bounds.merges
         for event in (*receiver.timers, *receiver.ended):
             yield ("receiver", event), self.receiver_does(state, receiver, writer, event)
+        for event in receiver.checks:
+            effect = receiver.effects.get(event)
+            if not merges or effect is None or effect.to is not receiver:
+                yield ("receiver", event), self.receiver_does(state, receiver, writer, event)
         budget = self.budgets[state[3]]
         for events in receiver.lets_go[: budget.asked]:
             for event in events:

@@ -21,9 +21,11 @@ from kvtransfer.grant_messages import (
     LetGoAnswered,
     PairFenced,
     ReceiverInstruction,
+    RecordsChecked,
     Refusal,
     RenewAsked,
     RenewRefused,
+    ReportCorrupt,
     RequestCancelled,
     RequestEnded,
     ReserveAsked,
@@ -42,6 +44,7 @@ from kvtransfer.grant_messages import (
 )
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
+from kvtransfer.receiver_states import RecordCheck
 from tests.explorer.bounds import Bounds, Violation, number_of, pair_of, writer_index, writer_of_grant
 from tests.explorer.codec import ReceiverTuple, load_receiver, save_receiver
 from tests.explorer.messages import Message, Messages
@@ -85,6 +88,8 @@ class ReceiverInfo:
     """Fences under way: writer, epoch, and the event of their completion."""
     timers: tuple[int, ...]
     ended: tuple[int, ...]
+    checks: tuple[int, ...]
+    """Results that comparisons under way may have, the good one of each first."""
     lets_go: tuple[tuple[int, ...], ...]
     """Cancel and Resolve of each key."""
     suspects: tuple[int, ...]
@@ -197,6 +202,9 @@ class ReceiverPart:
         shell.happened(event)
         for instruction in instructions:
             shell.carry_out(instruction)
+        good = isinstance(event, RecordsChecked) and event.intact
+        if self._bounds.samples and shell.scheduled is not None and not good:
+            raise Violation(f"grant {shell.scheduled.hex()} commits, and its records were not found intact")
         return ReceiverEffect(self._info(shell.state()), shell.sent, shell.scheduled, instructions)
 
     def _info(self, state: ReceiverState) -> ReceiverInfo:
@@ -217,6 +225,12 @@ class ReceiverPart:
             ),
             timers=tuple(intern(GrantTimerFired(grant=g, kind=k)) for g, k in sorted(state.timers, key=repr)),
             ended=tuple(intern(RequestEnded(key=g[2])) for g in grants if g[5] is GrantState.COMMITTED),
+            checks=tuple(
+                intern(RecordsChecked(grant=g[0], intact=intact))
+                for g in grants
+                if g[13] is RecordCheck.RUNNING
+                for intact in (True, False)
+            ),
             lets_go=lets_go if self._bounds.lets_go_of_requests else (),
             suspects=tuple(intern(WriterSuspected(pair=p[0])) for p in pairs),
             proofs=tuple(
@@ -280,9 +294,13 @@ class _Shell:
             case AnswerRenew(grant=grant, renewed=renewed):
                 if not renewed:
                     self._send(instruction, RenewRefused(number=number_of(grant)))
-            case AnswerCommit(grant=grant, committed=committed):
+            case AnswerCommit(grant=grant, committed=committed, corrupt=corrupt):
                 self._answered_commit(grant, committed)
-                self._send(instruction, CommitAnswered(number=number_of(grant), committed=committed))
+                answer = CommitAnswered(number=number_of(grant), committed=committed, corrupt=corrupt)
+                self._send(instruction, answer)
+            case ReportCorrupt(grant=grant):
+                if self._machine.ledger.writer_of(BLOCK) not in (None, grant):
+                    raise Violation(f"grant {grant.hex()} is called corrupt by the bytes of another one")
             case AnswerLetGo(number=number):
                 self.let_go.add((writer_index(instruction.pair), number))
                 self._send(instruction, LetGoAnswered(number=number))

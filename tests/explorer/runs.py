@@ -23,6 +23,9 @@ DEFAULT: dict[str, Bounds] = {
     "suspected-shm": Bounds(profile=Profile.SHM, keys=SAME_ATTEMPT, crashes_max=0, suspicions_max=1),
     # The writer takes a living receiver for gone, as it does when it is shutting down.
     "given-up-shm": Bounds(profile=Profile.SHM, keys=SAME_REQUEST, crashes_max=0, writers_give_peers_up=True),
+    # Every Commit carries checksums, and the comparison ends either way.
+    "sampled-shm": Bounds(profile=Profile.SHM, keys=SAME_REQUEST, crashes_max=1, samples=True),
+    "sampled-channel": Bounds(profile=Profile.CHANNEL, keys=SAME_REQUEST, crashes_max=0, samples=True),
     # The books of a dead writer are dropped. One handoff: a Reserve that comes after is granted to a dead man.
     "forgotten-shm": Bounds(
         profile=Profile.SHM, keys=SAME_REQUEST[:1], crashes_max=2, suspicions_max=1, forgets_pairs=True

@@ -167,7 +167,7 @@ class WriterPart:
             instructions = machine.handle(event)
         except (AssertionError, KeyError) as error:
             raise Violation(f"the writer raised {type(error).__name__}: {error}") from error
-        shell = _Shell(self._messages, info.state, machine)
+        shell = _Shell(self._messages, info.state, machine, samples=self._bounds.samples)
         for instruction in instructions:
             shell.carry_out(instruction)
         return WriterEffect(self._info(shell.state()), shell.sent, tuple(shell.seals), instructions)
@@ -225,9 +225,10 @@ _WAITING: dict[WriterState, Any] = {
 class _Shell:
     """Carries instructions out within the model, and holds the machine to its promises."""
 
-    def __init__(self, messages: Messages, old: WriterProcess, machine: WriterGrants) -> None:
+    def __init__(self, messages: Messages, old: WriterProcess, machine: WriterGrants, *, samples: bool) -> None:
         self._messages = messages
         self._machine = machine
+        self._samples = samples
         self._writer = old.writer
         self._pair = pair_of(old.writer)
         self._known = {row[0]: row[3] for row in old.machine[1]}
@@ -270,7 +271,11 @@ class _Shell:
             case SendSeal(grant=grant):
                 self.seals.append(grant)
             case SendCommit(grant=grant, writes=writes, bytes_written=nbytes):
-                self._send(CommitAsked(pair=self._pair, grant=grant, writes=writes, bytes_written=nbytes))
+                self._send(
+                    CommitAsked(
+                        pair=self._pair, grant=grant, writes=writes, bytes_written=nbytes, sampled=self._samples
+                    )
+                )
             case SendLetGo(number=number, lowest_live=lowest_live):
                 self._drained(number, "a let-go")
                 self._send(WriterLetGo(pair=self._pair, number=number, lowest_live=lowest_live))

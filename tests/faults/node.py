@@ -53,6 +53,7 @@ def wrap_prefill(points: Failpoints, known: Marks) -> None:
 
 def wrap_decode(points: Failpoints, marks: Marks) -> None:
     _wrap_receiving(points, marks)
+    _wrap_landing(points, marks)
     _wrap_running(points, marks)
 
 
@@ -99,6 +100,25 @@ def _wrap_receiving(points: Failpoints, marks: Marks) -> None:
     _replace(ReceiverService, "Connect", connect)
     _replace(ReceiverService, "Reserve", reserve)
     _replace(ReceiverService, "Commit", commit)
+
+
+def _wrap_landing(points: Failpoints, marks: Marks) -> None:
+    from kvtransfer.receiver import Receiver
+
+    real_seal_landed = Receiver.seal_landed
+
+    def seal_landed(self: Receiver, pair: Any, seal: Any) -> None:
+        grant = self.grants._grants.get(seal.grant)
+        request = "" if grant is None else grant.key.request
+        mark, peer = marks.of_request.get(request, -1), marks.peer_of_request.get(request, "")
+        if grant is not None and points.reach(Failpoint.LANDED, mark=mark, request=request, peer=peer):
+            checks, layout = self.checks, self._layout
+            assert checks._thread._region is not None
+            last_layer = (layout.num_layers - 1) * checks._num_blocks
+            checks._thread._region[(last_layer + grant.blocks[1]) * layout.record_bytes + 5] ^= 0x10
+        real_seal_landed(self, pair, seal)
+
+    _replace(Receiver, "seal_landed", seal_landed)
 
 
 def _wrap_running(points: Failpoints, marks: Marks) -> None:

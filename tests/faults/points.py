@@ -35,6 +35,8 @@ class Failpoint(Enum):
     """One layer's records have been posted, others are to come. On the engine's thread."""
     SEALED = "sealed"
     """The seal has been posted behind the last record."""
+    LANDED = "landed"
+    """Its seal is being read: all its records lie in the decode node's region."""
     COMMIT_SENT = "commit-sent"
     """Commit has arrived; the decode node has not seen it."""
     COMMITTED = "committed"
@@ -43,6 +45,8 @@ class Failpoint(Enum):
     """In the middle of the answer."""
 
 
+SIGNAL_POINTS: Final = tuple(point for point in Failpoint if point is not Failpoint.LANDED)
+"""Where processes are killed and stopped. Landed is hardly apart from the points around it, to a process."""
 NTH: Final = {Failpoint.LAYER: 6, Failpoint.DECODING: 20}
 """Second layer of the second chunk; twentieth token behind the first. Elsewhere the first time."""
 AT_WRITER: Final = frozenset({Failpoint.LAYER, Failpoint.SEALED})
@@ -83,6 +87,8 @@ class Strike:
     """Of all processes, by name."""
     ask_port: int = 0
     """Where the test listens that strikes first, or 0."""
+    flip: bool = False
+    """Whoever reaches it flips a bit of one of the request's records."""
     then: Strike | None = None
     """Armed before this one strikes. Its hits are the process in which it is reached, and ones never started again."""
     number: int = 0
@@ -146,25 +152,28 @@ class Failpoints:
         self._own_name = own_name
         self._counts: Counter[tuple[Failpoint, str]] = Counter()
 
-    def reach(self, point: Failpoint, *, mark: int, request: str, peer: str) -> None:
-        """The request whose prompt begins with `mark` is here; `peer` is the node at the other end of its handoff."""
+    def reach(self, point: Failpoint, *, mark: int, request: str, peer: str) -> bool:
+        """The request whose prompt begins with `mark` is here; `peer` is the node at the other end of its handoff.
+
+        True: the caller is to flip a bit.
+        """
         try:
             fields = json.loads(self._armed.read_text())
         except FileNotFoundError:
-            return
+            return False
         strike = Strike.from_fields(fields)
         if (point, mark) != (strike.point, strike.mark):
-            return
+            return False
         self._counts[point, request] += 1
-        if self._counts[point, request] == strike.nth:
-            self._claim(strike, peer)
+        return self._counts[point, request] == strike.nth and self._claim(strike, peer)
 
-    def _claim(self, strike: Strike, peer: str) -> None:
+    def _claim(self, strike: Strike, peer: str) -> bool:
+        """Strike, if nobody has. True where that is the caller's to do."""
         claimed = self._armed.with_name(f"claimed-{os.getpid()}.json")
         try:
             os.rename(self._armed, claimed)
         except FileNotFoundError:
-            return  # another process was first
+            return False  # another process was first
         own = self._own_name
         writer, receiver = (own, peer) if strike.point in AT_WRITER else (peer or own, own)
         nodes = {Side.PREFILL: writer, Side.DECODE: receiver}
@@ -183,6 +192,7 @@ class Failpoints:
         ]
         for pid, signum in sorted(blows, key=lambda blow: blow[0] == os.getpid()):  # itself last
             os.kill(pid, signal.Signals(signum))
+        return strike.flip
 
 
 def _only(side: Side, pids: Mapping[str, int]) -> str:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Final
+
+from tests.faults.owners import owner_of
 
 READ_BYTES: Final = 1 << 16
 NOISE_BYTES: Final = 64
-OWNER_UNKNOWN: Final = ""
 
 
 class Spoil(Enum):
@@ -42,8 +42,9 @@ class Dark(Enum):
 class _Wire:
     """One connection through the proxy."""
 
-    port: int
-    """Of whoever connected."""
+    client: tuple[str, int]
+    """Where whoever connected is, and where it connected to."""
+    server: tuple[str, int]
     inner: asyncio.StreamWriter
     outer: asyncio.StreamWriter
     requests: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,6 +85,7 @@ class Proxy:
         self._pids = pids
         self._wires: set[_Wire] = set()
         self._dark: dict[str, Dark] = {}
+        self._healed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -99,6 +101,7 @@ class Proxy:
     async def close(self) -> None:
         assert self._server is not None
         self._server.close()
+        self.heal()
         self.cut_all()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -117,12 +120,14 @@ class Proxy:
     def darken(self, owner: str, dark: Dark = Dark.BOTH) -> None:
         """This does not pass on this process's connections, old ones and new ones, and none of them ends."""
         self._dark[owner] = dark
+        self._healed.clear()
         for wire in self._of(owner):
             wire.darken(dark)
 
     def heal(self) -> None:
         """What was held back goes on."""
         self._dark.clear()
+        self._healed.set()
         for wire in self._wires:
             wire.lighten()
 
@@ -134,22 +139,29 @@ class Proxy:
         return len(found)
 
     def _of(self, owner: str) -> list[_Wire]:
-        return [wire for wire in self._wires if owner_of(wire.port, self._pids()) == owner]
+        return [wire for wire in self._wires if owner_of(wire.client, wire.server, self._pids()) == owner]
 
     async def _accepted(self, reader: asyncio.StreamReader, outer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        client, server = outer.get_extra_info("peername"), outer.get_extra_info("sockname")
+        dark = self._dark.get(owner_of(client, server, self._pids())) if self._dark else None
+        held = bytearray()
         try:
+            if dark in (Dark.BOTH, Dark.REQUESTS) and not await self._outlives_dark(reader, held):
+                outer.transport.abort()  # like a connection whose first packet never arrived
+                return
             inner_reader, inner = await asyncio.open_connection(*self._target)
         except OSError:
             outer.transport.abort()
             return
-        wire = _Wire(port=outer.get_extra_info("peername")[1], inner=inner, outer=outer)
+        inner.write(held)
+        wire = _Wire(client=client, server=server, inner=inner, outer=outer)
         wire.lighten()
-        if self._dark and (owner := owner_of(wire.port, self._pids())) in self._dark:
-            wire.darken(self._dark[owner])
+        if dark is Dark.REPLIES and self._dark:
+            wire.darken(dark)
         self._wires.add(wire)
         try:
             await asyncio.gather(
@@ -158,6 +170,23 @@ class Proxy:
         finally:
             wire.cut()
             self._wires.discard(wire)
+
+    async def _outlives_dark(self, reader: asyncio.StreamReader, held: bytearray) -> bool:
+        """Hold what comes until all is healed; False when whoever connected gives up first. They try again and again,
+        and what is left of their tries must not pile up."""
+
+        async def read() -> None:
+            while data := await reader.read(READ_BYTES):
+                held.extend(data)
+
+        given_up, healed = asyncio.ensure_future(read()), asyncio.ensure_future(self._healed.wait())
+        try:
+            await asyncio.wait({given_up, healed}, return_when=asyncio.FIRST_COMPLETED)
+            return not given_up.done()
+        finally:
+            for task in (given_up, healed):
+                task.cancel()
+            await asyncio.gather(given_up, healed, return_exceptions=True)
 
 
 async def _pump(
@@ -179,6 +208,9 @@ async def _pump(
             if spoiled and wire.spoil == (Spoil.CUT, 0):
                 wire.cut()
                 return
+        if spoiled and clear.is_set() and not wire.replies.is_set():
+            wire.cut()  # it waits for no reply any more
+            return
         await clear.wait()
         if writer.can_write_eof():
             writer.write_eof()
@@ -196,27 +228,3 @@ def _spoil(wire: _Wire, data: bytes) -> bytes:
     wire.spoil = None
     between = {Spoil.LOSE_BYTE: b"", Spoil.NOISE: os.urandom(NOISE_BYTES) + data[left : left + 1]}
     return data[:left] + between.get(what, bytes([data[left] ^ 0xFF])) + data[left + 1 :]
-
-
-def owner_of(port: int, pids: Mapping[str, int]) -> str:
-    """Which of these processes has the socket that is bound to this local port of its own."""
-    # gRPC's sockets are of IPv6 where the machine has it, for IPv4 addresses too.
-    tables = [table for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if table.exists()]
-    for line in (line for table in tables for line in table.read_text().splitlines()[1:]):
-        fields = line.split()
-        if int(fields[1].rpartition(":")[2], 16) == port:
-            target = f"socket:[{fields[9]}]"
-            for name, pid in pids.items():
-                if _has(pid, target):
-                    return name
-    return OWNER_UNKNOWN
-
-
-def _has(pid: int, target: str) -> bool:
-    folder = f"/proc/{pid}/fd"
-    with suppress(FileNotFoundError):
-        for fd in os.listdir(folder):
-            with suppress(FileNotFoundError):
-                if os.readlink(f"{folder}/{fd}") == target:
-                    return True
-    return False

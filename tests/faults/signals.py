@@ -15,7 +15,7 @@ from tests.cluster_harness import assert_conserved, leftovers, wait_for
 from tests.faults.cluster import TTL_MS, WAIT_S_MAX, FaultyCluster
 from tests.faults.load import Asked, Load, Question
 from tests.faults.outcome import Outcome
-from tests.faults.points import Failpoint, Hit, Side
+from tests.faults.points import SIGNAL_POINTS, Failpoint, Hit, Side
 
 
 class Questions(Protocol):
@@ -144,7 +144,7 @@ CASES: Final = (
         SignalCase(blow=blow, side=side, point=point)
         for blow in (Blow.KILL, Blow.STOP)
         for side in Side
-        for point in Failpoint
+        for point in SIGNAL_POINTS
     ),
     *(
         SignalCase(blow=Blow.RESTART, side=side, point=point)

@@ -35,6 +35,7 @@ from kvtransfer.transport import TransportName
 from prefill_node.node import PrefillNode
 from prefill_node.peers import Peers
 from router.node import RouterNode
+from tests.sim.books import LedgerWatch
 from tests.sim.calls import Call
 from tests.sim.data import SimLink, SimPort
 from tests.sim.engine import make_pool
@@ -293,6 +294,22 @@ class _NoThread:
         pass
 
 
+class _NoLag:
+    """For `LoopLag`: simulated time does not pass while a callback runs."""
+
+    looks = 0
+    max_ms = 0.0
+
+    def __init__(self, clock: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
 def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     def channels(*, limits: Any, rng: Any) -> SimChannels:
         del rng
@@ -310,6 +327,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         process.region = memoryview(pool.region.array_U8)  # type: ignore[arg-type]  # a bytearray here
         process.record_bytes = pool.layout.record_bytes
         process.ledger = pool.ledger
+        LedgerWatch(pool.ledger, process)
         return pool
 
     def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any) -> SimPort:
@@ -330,6 +348,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     return [
         (baton.runtime, "Channels", channels),
         (baton.runtime, "RpcServer", server),
+        (baton.runtime, "LoopLag", _NoLag),
         (baton.runtime, "check_can_bind", can_bind),
         (baton.liveness, "nobody_listens", nobody_listens),
         (cli.directory, "RpcServer", server),

@@ -155,6 +155,8 @@ class SimLink:
         self.port = port
         self.pair = pair
         self.number = 0
+        self.in_use = False
+        """Whoever has asked for it has it."""
         self._epoch = epoch
         self._events = events
         self._loop = process.loop
@@ -236,7 +238,7 @@ class SimLink:
             return
         self._over.set_result(None)
         self.process.links.remove(self)
-        if not self._closing:
+        if self.in_use and not self._closing:
             self._events.link_lost(self.pair, reason)
 
     # What happens to the connection from outside.

@@ -1,6 +1,7 @@
 """A mock engine on simulated time. A slot's bytes are a checksum of the token and of the slot before it, read back from
 the region; the next token is a checksum of the whole context in all layers, read back too. So one wrong byte anywhere
 in a sequence's records changes the next token, and with it all that follow. Cheaper than `engine.mock`, same purpose.
+Each token also tells the attempt that has drawn it, so that a client sees an answer mixed from two attempts.
 
 A step yields the seconds that pass between its parts (`loop.ProcessLoop.run_in_executor` lets them pass).
 """
@@ -26,22 +27,25 @@ from kvtransfer.ledger import Ledger
 
 LAYERS = 2
 SLOT_BYTES = 4
-VOCAB = 50_000
+ATTEMPTS = 256
+"""A token tells which attempt has drawn it: its id modulo this."""
+VOCAB = 50_000 * ATTEMPTS
 CONTEXT_MAX = 1_024
 EOS = 0
 """Never drawn."""
 POISON = b"\xff"
 _ROOTS = (0x1234_5678, 0x9ABC_DEF0)
 _SLOT = struct.Struct("<I")
-_TOKEN = struct.Struct("<I")
+_pack_token = struct.Struct("<I").pack
 
 
 def _next_slot(before: int, token: int) -> int:
-    return crc32(_TOKEN.pack(token), before)
+    return crc32(_pack_token(token), before)
 
 
-def _draw(context: int, seed: int, index: int) -> int:
-    return crc32(b"%d,%d" % (seed & 0xFFFF_FFFF, index), context) % (VOCAB - 1) + 1
+def _draw(context: int, seed: int, index: int, attempt: int) -> int:
+    drawn = crc32(b"%d,%d" % (seed & 0xFFFF_FFFF, index), context) % (VOCAB // ATTEMPTS - 1) + 1
+    return drawn * ATTEMPTS + attempt % ATTEMPTS
 
 
 class SimRegion:
@@ -66,77 +70,77 @@ class SimRunner:
         self.context_len_max = CONTEXT_MAX
         self.eos_token_ids = frozenset({EOS})
         self._size = block_size
-        self._half = block_size * SLOT_BYTES
-        self._record = 2 * self._half
         self._step_s = step_s
         self._token_s = token_s
         self._rng = rng
-        self._region = memoryview(bytearray())
         self._num_blocks = 0
+        self._slots = memoryview(b"").cast("I")
+        """The region by slots: of each record first those of K, then those of V."""
+        self.layers: list[list[memoryview]] = []
+        """The region by layers and records."""
 
     def bind(self, region: bytearray, num_blocks: int) -> None:
-        self._region = memoryview(region)
+        record = 2 * self._size * SLOT_BYTES
+        view = memoryview(region)
         self._num_blocks = num_blocks
+        self._slots = view.cast("I")
+        records = [view[at : at + record] for at in range(0, LAYERS * num_blocks * record, record)]
+        self.layers = [records[base : base + num_blocks] for base in range(0, LAYERS * num_blocks, num_blocks)]
 
     def unbind(self) -> None:
         """Nothing to let go of."""
 
     def run(self, batch: Batch, sink: KvSink) -> Generator[float, None, StepResult]:
-        tokens = sum(piece.stop - piece.start for piece in batch.slices)
-        part_s = (self._step_s + self._token_s * tokens) * (0.75 + 0.5 * self._rng.random()) / 2
+        slices = batch.slices
+        part_s = (self._step_s + self._token_s * batch.num_tokens) * (0.75 + 0.5 * self._rng.random()) / 2
         yield part_s
         for layer in range(LAYERS):
-            for piece in batch.slices:
+            for piece in slices:
                 self._write(piece, layer)
             sink.layer_done(layer)
             if layer == 0:
                 yield part_s
-        sampled = {piece.key: self._sample(piece) for piece in batch.slices if piece.sample}
-        logprobs = {
-            piece.key: TokenLogprobs(logprob=-1.0 - piece.key.attempt)
-            for piece in batch.slices
-            if piece.sample and piece.params.logprobs is not None
-        }
-        return StepResult(sampled=sampled, logprobs=logprobs)
+        result = StepResult()
+        for piece in slices:
+            if piece.sample:
+                result.sampled[piece.key] = self._sample(piece)
+                if piece.params.logprobs is not None:
+                    result.logprobs[piece.key] = TokenLogprobs(logprob=-1.0 - piece.key.attempt)
+        return result
 
     def _write(self, piece: SequenceSlice, layer: int) -> None:
-        region, size, half, record = self._region, self._size, self._half, self._record
-        table, base = piece.block_table, layer * self._num_blocks
-        position = piece.start
-        if position == 0:
+        slots, size, table, tokens = self._slots, self._size, piece.block_table, piece.tokens
+        base = layer * self._num_blocks
+        start = piece.start
+        if start == 0:
             slot = _ROOTS[layer]
         else:
-            before = position - 1
-            at = (base + table[before // size]) * record + before % size * SLOT_BYTES
-            slot = _SLOT.unpack_from(region, at)[0]
-        pack = _SLOT.pack_into
-        for token in piece.tokens[position : piece.stop]:
-            slot = crc32(_TOKEN.pack(token), slot)
-            at = (base + table[position // size]) * record + position % size * SLOT_BYTES
-            pack(region, at, slot)
-            pack(region, at + half, slot ^ 0xFFFF_FFFF)
-            position += 1
+            block, offset = divmod(start - 1, size)
+            slot = slots[(base + table[block]) * 2 * size + offset]
+        for position in range(start, piece.stop):
+            block, offset = divmod(position, size)
+            at = (base + table[block]) * 2 * size + offset
+            slots[at] = slot = crc32(_pack_token(tokens[position]), slot)
+            slots[at + size] = slot ^ 0xFFFF_FFFF
 
     def _sample(self, piece: SequenceSlice) -> int:
-        region, half, record = self._region, self._half, self._record
         full, rest = divmod(piece.stop, self._size)
-        rest *= SLOT_BYTES
         table = piece.block_table
+        whole, rest = table[:full], rest * SLOT_BYTES
+        half = self._size * SLOT_BYTES
         crc = 0
-        for layer in range(LAYERS):
-            base = layer * self._num_blocks
-            for block in table[:full]:
-                at = (base + block) * record
-                crc = crc32(region[at : at + record], crc)
+        for records in self.layers:
+            for block in whole:
+                crc = crc32(records[block], crc)
             if rest:
-                at = (base + table[full]) * record
-                crc = crc32(region[at + half : at + half + rest], crc32(region[at : at + rest], crc))
-        return _draw(crc, piece.params.seed, piece.output_index)
+                record = records[table[full]]
+                crc = crc32(record[half : half + rest], crc32(record[:rest], crc))
+        return _draw(crc, piece.params.seed, piece.output_index, piece.key.attempt)
 
 
-def reference(prompt: Sequence[int], seed: int, count: int, block_size: int) -> list[int]:
-    """The answer by definition alone: no region, blocks or batches."""
-    whole = [b""] * LAYERS
+def reference(prompt: Sequence[int], seed: int, attempts: Sequence[int], block_size: int) -> list[int]:
+    """The answer by definition alone, token i drawn by `attempts[i]`: no region, blocks or batches."""
+    records = [b""] * LAYERS
     keys, values = [b""] * LAYERS, [b""] * LAYERS
     slots = list(_ROOTS)
     half = block_size * SLOT_BYTES
@@ -147,17 +151,17 @@ def reference(prompt: Sequence[int], seed: int, count: int, block_size: int) -> 
             keys[layer] += _SLOT.pack(slot)
             values[layer] += _SLOT.pack(slot ^ 0xFFFF_FFFF)
             if len(keys[layer]) == half:
-                whole[layer] += keys[layer] + values[layer]
+                records[layer] += keys[layer] + values[layer]
                 keys[layer] = values[layer] = b""
 
     for token in prompt:
         append(token)
     answer = []
-    for index in range(count):
+    for index, attempt in enumerate(attempts):
         crc = 0
         for layer in range(LAYERS):
-            crc = crc32(values[layer], crc32(keys[layer], crc32(whole[layer], crc)))
-        answer.append(_draw(crc, seed, index))
+            crc = crc32(values[layer], crc32(keys[layer], crc32(records[layer], crc)))
+        answer.append(_draw(crc, seed, index, attempt))
         append(answer[-1])
     return answer
 
@@ -168,13 +172,11 @@ def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Rando
     layout = layout_of(runner.kv_spec)
     region = SimRegion(layout.region_bytes(config.num_blocks))
     runner.bind(region.array_U8, config.num_blocks)
-    memory, record = region.array_U8, layout.record_bytes
-    poison = POISON * record
+    layers, poison = runner.layers, POISON * layout.record_bytes
 
     def poison_block(block: BlockId) -> None:
-        for layer in range(LAYERS):
-            at = (layer * config.num_blocks + block) * record
-            memory[at : at + record] = poison
+        for records in layers:
+            records[block][:] = poison
 
     ledger = Ledger(config.num_blocks, on_free=poison_block)
     blocks = BlockManager(ledger, config.block_size, b"sim")

@@ -21,6 +21,8 @@ from tests.sim.rpc import break_between
 
 AFTERMATH_S = 8.0
 """How long after its end a fault may still cost requests: leases, lost streams, records that run out."""
+BUSY_S_MAX = 0.01
+PREFILL = "/baton.v1.Prefill/Prefill"
 STOP_S = 2.0
 """How long an orderly stop may take."""
 SERVING = (Kind.ROUTER, Kind.PREFILL, Kind.DECODE)
@@ -36,6 +38,7 @@ class FaultPlan:
         ("crash", 6),
         ("stop", 6),
         ("stop_long", 1),
+        ("busy", 4),
         ("cut", 3),
         ("cut_one_way", 4),
         ("cut_long", 1),
@@ -169,6 +172,25 @@ class Faults:
         self._pings.stopped(name)
         self._for_a_while(span_s, process.loop.go_on)
 
+    def busy(self) -> None:
+        """Its loop is busy now and then for a moment: what has come meanwhile is all there at once."""
+        name = self._victim(Kind.PREFILL, Kind.DECODE, Kind.DECODE, Kind.ROUTER)
+        if name is None:
+            return
+        loop, until_s = self._cluster.processes[name].loop, self._cluster.world.now_s + self._span_s()
+
+        def pause() -> None:
+            if self._on and loop.state is ProcessState.RUNNING and self._cluster.world.now_s < until_s:
+                loop.halt()
+                self._cluster.world.after(BUSY_S_MAX * self._rng.random(), resume, loop.stops)
+
+        def resume(stops: int) -> None:
+            if loop.stops == stops:  # else somebody else has stopped it since
+                loop.go_on()
+            self._cluster.world.after(BUSY_S_MAX * self._rng.random(), pause)
+
+        pause()
+
     def stop_long(self) -> None:
         self.stop(10 + 10 * self._rng.random())
 
@@ -237,6 +259,28 @@ class Faults:
                 break_between(one, other, "connection reset by peer")
                 break_between(other, one, "connection reset by peer")
         self._mark()
+
+    def overtake(self) -> None:
+        """A router's connection to a prefill node breaks, and the news of it is late there: what it has begun goes on,
+        and comes to the decode nodes late, among the router's Resolve, its Cancel and the next attempt."""
+        name = self._victim(Kind.PREFILL)
+        calls = (
+            [] if name is None else [call for call in self._cluster.processes[name].calls_in if call.method == PREFILL]
+        )
+        if name is None or not calls:
+            return
+        router = self._rng.choice(calls).client
+        decode = self._cluster.names(Kind.DECODE)
+        late = [(router.name, name, 0.8), *((sender, node, 0.1) for sender in (name, router.name) for node in decode)]
+        for sender, receiver, delay_s in late:
+            self._network.link(sender, receiver).delay_s_max = delay_s
+        break_between(router, self._cluster.processes[name], "connection reset by peer")
+
+        def undo() -> None:
+            for sender, receiver, _ in late:
+                self._network.link(sender, receiver).delay_s_max = 0.0
+
+        self._for_a_while(0.8, undo)
 
     def jump(self) -> None:
         """A clock leaps ahead."""

@@ -256,8 +256,11 @@ async def _connect(
         if isinstance(error, TimeoutError):
             raise failure(f"{endpoint.address}: no link in time") from error
         raise
+    if link._ended:  # while the welcome was on its way
+        raise failure(f"{endpoint.address}: the connection was reset")
     if refusal is not None:
         link._ended = True
         process.links.remove(link)
         raise failure(f"{endpoint.address}: refused: {refusal}")
+    link.in_use = True
     return link

@@ -1,13 +1,15 @@
 """Clients: they ask, read, sometimes go away, and check every answer against the definition of the mock engine.
 
-Token k of an answer carries, where asked, the attempt that drew it as its log-probability: attempts may only rise along
-an answer. Outside the code under test but for the router's own gRPC service, which is all that a client sees.
+Every token says which attempt drew it (`engine.ATTEMPTS`), and its log-probability, where asked, says so again:
+attempts may only rise along an answer. Outside the code under test but for the router's own gRPC service, which is all
+that a client sees.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -20,7 +22,7 @@ from baton.errors import BatonError, Reason
 from baton.rpc_client import ChannelLimits
 from baton.status import from_rpc_error
 from tests.sim.cluster import Kind, Process, SimCluster
-from tests.sim.engine import VOCAB, reference
+from tests.sim.engine import ATTEMPTS, VOCAB, reference
 from tests.sim.excuses import CLOCK_SHARE, Excuses
 from tests.sim.profiles import (
     BLOCK_SIZE,
@@ -33,8 +35,9 @@ from tests.sim.rpc import SimChannels
 
 DEADLINE_S = 60.0
 RETRY_S = 0.02
-LEAVERS = 0.04
-"""Share of the clients that go away in the middle of an answer."""
+RETRY_DOUBLINGS_MAX = 5
+"""A client waits the longer the more of its requests have failed: else most of the requests of a run would be those
+that are turned away while a router is gone, of which nothing is to be learnt."""
 SEEDS = 2
 """Sampling seeds in use: each question has so many answers."""
 
@@ -66,6 +69,8 @@ class LoadFigures:
     left: int = 0
     """Given up by the client itself."""
     tokens: int = 0
+    mixed: int = 0
+    """Answers, complete or not, that more than one attempt has drawn."""
     lost: Counter[str] = field(default_factory=Counter)
     """By reason, those that a fault is the excuse of."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -100,7 +105,8 @@ class Load:
         self._rng = rng
         self._begun = 0
         self._prompts = self._make_prompts(cluster.profile.prompts)
-        self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._answers: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
+        """By prompt, seed and attempt: those that one attempt alone has drawn."""
         self._clients: list[tuple[Process, SimChannels]] = []
         self._workers = 0
 
@@ -156,33 +162,41 @@ class Load:
             output_tokens=rng.randrange(OUTPUT_TOKENS_MIN, OUTPUT_TOKENS_MAX + 1),
             seed=rng.randrange(SEEDS),
             logprobs=dice < 0.1,
-            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if dice > 1 - LEAVERS else 0,
+            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if dice > 1 - self.cluster.profile.leavers else 0,
             reads_slowly_s=0.01 if 0.1 < dice < 0.12 else 0.0,
         )
 
-    def _answer(self, question: Question) -> list[int]:
-        key = question.prompt, question.seed
-        answer = self._answers.get(key)
+    def answer(self, question: Question, attempts: list[int], attempt: int) -> list[int]:
+        """What is right where `attempts` have drawn the first tokens and `attempt` all others."""
+        key = question.prompt, question.seed, attempt
+        answer = self._answers.get(key) if not attempts else None
         if answer is None:
-            answer = self._answers[key] = reference(question.prompt, question.seed, OUTPUT_TOKENS_MAX, BLOCK_SIZE)
+            drawn_by = attempts + [attempt] * (OUTPUT_TOKENS_MAX - len(attempts))
+            answer = reference(question.prompt, question.seed, drawn_by, BLOCK_SIZE)
+            if not attempts:
+                self._answers[key] = answer
         return answer
 
     async def _work(self, process: Process, channels: SimChannels) -> None:
         rng, pause_s = self._rng, self.cluster.profile.pause_s
         stubs: dict[str, inference_pb2_grpc.InferenceStub] = {}
         await asyncio.sleep(rng.random() * 0.05)
+        failed = 0
         while self._begun < self._requests:
             name = rng.choice(self.cluster.names(Kind.ROUTER))
             router = self.cluster.processes[name]
             endpoint = router.runtime.endpoint if router.runtime is not None else ""
-            if not endpoint or not router.alive:
+            if not (router.ready and router.alive):
                 await asyncio.sleep(RETRY_S)
                 continue
             if endpoint not in stubs:
                 stubs[endpoint] = inference_pb2_grpc.InferenceStub(channels.get(endpoint))
             self._begun += 1
             if await self._ask(process, router, stubs[endpoint], self._question()):
-                await asyncio.sleep(RETRY_S * (1 + rng.random()))
+                await asyncio.sleep(RETRY_S * 2 ** min(failed, RETRY_DOUBLINGS_MAX) * (1 + rng.random()))
+                failed += 1
+            else:
+                failed = 0
             if pause_s > 0:
                 await asyncio.sleep(pause_s * rng.choice((0.01, 1.0, 3.0)) * rng.random())
         self._workers -= 1
@@ -193,7 +207,7 @@ class Load:
         figures.asked += 1
         hearing = _Hearing(router.name, self.cluster.world.now_s, self.excuses.leaps_s(router.name))
         call = stub.Generate(_message(question), timeout=DEADLINE_S)
-        reader = _Reader(question, self._answer(question))
+        reader = _Reader(question, self.answer)
         refused = False
         try:
             async for event in call:
@@ -218,6 +232,7 @@ class Load:
         finally:
             figures.ended += 1
             figures.tokens += len(reader.tokens)
+            figures.mixed += reader.attempts > 1
             if reader.wrong:
                 self.cluster.violation(f"wrong answer from {router.name}: {reader.wrong}")
         return refused
@@ -282,14 +297,18 @@ class _Hearing:
 class _Reader:
     """One answer as it comes in."""
 
-    def __init__(self, question: Question, answer: list[int]) -> None:
+    def __init__(self, question: Question, answer: Callable[[Question, list[int], int], list[int]]) -> None:
         self.question = question
         self.tokens: list[int] = []
         self.wrong = ""
         self.finished = False
-        self._answer = answer
+        self._right = answer
         self._started = False
-        self._attempt = 0
+        self.attempts = 0
+        """How many have drawn tokens of it."""
+        self._attempt = -1
+        self._answer: list[int] = []
+        """What is right from here on, if this attempt draws it."""
 
     def take(self, event: inference_pb2.GenerateEvent) -> None:
         kind = event.WhichOneof("event")
@@ -310,16 +329,27 @@ class _Reader:
         if message.first_index != at:
             self.wrong = f"token index {message.first_index} where {at} is next"
         elif ids != self._answer[at : at + len(ids)]:
-            self.wrong = f"tokens {ids} at index {at}, by definition {self._answer[at : at + len(ids)]}"
-        self.tokens += ids
-        if self.question.logprobs:
-            if len(message.logprobs) != len(ids):
-                self.wrong = f"{len(message.logprobs)} log-probabilities for {len(ids)} tokens"
-            for logprob in message.logprobs:
-                attempt = round(-1 - logprob.logprob)
-                if attempt < self._attempt:
-                    self.wrong = f"a token of attempt {attempt} after one of attempt {self._attempt}"
-                self._attempt = attempt
+            for token in ids:
+                self._take_token(token)
+        else:
+            self.tokens += ids
+        if self.question.logprobs and not self.wrong:
+            told = [round(-1 - logprob.logprob) for logprob in message.logprobs]
+            if told != [token % ATTEMPTS for token in ids]:
+                self.wrong = f"log-probabilities by the attempts {told} for tokens {ids}"
+
+    def _take_token(self, token: int) -> None:
+        """A token that is not the next one of the attempt so far."""
+        at, attempt = len(self.tokens), token % ATTEMPTS
+        if attempt < self._attempt:
+            self.wrong = f"token {at} is of attempt {attempt}, the one before it of attempt {self._attempt}"
+        elif attempt > self._attempt:
+            self._attempt = attempt
+            self.attempts += 1
+            self._answer = self._right(self.question, [token % ATTEMPTS for token in self.tokens], attempt)
+        self.tokens.append(token)
+        if self._answer[at : at + 1] != [token]:
+            self.wrong = self.wrong or f"token {token} at index {at}, by definition {self._answer[at : at + 1]}"
 
     def _check_whole(self, finished: inference_pb2.Finished) -> None:
         if len(self.tokens) != self.question.output_tokens:

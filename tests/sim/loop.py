@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import zlib
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from enum import Enum
 from random import Random
 from types import GeneratorType
-from typing import Any
+from typing import Any, Protocol
 
 CANCELLED_TIMERS_MIN = 4_096
 """Cancelled timers are swept out of the queue when there are more than these, and more than half of all."""
@@ -41,6 +42,7 @@ class Handle:
         self.args = args
         self.off = False
         self.at_s = -1.0
+        """When it is due; negative while it is in no queue of timers."""
 
     def cancel(self) -> None:
         if not self.off:
@@ -56,6 +58,12 @@ class Handle:
         return self.loop.local_s(self.at_s)
 
 
+class Watched(Protocol):
+    """Something that is looked at after each callback that has changed it."""
+
+    def look(self) -> None: ...
+
+
 class World:
     """The clock and the queue. Everything else of a simulation hangs on it."""
 
@@ -67,7 +75,10 @@ class World:
         self.timers_cancelled = 0
         self.failures: list[str] = []
         """What broke off inside a process that was not dead."""
+        self.touched: dict[Watched, None] = {}
+        """Books that the callback under way has changed."""
         self._ready: deque[Handle] = deque()
+        self.make_ready = self._ready.append
         self._timers: list[tuple[float, int, Handle]] = []
         self._sequence = 0
         self._stopping = False
@@ -87,49 +98,49 @@ class World:
         heapq.heappush(self._timers, (at_s, self._sequence, handle))
         return handle
 
-    def make_ready(self, handle: Handle) -> None:
-        self._ready.append(handle)
-
     def stop(self) -> None:
         """End `run` after the callback under way."""
         self._stopping = True
 
     def run(self, until_s: float) -> None:
-        """Run until `stop`, until nothing is left to happen, or until the clock would pass `until_s`."""
-        ready, running = self._ready, ProcessState.RUNNING
+        """Run until `stop`, until nothing is left to happen, or until the clock would pass `until_s`.
+
+        After each callback the books that it has touched are looked at.
+        """
+        ready, touched, running = self._ready, self.touched, ProcessState.RUNNING
         current: ProcessLoop | None = None
-        self._go_on()
+        count = 0
+        self._stopping = False
         try:
-            while True:
-                while ready:
-                    handle = ready.popleft()
-                    if handle.off:
-                        continue
-                    loop = handle.loop
-                    if loop.state is not running:
-                        loop.park(handle)
-                        continue
-                    if loop is not current:
-                        events._set_running_loop(loop)
-                        current = loop
-                    handle.at_s = -1.0
-                    self.callbacks += 1
-                    try:
-                        handle.callback(*handle.args)
-                    except Exception as error:
-                        self.failures.append(f"{loop.name}: {error!r} in {handle.callback!r}")
-                        raise
-                    if self._stopping:
-                        return
-                if not self._next_timer(until_s):
+            while not self._stopping:
+                handle = ready.popleft() if ready else self._next_timer(until_s)
+                if handle is None:
                     return
+                if handle.off:
+                    continue
+                loop = handle.loop
+                if loop.state is not running:
+                    loop.park(handle)
+                    continue
+                if loop is not current:
+                    events._set_running_loop(loop)
+                    current = loop
+                count += 1
+                callback = handle.callback
+                callback(*handle.args)
+                if touched:
+                    for books in touched:
+                        books.look()
+                    touched.clear()
+        except Exception as error:
+            self.failures.append(f"{loop.name}: {error!r} in {callback!r}")
+            raise
         finally:
+            self.callbacks += count
             events._set_running_loop(None)
 
-    def _go_on(self) -> None:
-        self._stopping = False
-
-    def _next_timer(self, until_s: float) -> bool:
+    def _next_timer(self, until_s: float) -> Handle | None:
+        """The next timer, which is due now: the clock has jumped to its time. None: there is none until then."""
         timers = self._timers
         while timers:
             at_s, _, handle = timers[0]
@@ -139,14 +150,15 @@ class World:
                 continue
             if at_s > until_s:
                 self.now_s = until_s
-                return False
+                return None
             heapq.heappop(timers)
-            self.now_s = max(self.now_s, at_s)
-            self._ready.append(handle)
+            if at_s > self.now_s:
+                self.now_s = at_s
+            handle.at_s = -1.0
             if self.timers_cancelled > CANCELLED_TIMERS_MIN and 2 * self.timers_cancelled > len(timers):
                 self._sweep()
-            return True
-        return False
+            return handle
+        return None
 
     def _sweep(self) -> None:
         self._timers[:] = [entry for entry in self._timers if not entry[2].off]
@@ -178,6 +190,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def __init__(self, world: World, name: str, rng: Random, *, rate: float = 1.0, offset_s: float = 0.0) -> None:
         self.world = world
         self.name = name
+        self.mark = zlib.crc32(name.encode())
+        """Stands for the name where it has to be short."""
         self.rng = rng
         self.state = ProcessState.RUNNING
         self.stops = 0

@@ -6,6 +6,7 @@ what is sent into a cut waits there until the cut heals, and connections may bre
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tests.sim.loop import Handle, ProcessLoop, ProcessState, World
 if TYPE_CHECKING:
     from tests.sim.rpc import SimServer
 
+_STAMP = struct.Struct("<dII")
 CLIENT = "client-"
 """What the names of clients begin with."""
 
@@ -122,9 +124,8 @@ class Network:
 
     def note(self, sender: ProcessLoop, receiver: ProcessLoop, data: bytes) -> None:
         """Enter content into the digest."""
-        self.digest = zlib.crc32(data, self.digest) ^ zlib.crc32(
-            f"{sender.name}>{receiver.name}@{self.world.now_s!r}".encode(), self.digest
-        )
+        stamp = _STAMP.pack(self.world.now_s, sender.mark, receiver.mark)
+        self.digest = zlib.crc32(data, zlib.crc32(stamp, self.digest))
 
     def cut(self, sender: str, receiver: str) -> None:
         link = self.link(sender, receiver)

@@ -6,7 +6,7 @@ the same proportions, so that a short run sees each of them pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.directory_service import DirectoryConfig
 from baton.liveness import LivenessConfig
@@ -57,6 +57,10 @@ class Profile:
     fault_gap_s: float = 0.03
     """Mean time between two faults."""
     faults_at_once_max: int = 5
+    fault_weights: tuple[tuple[str, int], ...] | None = None
+    """How often each fault comes; None: as `faults.FaultPlan` has it."""
+    leavers: float = 0.04
+    """Share of the clients that go away in the middle of an answer."""
     prompts: int = 24
     """Different prompts; some share a beginning."""
     membership: MembershipConfig = field(
@@ -97,7 +101,51 @@ WIDE = Profile(
     token_s=0.000_005,
     network=NetworkTimes(delay_s_min=0.001, delay_s_max=0.003, client_s=0.01),
 )
-PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE)}
+TANGLED = Profile(
+    name="tangled",
+    routers=1,
+    prefill=3,
+    decode=1,
+    hosts=2,
+    concurrency=16,
+    pause_s=0.05,
+    fault_gap_s=0.02,
+    faults_at_once_max=8,
+    leavers=0.4,
+    fault_weights=(
+        ("delay", 8),
+        ("reset_calls", 8),
+        ("busy", 8),
+        ("slow", 4),
+        ("duplicate", 4),
+        ("lose", 2),
+        ("stop", 2),
+        ("cut_one_way", 2),
+        ("reset_links", 1),
+        ("crash", 1),
+    ),
+)
+"""Messages that overtake each other, much more than nodes that end: what comes late finds its request cancelled,
+resolved, or another attempt further on."""
+OVERTAKEN = replace(
+    TANGLED,
+    name="overtaken",
+    fault_gap_s=0.05,
+    fault_weights=(("overtake", 8), ("busy", 2), ("delay", 1), ("reset_calls", 1), ("duplicate", 1)),
+)
+"""An attempt that was given up goes on, and comes to the decode node behind the next one's end."""
+STALLED = replace(
+    SMALL,
+    name="stalled",
+    decode=1,
+    hosts=1,
+    fault_gap_s=0.05,
+    faults_at_once_max=3,
+    fault_weights=(("stop", 6), ("slow_data", 6), ("cut", 1), ("lose", 1), ("crash", 1), ("busy", 1)),
+)
+"""Writers that stand still in the middle of a copy, all of them on the receiver's machine: leases run out, Revokes go
+unanswered, and the copy goes on long afterwards."""
+PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE, TANGLED, OVERTAKEN, STALLED)}
 
 
 def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:

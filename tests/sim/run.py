@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from tests.sim.checks import check_now, check_process, what_is_left
+from tests.sim.checks import check_blocks, check_bounds, check_now, what_is_left
 from tests.sim.cluster import SimCluster, current
 from tests.sim.excuses import Excuses
 from tests.sim.faults import FaultPlan, Faults
@@ -42,7 +42,9 @@ class RunConfig:
     """Mean simulated time between faults; 0: none; None: the profile's."""
     lost_allowed: bool = False
     check_every_s: float = 0.02
-    """Of simulated time, between two looks at every node's books."""
+    """Of simulated time, between two looks at every node's limits. (Its blocks are looked at after each callback.)"""
+    recount_every_s: float = 0.1
+    """Of simulated time, between two recounts of all of every node's blocks."""
     trace: bool = False
     progress: Callable[[int, float], None] | None = None
     """Told now and then how many requests have ended, and the simulated time."""
@@ -73,7 +75,8 @@ class Outcome:
     def told(self) -> str:
         f = self.figures
         return (
-            f"{f.asked} requests: {f.complete} complete, {sum(f.lost.values())} lost to faults {dict(f.lost)}, "
+            f"{f.asked} requests: {f.complete} complete ({f.mixed} of several attempts), "
+            f"{sum(f.lost.values())} lost to faults {dict(f.lost)}, "
             f"{sum(f.refused.values())} refused for want of room, {f.left} left by their clients; {f.tokens} tokens; "
             f"{sum(self.faults.values())} faults {dict(self.faults)}, {self.deaths} deaths; "
             f"{self.simulated_s:.1f} s simulated, quiet after {self.quiet_after_s:.2f} s; {self.messages} messages, "
@@ -127,6 +130,7 @@ class _Simulation:
         handler = _LogEar(self.cluster, trace=self.config.trace)
         collecting = gc.isenabled()
         gc.disable()  # it would run at moments that no seed decides
+        gc.freeze()  # what was here before the run need not be looked through again and again
         try:
             with self.cluster.in_place(), handler:
                 try:
@@ -138,6 +142,8 @@ class _Simulation:
                     for process in list(self.cluster.processes.values()):
                         process.loop.kill()
         finally:
+            gc.collect()
+            gc.unfreeze()
             if collecting:
                 gc.enable()
         self.cluster.violations += self.world.failures
@@ -148,14 +154,16 @@ class _Simulation:
         gap_s = profile.fault_gap_s if self.config.fault_gap_s is None else self.config.fault_gap_s
         if gap_s == 0:
             return FaultPlan(weights=())
-        return FaultPlan(mean_gap_s=gap_s, at_once_max=profile.faults_at_once_max)
+        weights = profile.fault_weights or FaultPlan().weights
+        return FaultPlan(mean_gap_s=gap_s, at_once_max=profile.faults_at_once_max, weights=weights)
 
     def _run(self) -> None:
         self.cluster.start_all()
         self._until(self._everybody_known, START_S_MAX, "the cluster did not come up")
-        self._collect_sometimes()
+        self.world.after(COLLECT_EVERY_S, self._collect_sometimes)
         self.excuses.look_sometimes()
-        self.world.after(self.config.check_every_s, self._check_sometimes)
+        self._check_sometimes()
+        self._recount_sometimes()
         self.load.begin()
         self.faults.begin()
         self._until_answered()
@@ -208,13 +216,18 @@ class _Simulation:
         return not what_is_left(self.cluster)
 
     def _check_sometimes(self) -> None:
+        for process in self.cluster.processes.values():
+            if process.alive:
+                check_bounds(process)
+        self.world.after(self.config.check_every_s, self._check_sometimes)
+
+    def _recount_sometimes(self) -> None:
         """One node at a time, so that each look is cheap and comes at another moment."""
-        names = self.cluster.names()
-        self._turn = (self._turn + 1) % len(names)
-        process = self.cluster.processes[names[self._turn]]
-        if process.alive and process.loop.state is not ProcessState.DEAD:
-            check_process(process)
-        self.world.after(self.config.check_every_s / len(names), self._check_sometimes)
+        nodes = [process for process in self.cluster.processes.values() if process.ledger is not None]
+        self._turn = (self._turn + 1) % max(1, len(nodes))
+        if nodes and nodes[self._turn].alive:
+            check_blocks(nodes[self._turn])
+        self.world.after(self.config.recount_every_s / max(1, len(nodes)), self._recount_sometimes)
 
     def _collect_sometimes(self) -> None:
         gc.collect()
@@ -273,10 +286,10 @@ class _LogEar(logging.Handler):
             self._cluster.violation(text + cause)
 
 
-SUITE_SEEDS = 140
+SUITE_SEEDS = 220
 """Of `make test`."""
 SUITE_REQUESTS = 40
-_SUITE_PROFILES = ("small", "pair", "routers")
+_SUITE_PROFILES = ("small", "tangled", "routers", "pair", "overtaken", "stalled")
 
 
 def suite_config(seed: int) -> RunConfig:

@@ -1,0 +1,127 @@
+"""The streams of all decode processes that one router knows: made on first use, dropped when nobody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from baton.clock import Clock
+from baton.errors import BatonError, Reason
+from baton.ids import Incarnation, RequestKey
+from baton.log import get_log
+from baton.rpc_client import Channels
+from baton.tasks import Tasks
+from baton.wire import NodeRecord, Role
+from router.config import RouterConfig
+from router.subscriptions import DecodeSubscription, Inbox
+
+log = get_log("router")
+
+
+class DecodeStreams:
+    """Lives on the router's loop, whose tasks it uses."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        own: Incarnation,
+        channels: Channels,
+        inboxes: Mapping[RequestKey, Inbox],
+        tasks: Tasks,
+        clock: Clock,
+        dropped: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
+        """`inboxes` has that of each attempt that goes on. `dropped(endpoint)` is called behind a stream's end, for
+        what else the router has at that endpoint."""
+        self._config = config
+        self._own = own
+        self._channels = channels
+        self._inboxes = inboxes
+        self._tasks = tasks
+        self._clock = clock
+        self._dropped = dropped
+        self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
+
+    def get(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:
+        """The stream of this process."""
+        subscription = self._subscriptions.get(incarnation)
+        if subscription is None:
+            subscription = self._subscriptions[incarnation] = DecodeSubscription(
+                name=name,
+                endpoint=endpoint,
+                incarnation=incarnation,
+                own=self._own,
+                channels=self._channels,
+                liveness=self._config.liveness,
+                clock=self._clock,
+                live=self._inboxes,
+            )
+        return subscription
+
+    def use(self, endpoint: str) -> bool:
+        """Whether one of them goes there."""
+        return any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
+
+    @property
+    def lost(self) -> set[Incarnation]:
+        """Processes that are out of reach, by all that is known."""
+        return {incarnation for incarnation, stream in self._subscriptions.items() if stream.lost}
+
+    def follow(self, records: Sequence[NodeRecord]) -> None:
+        """What the directory says: streams are opened to all that are there; those to processes that are gone and serve
+        nothing are dropped."""
+        alive = {record.incarnation for record in records}
+        decode_nodes = [record for record in records if record.role.serves(Role.DECODE)]
+        owners = {record.endpoint: record.incarnation for record in decode_nodes}
+        for record in decode_nodes:
+            self.get(record.name, record.endpoint, record.incarnation).open()
+        for incarnation, subscription in list(self._subscriptions.items()):
+            if owners.get(subscription.endpoint, incarnation) != incarnation:
+                subscription.restarted()
+            if incarnation not in alive and subscription.idle:
+                del self._subscriptions[incarnation]
+                self._tasks.spawn(self._drop(subscription))
+
+    async def has_committed(self, subscription: DecodeSubscription, key: RequestKey) -> bool:
+        """Whether the decode node says that the attempt goes on there. Bounded tries; no answer is a no."""
+        limits = self._config.retries
+        for _ in range(limits.resolve_tries_max):
+            try:
+                return await subscription.resolve(key, timeout_s=limits.resolve_ms_max / 1000)
+            except BatonError as error:
+                log.info("resolve unanswered", request=key.request, node=subscription.name, why=error.message)
+                if error.reason is Reason.INCARNATION_MISMATCH:
+                    break
+        return False
+
+    def let_go(self, subscription: DecodeSubscription, inbox: Inbox) -> None:
+        """The attempt is over: the decode node forgets a finished answer, and is told to stop an unfinished one."""
+        subscription.remove(inbox)
+        if inbox.finish is None:
+            self._tasks.spawn(self._cancel(subscription, inbox.key))
+        else:
+            subscription.users -= 1
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions.values():
+            await subscription.close()
+
+    async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
+        """Bounded tries; a node that answers none of them is left to its own timers."""
+        limits = self._config
+        try:
+            for _ in range(limits.cancel_tries_max):
+                try:
+                    await subscription.cancel(key, "the router let go", timeout_s=limits.cancel_ms_max / 1000)
+                    return
+                except BatonError as error:
+                    if error.reason is Reason.INCARNATION_MISMATCH:
+                        return
+                    log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
+        finally:
+            subscription.users -= 1
+
+    async def _drop(self, subscription: DecodeSubscription) -> None:
+        await subscription.close()
+        await self._dropped(subscription.endpoint)

@@ -1,0 +1,80 @@
+"""The acceptor, on a listener whose `accept` fails in the ways that accept(2) names."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+from kvtransfer.transports.acceptor import Acceptor
+
+DEADLINE_S: Final = 30.0
+GONE: Final = ("ECONNABORTED", "EPROTO", "EPERM", "ENETDOWN", "EHOSTUNREACH", "EOPNOTSUPP")
+FULL: Final = ("EMFILE", "ENFILE", "ENOBUFS", "ENOMEM")
+
+
+class Listener(socket.socket):
+    """Fails with these errors first."""
+
+    failures: list[int]
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.failures:
+            number = self.failures.pop(0)
+            raise OSError(number, os.strerror(number))
+        return super().accept()
+
+
+async def accepted(failures: list[str]) -> tuple[int, list[str]]:
+    """Connect once; how often the acceptor paused, and what the loop was told of exceptions."""
+    loop = asyncio.get_running_loop()
+    pauses: list[None] = []
+    told: list[str] = []
+    loop.set_exception_handler(lambda _, context: told.append(repr(context.get("exception"))))
+    got: asyncio.Future[socket.socket] = loop.create_future()
+    admit: Callable[[socket.socket], None] = got.set_result
+    with Listener() as listener, socket.socket() as peer:
+        listener.failures = [getattr(errno, name) for name in failures]
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        acceptor = Acceptor(
+            listener,
+            loop=loop,
+            admit=admit,
+            paused=lambda: pauses.append(None),
+            accepts_per_wake_max=4,
+            pause_ms=1,
+        )
+        peer.setblocking(False)
+        await loop.sock_connect(peer, listener.getsockname())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                (await got).close()
+        finally:
+            acceptor.close()
+    return len(pauses), told
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_connection_that_is_gone_concerns_nobody_else(name: str) -> None:
+    """More of them than are accepted at a time: the good one behind them is accepted, and nothing is logged."""
+    assert asyncio.run(accepted([name] * 9)) == (0, [])
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_without_descriptors_it_pauses(name: str) -> None:
+    """Each time once, and then the connection is accepted."""
+    assert asyncio.run(accepted([name] * 2)) == (2, [])
+
+
+def test_an_error_of_ours_is_told() -> None:
+    """EINVAL means that the socket does not listen: that is a bug, and it is not hidden."""
+    pauses, told = asyncio.run(accepted(["EINVAL"]))
+    assert (pauses, len(told)) == (0, 1)
+    assert "Invalid argument" in told[0]
