@@ -119,8 +119,8 @@ class Handshake:
     nonce: bytes = b""
     """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
     open_region: Callable[[int, int, str], OpenRegion] | None = None
-    """From (descriptor, bytes of the region, address for messages); the descriptor is closed afterwards. None: it is the
-    memory itself, and is mapped."""
+    """From (descriptor, bytes of the region, address for messages); the descriptor is closed afterwards. None: it is
+    the memory itself, and is mapped."""
 
     async def run(
         self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
