@@ -63,7 +63,7 @@ class FakeCapture:
         self._outs: list[torch.Tensor] = []
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        with _NoLooking():
+        with _NoLooking():  # type: ignore[no-untyped-call]
             out = compute().clone()
         self.captured += 1
         self._outs.append(out)
@@ -71,14 +71,14 @@ class FakeCapture:
         def replay() -> torch.Tensor:
             for other in self._outs:
                 other.fill_(float("nan"))
-            with _NoLooking():
+            with _NoLooking():  # type: ignore[no-untyped-call]
                 out.copy_(compute())
             return out
 
         return replay
 
 
-class _NoLooking(TorchDispatchMode):
+class _NoLooking(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what a captured computation may not do: take a value, or a shape that hangs on values, to the host."""
 
     REFUSED = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"})

@@ -81,7 +81,7 @@ def test_records_are_copied_behind_the_layer_that_made_them(seed: int) -> None:
         scene = Scene(device)
         posted = 0
         for round_ in range(3):
-            wanted = {}
+            wanted: dict[int, int] = {}
             for layer in range(LAYERS):
                 blocks = chance.sample(range(BLOCKS), 3)
                 at = [scene.compute(layer, block, round_ * 50 + layer * BLOCKS + block + 1) for block in blocks]

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.region import Region
 from kvtransfer.transport import PairBeingFenced, ReceiverPort, Seal, WriteOps, WriterLink
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Child, Recorder, child, grant_of, ops_of, pair_of
 from tests.shm_peer import source_bytes
-from tests.transport_kits import ConnectErrors, Everything, Kit, endpoint_from_json, endpoint_to_json
+from tests.transport_kits import AnyRegion, ConnectErrors, Everything, Kit, endpoint_from_json, endpoint_to_json
 
 RECORD_NBYTES = 4096
 RECORDS = REGION_NBYTES // RECORD_NBYTES
@@ -98,7 +97,7 @@ def expected_region(source_U8: np.ndarray, *batches: WriteOps) -> np.ndarray:
 class Snapshots(Recorder):
     """Copies the region in the moment in which a seal, or the end of a writer, is reported."""
 
-    region: Region
+    region: AnyRegion
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import pkgutil
 import random
 import sys
@@ -21,12 +21,20 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+def is_source(name: str) -> bool:
+    """Beside the sources may lie libraries that were compiled from C and are no modules."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and str(spec.origin).endswith(".py")
+
+
 def import_all() -> int:
     """The roots of a pair, and each module of the packages below them but the GPU's own."""
     names = ["prefill_node.main", "decode_node.main", "mixed_node.main"]
     for package in ("engine", "kvtransfer", "cachestore"):
         found = pkgutil.walk_packages(importlib.import_module(package).__path__, prefix=f"{package}.")
-        names += [module.name for module in found if not module.name.startswith("engine.gpu")]
+        names += [
+            module.name for module in found if not module.name.startswith("engine.gpu") and is_source(module.name)
+        ]
     for name in names:
         importlib.import_module(name)
     return len(names)

@@ -6,7 +6,7 @@ Shape suffixes as in engine/attention.py; R query rows of the slices of one part
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ class BackendUnfit(Exception):
 class PagedAttention(Protocol):
     """Attention of some slices over the pool. Made for one pool; used by the engine thread only."""
 
-    name: ClassVar[str]
-
     def prepare(self, slices: tuple[SequenceSlice, ...]) -> Any:
         """Once per step: what `attend` needs in every layer."""
         ...
@@ -37,8 +35,6 @@ class PagedAttention(Protocol):
 
 class TorchPaged:
     """The reference, whatever the device: gathers each sequence and calls torch's own attention."""
-
-    name = "torch"
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         del num_heads
@@ -62,8 +58,6 @@ class DecodePlan:
 
 class TritonDecode:
     """Our split-KV kernel over the region as it lies: `paged.decode`. Any block size, head dimension and type."""
-
-    name = "triton"
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         """Raises BackendUnfit."""
@@ -130,8 +124,6 @@ class GatherVarlen:
     The copy moves each K and V twice where the attention of a chunk of some hundred tokens reads them that often from
     caches: it is small beside it, and free of any rule about pages.
     """
-
-    name = "gather"
 
     def __init__(self, pool: KvPool, varlen: Varlen) -> None:
         self._pool = pool

@@ -74,7 +74,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._memory = torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See `Capture.capture`. Warms up first: kernels are compiled and libraries make their workspaces then, which

@@ -50,7 +50,7 @@ def torch_varlen(pool: KvPool, num_heads: int) -> GatherVarlen:
     def attend(q_RHD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
         if repeats > 1:
             k_CKD, v_CKD = k_CKD.repeat_interleave(repeats, dim=1), v_CKD.repeat_interleave(repeats, dim=1)
-        out: torch.Tensor = varlen_attn(
+        out = varlen_attn(
             q_RHD,
             k_CKD,
             v_CKD,
@@ -60,6 +60,7 @@ def torch_varlen(pool: KvPool, num_heads: int) -> GatherVarlen:
             plan.context_max,
             **options,
         )
+        assert isinstance(out, torch.Tensor), "the log-sum-exp was not asked for"
         return out
 
     return GatherVarlen(pool, attend)
@@ -105,8 +106,6 @@ class PagedPlan:
 
 class FlashPaged:
     """flash-attention over the region's own pages, which it sees as [N, S, K, D] with strides."""
-
-    name = "flash-paged"
 
     def __init__(self, pool: KvPool, call: Callable[..., torch.Tensor]) -> None:
         self._pool = pool
@@ -185,8 +184,6 @@ def flash3_paged(pool: KvPool, num_heads: int) -> FlashPaged:
 
 class FlashInferPaged:
     """FlashInfer's paged prefill over head-major pages [N, 2, K, S, D]: the region as it lies."""
-
-    name = "flashinfer"
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         """Raises ImportError or BackendUnfit."""

@@ -24,7 +24,8 @@ class DeviceError(Exception):
 class DeviceDriver(Protocol):
     """Calls into one device. Any thread. Each raises DeviceError."""
 
-    streams: DeviceStreams
+    @property
+    def streams(self) -> DeviceStreams: ...
 
     def allocate(self, nbytes: int) -> int:
         """Zeroed memory -> its address."""

@@ -16,7 +16,8 @@ _EXPORT = struct.Struct(f"<4sQ{IPC_HANDLE_BYTES}s")
 class DeviceMemory(Protocol):
     """What records are copied from."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
     @property
     def memory(self) -> Any:

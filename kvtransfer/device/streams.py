@@ -1,5 +1,7 @@
 """What the transfers need of a device's streams. CUDA's in `cuda_streams`; the tests have a simulator.
 
+Events and streams are given back to the device that made them, and to no other: hence their types are open.
+
 A stream runs what is queued on it in order; two streams run in any order but for what `wait` adds. Nothing here blocks.
 """
 
@@ -23,7 +25,7 @@ class DeviceStream(Protocol):
         """The point behind all that is queued now."""
         ...
 
-    def wait(self, event: DeviceEvent) -> None:
+    def wait(self, event: Any) -> None:
         """What is queued from now on runs after `event`; the caller does not wait."""
         ...
 
@@ -39,6 +41,6 @@ class DeviceStreams(Protocol):
         """A new one."""
         ...
 
-    def copy(self, stream: DeviceStream, dst: Any, src: Any, ops: WriteOps) -> None:
+    def copy(self, stream: Any, dst: Any, src: Any, ops: WriteOps) -> None:
         """Queue copies between two memories of the device; the arrays of `ops` may be reused at once."""
         ...

@@ -120,8 +120,9 @@ class Handshake:
 
     nonce: bytes = b""
     """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
-    open_region: Callable[[int, int, str], OpenRegion] = field(default_factory=lambda: _map_region)
-    """From (descriptor, bytes of the region, address for messages); the descriptor is closed afterwards."""
+    open_region: Callable[[int, int, str], OpenRegion] | None = None
+    """From (descriptor, bytes of the region, address for messages); the descriptor is closed afterwards. None: it is
+    the memory itself, and is mapped."""
 
     async def run(
         self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
@@ -144,7 +145,8 @@ class Handshake:
         try:
             if not isinstance(welcome, wire.Welcome):
                 raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
-            return self.open_region(fd, welcome.region_nbytes, endpoint.address), welcome.region_nbytes
+            open_region = self.open_region or _map_region
+            return open_region(fd, welcome.region_nbytes, endpoint.address), welcome.region_nbytes
         finally:
             os.close(fd)
 
