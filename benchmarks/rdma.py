@@ -42,11 +42,11 @@ from kvtransfer.transports.rdma_queue import Chain, ChainQueue, QueueLimits
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 GRANT = GrantId(bytes(16))
 EPOCH = Epoch(1)
-REGION_BYTES = 64 << 20
 DEPTH = 128
 SERVER_START_S = 2.0
 RUN_S_MAX = 120
 POSTER_REQUESTS = 1 << 20
+POSTER_REGION_BYTES = 1 << 30
 
 
 class Events:
@@ -70,9 +70,9 @@ class Events:
         pass
 
 
-def scattered(size: int, count: int, seed: int) -> WriteOps:
+def scattered(size: int, count: int, region_bytes: int, seed: int) -> WriteOps:
     """`count` writes of `size` bytes from shuffled places to other shuffled places, again and again."""
-    rng, places = np.random.default_rng(seed), REGION_BYTES // size
+    rng, places = np.random.default_rng(seed), region_bytes // size
     rounds = -(-count // places)
     src, dst = (
         np.concatenate([rng.permutation(places) for _ in range(rounds)])[:count].astype(np.int64) * size
@@ -81,12 +81,12 @@ def scattered(size: int, count: int, seed: int) -> WriteOps:
     return WriteOps(src=src, dst=dst, nbytes=np.full(count, size, np.int64))
 
 
-async def ours(size: int, count: int, rounds: int, between: Callable[[], None]) -> list[float]:
+async def ours(size: int, count: int, region_bytes: int, rounds: int, between: Callable[[], None]) -> list[float]:
     """MiB a second of each round: from posting to the seal's arrival. `between` runs before each."""
     loop = asyncio.get_running_loop()
     config = RdmaConfig(qps=1, send_wrs_max=DEPTH + 1)
-    region = Region.create(REGION_BYTES, "bench-region")
-    source_U8 = np.random.default_rng(1).integers(0, 255, REGION_BYTES, dtype=np.uint8)
+    region = Region.create(region_bytes, "bench-region")
+    source_U8 = np.random.default_rng(1).integers(0, 255, region_bytes, dtype=np.uint8)
     receiver = RdmaMemory(region=lambda: region.array_U8, config=config, loop=loop, remote_writes=True)
     writer = RdmaMemory(region=lambda: source_U8, config=config, loop=loop, remote_writes=False)
     events = Events()
@@ -98,7 +98,7 @@ async def ours(size: int, count: int, rounds: int, between: Callable[[], None]) 
     rates = []
     for number in range(rounds):
         await asyncio.to_thread(between)
-        ops = scattered(size, count, number)
+        ops = scattered(size, count, region_bytes, number)
         events.completed.clear()
         events.sealed.clear()
         began = time.perf_counter()
@@ -136,14 +136,15 @@ def ib_write_bw(size: int, count: int) -> float:
     return float(line.split()[3])
 
 
-def device(sizes: list[int], mib: int, rounds: int) -> dict[str, object]:
+def device(sizes: list[int], mib: int, region_mib: int, rounds: int) -> dict[str, object]:
     """Both in turn, for each size."""
     found: dict[str, object] = {}
     print(f"{'size':>10} {'ours, MiB/s':>24} {'ib_write_bw, MiB/s':>24} {'ratio of medians':>18}", flush=True)
     for size in sizes:
         count = max(DEPTH, (mib << 20) // size)
         theirs: list[float] = []
-        mine = asyncio.run(ours(size, count, rounds, lambda: theirs.append(ib_write_bw(size, count))))  # noqa: B023
+        region_bytes = region_mib << 20 or size
+        mine = asyncio.run(ours(size, count, region_bytes, rounds, lambda: theirs.append(ib_write_bw(size, count))))  # noqa: B023
         ratio = statistics.median(mine) / statistics.median(theirs)
         print(f"{size:>10} {_spread(mine):>24} {_spread(theirs):>24} {ratio:>18.2f}", flush=True)
         found[str(size)] = {"ours_mib_s": mine, "ib_write_bw_mib_s": theirs, "ratio": ratio}
@@ -165,7 +166,7 @@ def poster(rounds: int) -> dict[str, object]:
     wake = os.eventfd(0)
     addresses = Addresses(src_base=0, lkey=1, dst_base=0, rkey=2)
     native = NativePoster(library, qps=[qp], cq=cq, channel_fd=wake, addresses=addresses)
-    ops = scattered(16 << 10, POSTER_REQUESTS, 1)
+    ops = scattered(16 << 10, POSTER_REQUESTS, POSTER_REGION_BYTES, 1)
     found: dict[str, object] = {}
     for chain in (32, 128):
         for name, run in (("poster", _post_alone), ("queue and poster", _post_queued)):
@@ -193,8 +194,8 @@ def _post_queued(native: NativePoster, ops: WriteOps, chain: int) -> float:
     )  # fmt: skip
     queue = ChainQueue(
         limits=limits,
-        src_nbytes=REGION_BYTES,
-        dst_nbytes=REGION_BYTES,
+        src_nbytes=POSTER_REGION_BYTES,
+        dst_nbytes=POSTER_REGION_BYTES,
         loop=loop,
         completed=lambda *_: None,
         wake=lambda: None,
@@ -217,13 +218,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16 << 10, 64 << 10, 1 << 20])
     parser.add_argument("--mib", type=int, default=32, help="data of each run")
+    parser.add_argument("--region-mib", type=int, default=0, help="0: one buffer of the size, as ib_write_bw has it")
     parser.add_argument("--json", default="", help="where to write the figures")
     arguments = parser.parse_args()
     print(f"Linux {platform.release()}, Python {platform.python_version()}, {os.cpu_count()} cores")
     if arguments.what == "poster":
         found = poster(arguments.rounds)
     else:
-        found = device(arguments.sizes, arguments.mib, arguments.rounds)
+        found = device(arguments.sizes, arguments.mib, arguments.region_mib, arguments.rounds)
     if arguments.json:
         text = json.dumps({"what": arguments.what, "rounds": arguments.rounds, "found": found}, indent=1)
         Path(arguments.json).write_text(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from batonpb import node_pb2
 
@@ -19,7 +21,7 @@ from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
-from kvtransfer.transports.rdma import RdmaMemory, RdmaReceiverPort
+from kvtransfer.transports.rdma import RdmaReceiverPort
 from kvtransfer.transports.rdma_offer import register_if_usable
 from kvtransfer.transports.shm import ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
@@ -54,16 +56,10 @@ def open_ports(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> 
     Raises BatonError PORT_IN_USE or BAD_ENDPOINT, InvalidField.
     """
     for transport in config.transports:
-        if transport is not TransportName.RDMA:
-            ports.add(_open_port(transport, config, pool, ports, None))
-            continue
-        loop = asyncio.get_running_loop()
-        memory = register_if_usable(
-            config.transports, lambda: pool.region.array_U8, config.rdma.rdma, loop, remote_writes=True
-        )
-        if memory is not None:
-            ports.close_last(memory.close)
-            ports.add(_open_port(transport, config, pool, ports, memory))
+        if transport is TransportName.RDMA:
+            _open_rdma_port(config, pool, ports)
+        else:
+            ports.add(_open_port(transport, config, pool, ports))
 
 
 def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
@@ -82,44 +78,63 @@ def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
                     message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
 
 
-def _open_port(
-    transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts, memory: RdmaMemory | None
-) -> ReceiverPort:
+def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:
     loop, events = asyncio.get_running_loop(), ports.port_events(transport)
     if transport is TransportName.SHM:
         return ShmReceiverPort(
             region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
         )
+    assert transport is TransportName.TCP, transport
     host, _ = split_endpoint(config.listen)
-    # Words of rdma links go to a port of their own, on the same host.
-    listen = join_endpoint(host, 0)
-    if config.data_listen is not None:
-        data_host, _ = split_endpoint(config.data_listen)
-        listen = config.data_listen if memory is None else join_endpoint(data_host, 0)
-    advertise_host = config.data_advertise_host
-    if advertise_host is None and config.advertise is not None:
-        advertise_host, _ = split_endpoint(config.advertise)
-    try:
-        if memory is not None:
-            return RdmaReceiverPort(
-                memory=memory,
-                events=events,
-                loop=loop,
-                randomness=secrets.token_bytes,
-                listen=listen,
-                advertise_host=advertise_host,
-                offered=lambda works: ports.offer(TransportName.RDMA, works),
-                config=config.rdma,
-            )
+    listen = config.data_listen or join_endpoint(host, 0)
+    with _port_errors(listen):
         return TcpReceiverPort(
             region=pool.region,
             events=events,
             loop=loop,
             randomness=secrets.token_bytes,
             listen=listen,
-            advertise_host=advertise_host,
+            advertise_host=_advertise_host(config),
             config=config.tcp,
         )
+
+
+def _open_rdma_port(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> None:
+    """Only where a device works. What its links have to say goes to a port of its own, on the host of tcp's."""
+    loop = asyncio.get_running_loop()
+    memory = register_if_usable(
+        config.transports, lambda: pool.region.array_U8, config.rdma.rdma, loop, remote_writes=True
+    )
+    if memory is None:
+        return
+    ports.close_last(memory.close)
+    host, _ = split_endpoint(config.data_listen or config.listen)
+    listen = join_endpoint(host, 0)
+    with _port_errors(listen):
+        port = RdmaReceiverPort(
+            memory=memory,
+            events=ports.port_events(TransportName.RDMA),
+            loop=loop,
+            randomness=secrets.token_bytes,
+            listen=listen,
+            advertise_host=_advertise_host(config),
+            offered=lambda works: ports.offer(TransportName.RDMA, works),
+            config=config.rdma,
+        )
+    ports.add(port)
+
+
+def _advertise_host(config: DecodeConfig) -> str | None:
+    if config.data_advertise_host is None and config.advertise is not None:
+        host, _ = split_endpoint(config.advertise)
+        return host
+    return config.data_advertise_host
+
+
+@contextmanager
+def _port_errors(listen: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise BatonError(
             Reason.PORT_IN_USE, f"Cannot listen for data connections on {listen}: {error}.", field="data_listen"

@@ -185,21 +185,19 @@ class PlainPoster:
 
     def post_writes(self, qp: int, src_W: np.ndarray, dst_W: np.ndarray, nbytes_W: np.ndarray, wr_id: int) -> None:
         enums, at = self._verbs.enums, self._at
-        first = previous = None
+        # A request points to the next one in C alone: all have to be kept until they are posted.
+        requests: list[Any] = []
         for src, dst, nbytes in zip(src_W.tolist(), dst_W.tolist(), nbytes_W.tolist(), strict=True):
             sge = self._verbs.wr.SGE(at.src_base + src, nbytes, at.lkey)
             request = self._verbs.wr.SendWR(
                 wr_id=wr_id, opcode=enums.IBV_WR_RDMA_WRITE, num_sge=1, sg=[sge], send_flags=0
             )
             request.set_wr_rdma(at.rkey, at.dst_base + dst)
-            if previous is None:
-                first = request
-            else:
-                previous.next_wr = request
-            previous = request
-        assert previous is not None
-        previous.send_flags = enums.IBV_SEND_SIGNALED
-        self._post(qp, first)
+            if requests:
+                requests[-1].next_wr = request
+            requests.append(request)
+        requests[-1].send_flags = enums.IBV_SEND_SIGNALED
+        self._post(qp, requests[0])
 
     def post_seal(self, qp: int, number: int, wr_id: int) -> None:
         enums = self._verbs.enums

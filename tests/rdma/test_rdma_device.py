@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -139,6 +140,13 @@ def test_what_is_written_moves_the_device_counters() -> None:
     run(test())
 
 
+def note_packets() -> None:
+    """For the report: the device's counters go with it."""
+    if report := os.environ.get("BATON_RDMA_PACKETS"):
+        port = find_ports()[0]
+        Path(report).write_text(str(counters_of(port.device, port.number)["sent_pkts"]))
+
+
 def test_the_link_is_taken_away_and_comes_back() -> None:
     """The device vanishes under a link with a long queue: every batch completes, the link is lost, the pair is fenced,
     and while it is away a connection is refused, with the reason. When it is back the same port links again."""
@@ -149,6 +157,7 @@ def test_the_link_is_taken_away_and_comes_back() -> None:
                 for _ in range(400):
                     it.post(GRANT, record_ops(1))
                 await events.until(lambda e: bool(e.completed))
+                note_packets()
                 removing = await asyncio.create_subprocess_shell(REMOVE_LINK)
                 await events.until(lambda e: bool(e.lost))
                 await r.events.until(lambda e: bool(e.gone))

@@ -330,7 +330,10 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         LedgerWatch(pool.ledger, process)
         return pool
 
-    def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any, _memory: Any) -> SimPort:
+    def no_device(*_: Any, **__: Any) -> None:
+        """Whatever the machine has that the simulation runs on."""
+
+    def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any) -> SimPort:
         return SimPort(transport=transport, process=current(), events=ports.port_events(transport))
 
     async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:
@@ -363,6 +366,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (prefill_node.main, "open_device_pool", open_pool),
         (prefill_node.peers, "ShmWriterLink", SimShmLink),
         (prefill_node.peers, "TcpWriterLink", SimTcpLink),
+        *((module, "register_if_usable", no_device) for module in (prefill_node.peers, decode_node.receiving)),
         (prefill_node.peers, "host_identity", lambda: current().host),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (decode_node.receiving, "Receiver", capture("receiver", Receiver, watch_receiver)),
