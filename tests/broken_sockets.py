@@ -7,6 +7,7 @@ them had a hand in it. The process itself goes on.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ def _shut_down(pid: int, fd: int) -> None:
     pidfd = os.pidfd_open(pid)
     try:
         own_fd = _LIBC.syscall(_PIDFD_GETFD, pidfd, fd, 0)
+        if own_fd < 0 and ctypes.get_errno() == errno.EBADF:
+            return  # it has just ended by itself: the streams of one link end together
         if own_fd < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     finally:
