@@ -91,21 +91,21 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=5),
+    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=95),
     "fence: a lease that has run out frees the blocks": Mutant(
         replaced=lambda: _receiver(machines.FreeOnTimeout), seed=47
     ),
-    "fence: so do unanswered Revokes": Mutant(replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=5),
-    "fence: only epochs are looked at": Mutant(replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=36),
+    "fence: so do unanswered Revokes": Mutant(replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=47),
+    "fence: only epochs are looked at": Mutant(replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=14),
     "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal), seed=6),
     "fence: the writer lets go before its writes have drained": Mutant(
-        replaced=lambda: _writer(machines.LetGoUndrained), seed=215
+        replaced=lambda: _writer(machines.LetGoUndrained), seed=24
     ),
-    "epoch: never rises": Mutant(replaced=lambda: [(ReceiverGrants, "epoch", _same_epoch)], seed=5),
-    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=40),
-    "tombstone: none for cancelled attempts": Mutant(replaced=lambda: _receiver(machines.NoDeadAttempts), seed=64),
+    "epoch: never rises": Mutant(replaced=lambda: [(ReceiverGrants, "epoch", _same_epoch)], seed=13),
+    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=6),
+    "tombstone: none for cancelled attempts": Mutant(replaced=lambda: _receiver(machines.NoDeadAttempts), seed=4),
     "dedupe: token indices are not looked at": Mutant(replaced=lambda: [(Inbox, "put", _put_all)], seed=6),
-    "resolve: leaves no tombstone": Mutant(replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=70),
+    "resolve: leaves no tombstone": Mutant(replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=16),
     "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=31),
 }
 
