@@ -66,7 +66,8 @@ class _HoldingSink:
 async def stuck_cluster(*, busy: bool, **decode_flags: object) -> AsyncIterator[tuple[InProcessCluster, Stuck]]:
     """Both engines get stuck in a step with the marked prompt, or the sequence after it."""
     stuck = Stuck(busy=busy)
-    spec = mock_spec(blocks=BLOCKS, both=FAST, router_flags=FAST, decode_flags=decode_flags)
+    patient = {"writer.stall_ms_max": 60_000}
+    spec = mock_spec(blocks=BLOCKS, both=FAST, router_flags=FAST, prefill_flags=patient, decode_flags=decode_flags)
     async with inprocess(spec) as cluster:
         engines = {name: node._engine for name, node in cluster.prefill.items()}
         engines |= {name: node._engine for name, node in cluster.decode.items()}

@@ -52,9 +52,11 @@ def test_all_that_the_image_copies_is_there() -> None:
 
 
 def test_the_image_has_what_the_wheel_is_made_of() -> None:
-    """Each package of the wheel, the files that pyproject.toml names, and the constraints; no test, no local folder."""
+    """Each package of the wheel, the files that pyproject.toml names, what builds the C code, and the constraints; no
+    test, no local folder."""
     sources = {source for source, _ in copied()}
-    files = {"pyproject.toml", "constraints.txt", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
+    files = {"pyproject.toml", "hatch_build.py", "constraints.txt", PROJECT["project"]["readme"]}
+    files |= set(PROJECT["project"]["license-files"])
     assert sources == files | set(PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     outsiders = (
         "tests",

@@ -32,6 +32,9 @@ class DeviceRegion:
     passes the memory itself on a CPU. Not thread-safe; the memory may be used from any thread.
     """
 
+    huge_bytes = 0
+    """A device has no such pages."""
+
     def __init__(self, driver: DeviceDriver, nbytes: int, name: str) -> None:
         """Raises DeviceError: no room, or memory cannot be shared here."""
         assert nbytes > 0, nbytes
