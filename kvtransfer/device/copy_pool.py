@@ -18,7 +18,7 @@ from baton.ids import GrantId
 from kvtransfer.device.streams import DeviceEvent, DeviceStreams
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants, check_ops
+from kvtransfer.transports.posted_writes import AbandonedGrants, Completed, check_ops
 
 POLL_INTERVAL_S = 50e-6
 """Between two looks at the oldest copy: short beside a layer, long beside the look."""
@@ -68,13 +68,12 @@ class DeviceCopyPool:
         self._loop = loop
         self._completed = completed
         self._drained = drained
-        self._abandoned_grants_max = abandoned_grants_max
         self._poll_interval_s = poll_interval_s
         self._side = streams.side()
         self._wake = threading.Condition()
         self._flying: deque[_Batch] = deque()
         self._waiting: deque[_Batch] = deque()
-        self._abandoned: set[GrantId] = set()
+        self._abandoned = AbandonedGrants(abandoned_grants_max)
         self._uncompleted: Counter[GrantId] = Counter()
         self._stopped = False
         self.writes_copied = 0
@@ -116,19 +115,16 @@ class DeviceCopyPool:
             TooManyAbandonedGrants: the pool has stopped instead, which abandons everything.
         """
         with self._wake:
-            self._abandoned.add(grant)
+            too_many = self._abandoned.add(grant)
             self._complete_waiting(lambda batch: batch.grant == grant)
-            too_many = len(self._abandoned) > self._abandoned_grants_max
-        if too_many:
+        if too_many is not None:
             self.stop()
-            raise TooManyAbandonedGrants(
-                f"{self._abandoned_grants_max} abandoned grants remembered, none may be forgotten"
-            )
+            raise too_many
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more: it need not be remembered as abandoned."""
         with self._wake:
-            self._abandoned.discard(grant)
+            self._abandoned.forget(grant)
 
     def stop(self) -> None:
         """Take nothing more. `drained` comes when the device is through with what was posted. Idempotent; no wait."""

@@ -35,6 +35,28 @@ def check_granted(dst_blocks_B: np.ndarray, granted: Sequence[BlockId]) -> None:
         raise WriteOutOfBounds(f"block {dst_blocks_B[outside_B.argmax()]} is none of the {len(granted)} of the grant")
 
 
+class AbandonedGrants:
+    """The grants of which a link moves nothing more. The caller locks."""
+
+    def __init__(self, grants_max: int) -> None:
+        self._grants_max = grants_max
+        self._grants: set[GrantId] = set()
+
+    def __contains__(self, grant: GrantId) -> bool:
+        return grant in self._grants
+
+    def add(self, grant: GrantId) -> TooManyAbandonedGrants | None:
+        """What the caller has to raise once it has stopped; the grant is remembered all the same."""
+        self._grants.add(grant)
+        if len(self._grants) <= self._grants_max:
+            return None
+        return TooManyAbandonedGrants(f"{self._grants_max} abandoned grants remembered, none may be forgotten")
+
+    def forget(self, grant: GrantId) -> None:
+        """Nothing will be posted for it any more."""
+        self._grants.discard(grant)
+
+
 def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
     """Make sure that every op stays inside both regions.
 

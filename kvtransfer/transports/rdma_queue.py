@@ -19,7 +19,7 @@ import numpy as np
 from baton.ids import GrantId
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants, check_ops
+from kvtransfer.transports.posted_writes import AbandonedGrants, Completed, check_ops
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -113,7 +113,7 @@ class ChainQueue:
         self._wrs_out_Q = [0] * limits.qps
         self._bytes_out = 0
         self._next_number = 0
-        self._abandoned: set[GrantId] = set()
+        self._abandoned = AbandonedGrants(limits.abandoned_grants_max)
         self._uncompleted: Counter[GrantId] = Counter()
         self._qps_used: dict[GrantId, int] = {}
         self._stopped = False
@@ -187,19 +187,16 @@ class ChainQueue:
     def abandon(self, grant: GrantId) -> None:
         """Take nothing more of this grant. Raises TooManyAbandonedGrants: then all has been stopped."""
         with self._lock:
-            self._abandoned.add(grant)
+            too_many = self._abandoned.add(grant)
             self._drop(lambda batch: batch.grant == grant)
-            too_many = len(self._abandoned) > self._limits.abandoned_grants_max
-        if too_many:
+        if too_many is not None:
             self.stop()
-            raise TooManyAbandonedGrants(
-                f"{self._limits.abandoned_grants_max} abandoned grants remembered, none may be forgotten"
-            )
+            raise too_many
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more."""
         with self._lock:
-            self._abandoned.discard(grant)
+            self._abandoned.forget(grant)
             self._qps_used.pop(grant, None)
 
     def stop(self) -> None:

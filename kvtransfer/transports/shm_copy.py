@@ -21,7 +21,7 @@ from baton.ids import GrantId
 from kvtransfer.native.copy import native_copy
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants, check_ops
+from kvtransfer.transports.posted_writes import AbandonedGrants, Completed, check_ops
 
 COPY_SLICE_BYTES = 1 << 20
 """Bound of the temporary that NumPy's copy of equal records makes: near the size of a second-level cache."""
@@ -167,7 +167,7 @@ class CopyPool:
         self._idle_work: Iterator[object] | None = idle_work
         self._wake = threading.Condition()
         self._queue: deque[_Batch] = deque()
-        self._abandoned: set[GrantId] = set()
+        self._abandoned = AbandonedGrants(limits.abandoned_grants_max)
         self._uncompleted: Counter[GrantId] = Counter()
         self._stopped = False
         self._threads_left = limits.threads
@@ -209,19 +209,16 @@ class CopyPool:
             TooManyAbandonedGrants: the pool has stopped instead, which abandons everything.
         """
         with self._wake:
-            self._abandoned.add(grant)
+            too_many = self._abandoned.add(grant)
             self._drop_queued(lambda batch: batch.grant == grant)
-            too_many = len(self._abandoned) > self._limits.abandoned_grants_max
-        if too_many:
+        if too_many is not None:
             self.stop()
-            raise TooManyAbandonedGrants(
-                f"{self._limits.abandoned_grants_max} abandoned grants remembered, none may be forgotten"
-            )
+            raise too_many
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more: it need not be remembered as abandoned."""
         with self._wake:
-            self._abandoned.discard(grant)
+            self._abandoned.forget(grant)
 
     def stop(self) -> None:
         """Copy no more: what is queued completes now, the chunks under way are the last. Idempotent; does not wait."""

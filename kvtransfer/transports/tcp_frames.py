@@ -17,7 +17,7 @@ import numpy as np
 from baton.ids import GrantId
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants, check_ops
+from kvtransfer.transports.posted_writes import AbandonedGrants, Completed, check_ops
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -122,7 +122,6 @@ class SendQueue:
     ) -> None:
         self._src_nbytes, self._dst_nbytes = src_nbytes, dst_nbytes
         self._frame_bytes_max, self._frame_segments_max = frame_bytes_max, frame_segments_max
-        self._abandoned_grants_max = abandoned_grants_max
         self._loop = loop
         self._completed = completed
         self._wake = threading.Condition()
@@ -130,7 +129,7 @@ class SendQueue:
         self._frames: deque[Frame] = deque()
         self._streams = [_StreamState() for _ in range(streams)]
         self._used: dict[GrantId, int] = {}
-        self._abandoned: set[GrantId] = set()
+        self._abandoned = AbandonedGrants(abandoned_grants_max)
         self._uncompleted: Counter[GrantId] = Counter()
         self._stopped = False
         self.writes_copied = 0
@@ -181,12 +180,10 @@ class SendQueue:
             TooManyAbandonedGrants: none may be forgotten; the caller ends the link.
         """
         with self._wake:
-            self._abandoned.add(grant)
+            too_many = self._abandoned.add(grant)
             self._drop_queued(lambda batch: batch.grant == grant)
-            if len(self._abandoned) > self._abandoned_grants_max:
-                raise TooManyAbandonedGrants(
-                    f"{self._abandoned_grants_max} abandoned grants remembered, none may be forgotten"
-                )
+            if too_many is not None:
+                raise too_many
             return self._on_the_way(grant)
 
     def on_the_way(self, grant: GrantId) -> bool:
@@ -197,7 +194,7 @@ class SendQueue:
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more."""
         with self._wake:
-            self._abandoned.discard(grant)
+            self._abandoned.forget(grant)
             self._used.pop(grant, None)
 
     def stop(self) -> None:
