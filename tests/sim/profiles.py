@@ -162,6 +162,16 @@ def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:
     )
 
 
+def _engine(num_blocks: int, *, sequences_max: int) -> EngineConfig:
+    return EngineConfig(
+        kind=EngineKind.MOCK,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        tokens_per_step_max=max(sequences_max, CHUNK_TOKENS),
+        sequences_max=sequences_max,
+    )
+
+
 def prefill_config(name: str, endpoint: str, profile: Profile) -> PrefillConfig:
     return PrefillConfig(
         name=name,
@@ -169,13 +179,7 @@ def prefill_config(name: str, endpoint: str, profile: Profile) -> PrefillConfig:
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
         liveness=profile.liveness,
-        engine=EngineConfig(
-            kind=EngineKind.MOCK,
-            block_size=BLOCK_SIZE,
-            num_blocks=profile.prefill_blocks,
-            tokens_per_step_max=CHUNK_TOKENS,
-            sequences_max=8,
-        ),
+        engine=_engine(profile.prefill_blocks, sequences_max=8),
         writer=WriterConfig(reserve_ms_max=150, call_ms_max=250, retry_ms_min=5, retry_ms_max=100, stall_ms_max=2_000),
         stop_grace_ms=500,
     )
@@ -188,13 +192,7 @@ def decode_config(name: str, endpoint: str, profile: Profile) -> DecodeConfig:
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
         liveness=profile.liveness,
-        engine=EngineConfig(
-            kind=EngineKind.MOCK,
-            block_size=BLOCK_SIZE,
-            num_blocks=profile.decode_blocks,
-            tokens_per_step_max=max(profile.decode_sequences, CHUNK_TOKENS),
-            sequences_max=profile.decode_sequences,
-        ),
+        engine=_engine(profile.decode_blocks, sequences_max=profile.decode_sequences),
         receiver=ReceiverConfig(lease_ms=400, revoke_ms=60),
         requests_max=profile.decode_sequences,
         finished_ms_max=2_000,
