@@ -35,6 +35,19 @@ check: $(READY)  ## lint, format, types, direction of imports
 test-rdma: $(READY)  ## RDMA for real: Soft-RoCE in an emulated virtual machine (root, Debian; minutes)
 	@PYTHON=$(BIN)/python tests/rdma/run.sh
 
+NIXL := build/nixl
+.PHONY: test-ucx
+test-ucx: $(READY) $(NIXL)/.ready  ## the transport ucx, on NIXL, which is fetched into build/nixl (69 MB)
+	@PYTHONPATH=$(CURDIR)/$(NIXL) $(BIN)/pytest -n 2 --dist loadfile -k ucx \
+	    tests/test_transport_conformance.py tests/test_cluster_ucx.py
+
+# Beside .venv, not in it: what is tested there is to run without it.
+$(NIXL)/.ready: constraints.txt $(READY)
+	@rm -rf $(NIXL)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -c constraints.txt \
+	    --target $(NIXL) nixl-cu12
+	@touch $@
+
 .PHONY: explore
 explore: $(READY)  ## walk the ownership protocol's states with larger bounds than the tests do (minutes)
 	@$(BIN)/python -m tests.explorer --large

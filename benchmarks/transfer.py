@@ -9,6 +9,8 @@
 128 MiB a run, in blocks from random places of one region of 512 MiB to random places of another, whose pages exist.
 Every round starts fresh processes for every method, in another order each round; its figure is the median of its runs.
 Samples are added to the JSON file, so that a measurement can be made in several pieces (`--transport`, `--rounds 1`).
+Where NIXL is importable by this Python too (PYTHONPATH; `make test-ucx` has it in build/nixl) our transport over it
+runs as well: `baton ucx`, over tcp.
 `x-spin` is NIXL without its progress thread: the receiver then asks for notifications in a loop, on a core of its own.
 Needs about 3 GiB of memory and x86-64. The plot needs matplotlib.
 """
@@ -25,6 +27,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from kvtransfer.transports.ucx_nixl import installed
 
 ROOT = Path(__file__).parents[1]
 SIZES = [1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22]
@@ -85,6 +89,7 @@ METHODS: dict[str, dict[str, Method]] = {
         "mooncake": _MOONCAKE,
         "nixl": _nixl("nixl", **_TCP_ONLY),
         "nixl-spin": _nixl("nixl-spin", **_TCP_ONLY),
+        **({"baton ucx": _ours("ucx", "1")} if installed() else {}),
         "socket": _limit("socket"),
         "socket, 2 streams": _limit("socket-2"),
     },
@@ -102,7 +107,8 @@ class Process:
 
     def __init__(self, method: Method, peers: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **method.environment}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "proto")])
+        given = [] if method.peer else filter(None, [os.environ.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "proto"), *given])
         self._process = subprocess.Popen(
             [peers if method.peer else sys.executable, "-m", method.module, *method.arguments],
             stdin=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Our transports as sides of the transfer benchmark.
 
-python -m benchmarks.transfer_ours shm|tcp THREADS      (copying threads of shm, streams of tcp)
+python -m benchmarks.transfer_ours shm|tcp|ucx THREADS      (copying threads of shm, streams of tcp, 1 of ucx)
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from benchmarks.transfer_side import REGION_BYTES, Plan, serve
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterLink
+from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriterLink
 from kvtransfer.transports.shm import ShmReceiverPort, ShmWriterConfig, ShmWriterLink
 from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+from kvtransfer.transports.ucx import UcxReceiverConfig, UcxReceiverPort, UcxWriterConfig, UcxWriterLink
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 EPOCH = Epoch(1)
@@ -62,7 +63,7 @@ class OurSide:
         self.region_U8 = self._region.array_U8
         self._events = Events()
         self._loop = asyncio.new_event_loop()
-        self._port: ShmReceiverPort | TcpReceiverPort | None = None
+        self._port: ReceiverPort | None = None
         self._link: WriterLink | None = None
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -71,8 +72,13 @@ class OurSide:
 
     def address(self) -> dict[str, Any]:
         async def listen() -> DataEndpoint:
-            maker = ShmReceiverPort if self._transport is TransportName.SHM else TcpReceiverPort
-            self._port = maker(region=self._region, events=self._events, loop=self._loop, randomness=os.urandom)
+            common: Any = {"region": self._region, "events": self._events, "loop": self._loop, "randomness": os.urandom}
+            if self._transport is TransportName.SHM:
+                self._port = ShmReceiverPort(**common)
+            elif self._transport is TransportName.UCX:
+                self._port = UcxReceiverPort(**common, config=UcxReceiverConfig(tls="tcp"))
+            else:
+                self._port = TcpReceiverPort(**common)
             self._port.allow(PAIR, EPOCH, GRANT, Everything())
             return self._port.expect(PAIR, EPOCH)
 
@@ -92,6 +98,8 @@ class OurSide:
             while shm.describe()["pages_ready_bytes"] < REGION_BYTES:
                 time.sleep(0.01)
             self._link = shm
+        elif self._transport is TransportName.UCX:
+            self._link = self._call(UcxWriterLink.connect(*common, UcxWriterConfig(tls="tcp")))
         else:
             self._link = self._call(TcpWriterLink.connect(*common, TcpWriterConfig(streams=self._threads)))
 

@@ -1,4 +1,4 @@
-"""`baton doctor`: whether RDMA works on this machine, what is missing, and what to do."""
+"""`baton doctor`: whether RDMA works on this machine, what is missing, and what to do; and what there is of UCX."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from cli.invocation import EXIT_ERROR
 from cli.output import Output, output_option, print_json
 from cli.table import format_table
 from kvtransfer.transports.rdma_checks import Finding, Machine, Verdict, check_rdma, works
+from kvtransfer.transports.ucx_checks import check_ucx
+from kvtransfer.transports.ucx_connect import UcxWriterConfig
 
 
 @click.command()
@@ -21,7 +23,8 @@ def doctor(region_bytes: int, device: str, output: str) -> int:
     """Tell whether RDMA works on this machine.
 
     Each line is one thing that nodes need for the transport rdma, with what to do where it is missing. Ends with 0 if
-    RDMA works for a process like this one, else with 1; nodes then use the next best transport.
+    RDMA works for a process like this one, else with 1; nodes then use the next best transport. The line "ucx" is about
+    the transport of that name, which needs none of the others.
 
     \b
     Example:
@@ -29,6 +32,7 @@ def doctor(region_bytes: int, device: str, output: str) -> int:
     """
     findings = check_rdma(Machine(), region_bytes=region_bytes, wanted=device)
     ready = works(findings)
+    findings.append(check_ucx(UcxWriterConfig().tls))
     if Output(output) is Output.JSON:
         print_json({"rdma": ready, "findings": [_data(finding) for finding in findings]})
     else:

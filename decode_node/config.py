@@ -18,6 +18,7 @@ from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma import RdmaReceiverConfig
 from kvtransfer.transports.shm import ShmReceiverConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig
+from kvtransfer.transports.ucx import UcxReceiverConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,16 @@ class DecodeConfig:
     )
     data_listen: str | None = field(
         default=None,
-        metadata={"help": "host:port of tcp data connections; default: any port of the host in listen, as for rdma"},
+        metadata={
+            "help": "host:port of tcp data connections; default: any port of the host in listen, as for rdma, ucx"
+        },
     )
     data_advertise_host: str | None = field(
         default=None, metadata={"help": "host that prefill nodes reach for data; default: the one in advertise"}
     )
     shm: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
     rdma: RdmaReceiverConfig = field(default_factory=RdmaReceiverConfig)
+    ucx: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
     tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

@@ -25,6 +25,8 @@ from kvtransfer.transports.rdma import RdmaReceiverPort
 from kvtransfer.transports.rdma_offer import register_if_usable
 from kvtransfer.transports.shm import ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
+from kvtransfer.transports.ucx import UcxReceiverPort
+from kvtransfer.transports.ucx_offer import usable
 
 
 def make_receiver(
@@ -58,6 +60,8 @@ def open_ports(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> 
     for transport in config.transports:
         if transport is TransportName.RDMA:
             _open_rdma_port(config, pool, ports)
+        elif transport is TransportName.UCX:
+            _open_ucx_port(config, pool, ports)
         else:
             ports.add(_open_port(transport, config, pool, ports))
 
@@ -120,6 +124,25 @@ def _open_rdma_port(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts
             advertise_host=_advertise_host(config),
             offered=lambda works: ports.offer(TransportName.RDMA, works),
             config=config.rdma,
+        )
+    ports.add(port)
+
+
+def _open_ucx_port(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> None:
+    """Only where NIXL is there. What its links have to say goes to a port of its own, on the host of tcp's."""
+    if not usable(config.transports, config.ucx.tls):
+        return
+    host, _ = split_endpoint(config.data_listen or config.listen)
+    listen = join_endpoint(host, 0)
+    with _port_errors(listen):
+        port = UcxReceiverPort(
+            region=pool.region,
+            events=ports.port_events(TransportName.UCX),
+            loop=asyncio.get_running_loop(),
+            randomness=secrets.token_bytes,
+            listen=listen,
+            advertise_host=_advertise_host(config),
+            config=config.ucx,
         )
     ports.add(port)
 

@@ -15,7 +15,8 @@ from kvtransfer.transport import TransportName
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
 DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.TCP)
-"""Those whose fence is proved for every case. rdma is used where a configuration names it: ARCHITECTURE.md says why."""
+"""Those whose fence is proved for every case. rdma and ucx are used where a configuration names them: ARCHITECTURE.md
+says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ class TransportName(Enum):
     CUDA_IPC = "cuda_ipc"  # regions on GPUs of one machine
     SHM = "shm"
     RDMA = "rdma"
+    UCX = "ucx"  # what UCX finds, through NIXL
     TCP = "tcp"
 
 

@@ -1,7 +1,7 @@
 """Configuration of a mixed node. Section `[mixed]`, environment `BATON_MIXED_*`.
 
 A key means what it means in `[prefill]` or `[decode]`; `tcp_writer` and `tcp_receiver` are what is `tcp` there, and
-so for `shm` and `rdma`.
+so for `shm`, `rdma` and `ucx`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma import RdmaReceiverConfig, RdmaWriterConfig
 from kvtransfer.transports.shm import ShmReceiverConfig, ShmWriterConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig, TcpWriterConfig
+from kvtransfer.transports.ucx import UcxReceiverConfig, UcxWriterConfig
 from kvtransfer.writer import WriterConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy
@@ -62,6 +63,8 @@ class MixedConfig:
     shm_receiver: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
     rdma_writer: RdmaWriterConfig = field(default_factory=RdmaWriterConfig)
     rdma_receiver: RdmaReceiverConfig = field(default_factory=RdmaReceiverConfig)
+    ucx_writer: UcxWriterConfig = field(default_factory=UcxWriterConfig)
+    ucx_receiver: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
     tcp_writer: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     tcp_receiver: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     pod: PodConfig = field(default_factory=PodConfig)
@@ -104,14 +107,24 @@ class MixedConfig:
         return LocalPolicy(handoff_tokens_min=self.handoff_tokens_min, fallback=self.local_fallback)
 
     def prefill_half(self) -> PrefillConfig:
-        return PrefillConfig(**self._of(PrefillConfig), tcp=self.tcp_writer, shm=self.shm_writer, rdma=self.rdma_writer)
+        return PrefillConfig(
+            **self._of(PrefillConfig),
+            tcp=self.tcp_writer,
+            shm=self.shm_writer,
+            rdma=self.rdma_writer,
+            ucx=self.ucx_writer,
+        )
 
     def decode_half(self) -> DecodeConfig:
         return DecodeConfig(
-            **self._of(DecodeConfig), tcp=self.tcp_receiver, shm=self.shm_receiver, rdma=self.rdma_receiver
+            **self._of(DecodeConfig),
+            tcp=self.tcp_receiver,
+            shm=self.shm_receiver,
+            rdma=self.rdma_receiver,
+            ucx=self.ucx_receiver,
         )
 
     def _of(self, half: type[Any]) -> dict[str, Any]:
         """The keys that this class shares with one of the halves: all of that one's but the transports' own."""
-        own = ("tcp", "shm", "rdma")
+        own = ("tcp", "shm", "rdma", "ucx")
         return {each.name: getattr(self, each.name) for each in fields(half) if each.name not in own}

@@ -16,6 +16,7 @@ from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma import RdmaWriterConfig
 from kvtransfer.transports.shm import ShmWriterConfig
 from kvtransfer.transports.tcp import TcpWriterConfig
+from kvtransfer.transports.ucx import UcxWriterConfig
 from kvtransfer.writer import WriterConfig
 
 
@@ -33,6 +34,7 @@ class PrefillConfig:
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
     shm: ShmWriterConfig = field(default_factory=ShmWriterConfig)
     rdma: RdmaWriterConfig = field(default_factory=RdmaWriterConfig)
+    ucx: UcxWriterConfig = field(default_factory=UcxWriterConfig)
     tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

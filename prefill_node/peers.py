@@ -24,6 +24,8 @@ from kvtransfer.transports.rdma import RdmaConnectError, RdmaWriterLink
 from kvtransfer.transports.rdma_offer import register_if_usable
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpWriterLink
+from kvtransfer.transports.ucx import UcxConnectError, UcxWriterLink
+from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import PeerAddress, WriterPeer
 from kvtransfer.writer_grants import WriterGrants
 from prefill_node.config import PrefillConfig
@@ -53,7 +55,9 @@ class Peers:
         self._rdma = register_if_usable(
             config.transports, lambda: pool.region.array_U8, config.rdma.rdma, self._loop, remote_writes=False
         )
-        self.transports = tuple(t for t in config.transports if t is not TransportName.RDMA or self._rdma is not None)
+        ucx_works = usable(config.transports, config.ucx.tls)
+        works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
+        self.transports = tuple(t for t in config.transports if works.get(t, True))
         """Offered to decode nodes, best first."""
         self._peers: dict[Incarnation, WriterPeer] = {}
         self._attendances: dict[Incarnation, WriterAttendance] = {}
@@ -220,8 +224,10 @@ class Peers:
             if endpoint.transport is TransportName.RDMA:
                 assert self._rdma is not None
                 return await RdmaWriterLink.connect(endpoint, pair, self._rdma, events, self._loop, self._config.rdma)
+            if endpoint.transport is TransportName.UCX:
+                return await UcxWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.ucx)
             assert endpoint.transport is TransportName.TCP, endpoint.transport
             return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
-        except (ShmConnectError, RdmaConnectError, TcpConnectError) as error:
+        except (ShmConnectError, RdmaConnectError, UcxConnectError, TcpConnectError) as error:
             text = f"No {endpoint.transport.value} link: {error}."
             raise BatonError(Reason.PEER_UNREACHABLE, text) from error

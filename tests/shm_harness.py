@@ -66,7 +66,8 @@ def _what_is_there() -> dict[str, set[str]]:
         "threads": {thread.name for thread in threading.enumerate()},
         "children": set(children),
         "sockets": {str(n) for n in range(_own_shm_sockets())},
-        "shared memory": set(os.listdir("/dev/shm")),
+        # UCX unlinks its own as soon as it is made; any process's may be seen before.
+        "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("ucx_shm_posix_")},
         "mappings": {str(n) for n in range(Path("/proc/self/maps").read_text().count("memfd:"))},
     }
 
@@ -204,12 +205,16 @@ def to_json(endpoint: DataEndpoint) -> dict[str, Any]:
     return {"address": endpoint.address, "secret": endpoint.secret.hex(), "epoch": endpoint.epoch}
 
 
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def _start(script: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name(script))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
 
 

@@ -6,13 +6,20 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
+from kvtransfer.transports.ucx_nixl import installed
 from tests.shm_harness import run
-from tests.transport_kits import KITS, Kit
+from tests.transport_kits import KITS, UCX_KITS, Kit
 from tests.transport_suite import CASES
 from tests.transport_suite_more import MORE_CASES
 
+WITHOUT_NIXL = pytest.mark.skipif(not installed(), reason="NIXL is not installed: `make test-ucx` runs these")
 
-@pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.name)
+
+@pytest.mark.parametrize(
+    "kit",
+    [*KITS, *(pytest.param(kit, marks=WITHOUT_NIXL) for kit in UCX_KITS)],
+    ids=lambda kit: kit.name,
+)
 @pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda case: case.__name__)
 def test_conformance(case: Callable[[Kit], Coroutine[None, None, None]], kit: Kit) -> None:
     """See the case's own text."""

@@ -25,9 +25,17 @@ from kvtransfer.transports.rdma import (
 )
 from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+from kvtransfer.transports.ucx import (
+    UcxConnectError,
+    UcxReceiverConfig,
+    UcxReceiverPort,
+    UcxWriterConfig,
+    UcxWriterLink,
+)
+from kvtransfer.transports.ucx_nixl import destruction_fences
 from tests.fake_device import FakeDriver
 
-ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError)
+ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError, UcxConnectError)
 
 
 class OwningPort(RdmaReceiverPort):
@@ -76,10 +84,14 @@ class Kit:
     name: str
     transport: TransportName
     streams: int = 1
+    tls: str = ""
+    """Of ucx."""
 
     @property
     def fences_without_the_writer(self) -> bool:
         """The receiver can take the right to write back from a writer that stands still."""
+        if self.transport is TransportName.UCX:
+            return destruction_fences(self.tls)
         return self.transport in (TransportName.TCP, TransportName.RDMA)
 
     def region(self, nbytes: int) -> AnyRegion:
@@ -97,6 +109,9 @@ class Kit:
             config = RdmaReceiverConfig()
             memory = RdmaMemory(region=lambda: region.array_U8, config=config.rdma, loop=loop, remote_writes=True)
             return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom, config=config)
+        if self.transport is TransportName.UCX:
+            ucx = UcxReceiverConfig(tls=self.tls)
+            return UcxReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom, config=ucx)
         return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
 
     async def link(self, endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents) -> WriterLink:
@@ -120,6 +135,9 @@ class Kit:
             assert isinstance(link, OwningLink)
             link.memory = memory
             return link
+        if self.transport is TransportName.UCX:
+            ucx = UcxWriterConfig(tls=self.tls, connect_ms_max=20_000, on_the_way_bytes_max=4 << 20, drain_ms_max=3_000)
+            return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, ucx)
         tcp = TcpWriterConfig(streams=self.streams, drain_ms_max=300, bye_ms_max=300)
         return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
 
@@ -132,6 +150,13 @@ KITS = (
 )
 RDMA_KITS = (Kit(name="rdma", transport=TransportName.RDMA, streams=2),)
 """Where there is a device: `make test-rdma` runs them."""
+
+
+UCX_KITS = (
+    Kit(name="ucx-tcp", transport=TransportName.UCX, tls="tcp"),
+    Kit(name="ucx-all", transport=TransportName.UCX, tls="all"),
+)
+"""Where NIXL is installed: `make test-ucx` runs them. Of all that UCX has it takes cma on one host."""
 
 
 class Everything:

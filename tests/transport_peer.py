@@ -15,7 +15,15 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import ReceiverPort, Seal, WriteOps, WriterLink
 from tests.shm_peer import Events, say, source_bytes
-from tests.transport_kits import KITS, RDMA_KITS, ConnectErrors, Everything, endpoint_from_json, endpoint_to_json
+from tests.transport_kits import (
+    KITS,
+    RDMA_KITS,
+    UCX_KITS,
+    ConnectErrors,
+    Everything,
+    endpoint_from_json,
+    endpoint_to_json,
+)
 
 
 class Peer:
@@ -29,7 +37,7 @@ class Peer:
     async def do_link(
         self, kit: str, name: str, endpoint: dict[str, Any], pair: list[int], seed: int, nbytes: int
     ) -> str:
-        maker = next(k for k in (*KITS, *RDMA_KITS) if k.name == kit)
+        maker = next(k for k in (*KITS, *RDMA_KITS, *UCX_KITS) if k.name == kit)
         try:
             self.links[name] = await maker.link(
                 endpoint_from_json(endpoint),
@@ -60,7 +68,7 @@ class Peer:
         await self.links[name].close()
 
     async def do_receive(self, kit: str, nbytes: int, pair: list[int], epoch: int, grants: list[str]) -> dict[str, Any]:
-        maker = next(k for k in (*KITS, *RDMA_KITS) if k.name == kit)
+        maker = next(k for k in (*KITS, *RDMA_KITS, *UCX_KITS) if k.name == kit)
         self.port = maker.port(maker.region(nbytes), Events())
         of = Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1]))
         for grant in grants:

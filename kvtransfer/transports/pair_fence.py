@@ -20,6 +20,7 @@ class Evidence(Enum):
     DEAD = "dead, by pidfd"
     JOINED = "closed, its receive thread joined"
     DESTROYED = "reset, its queue pairs destroyed"
+    WORKER = "closed, its receiving worker destroyed"
 
 
 @dataclass(slots=True, kw_only=True)

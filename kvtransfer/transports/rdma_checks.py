@@ -22,11 +22,12 @@ CAP_IPC_LOCK = 14
 
 
 class Verdict(Enum):
-    """Of one check. Only MISSING keeps RDMA from working."""
+    """Of one check. Only MISSING keeps RDMA from working; OPTIONAL has nothing to do with it."""
 
     GOOD = "ok"
     SLOWER = "slower"
     MISSING = "missing"
+    OPTIONAL = "not used"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

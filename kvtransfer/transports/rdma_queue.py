@@ -1,4 +1,4 @@
-"""What is posted on an rdma link: batches, the chains of work requests that they are cut into, and the seals.
+"""What is posted on an rdma or ucx link: batches, the chains of work requests that they are cut into, and the seals.
 
 Nothing here knows a device. The link's posting thread takes chains as the queue pairs have room, and tells when the
 device has completed one; completions of batches go to the loop.
@@ -192,6 +192,11 @@ class ChainQueue:
         if too_many is not None:
             self.stop()
             raise too_many
+
+    def uncompleted(self, grant: GrantId) -> int:
+        """Batches of this grant that have not completed, or of which the loop has not been told yet."""
+        with self._lock:
+            return self._uncompleted.get(grant, 0)
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more."""

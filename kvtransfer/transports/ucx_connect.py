@@ -1,0 +1,195 @@
+"""The writer's configuration, and its handshake: one connection for words, and an agent of its own for data."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from baton.endpoint import split_endpoint
+from baton.errors import BatonError
+from baton.ids import Pair
+from kvtransfer.negotiation import host_identity
+from kvtransfer.transport import DataEndpoint
+from kvtransfer.transports import ucx_wire as wire
+from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
+from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable
+
+RECV_BYTES = 1 << 12
+TLS_HELP = "UCX transports to use: all, or one by name (tcp, rc, ...); UCX_TLS counts where it is set"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UcxWriterConfig:
+    """Limits of one link."""
+
+    tls: str = field(default="all", metadata={"help": TLS_HELP})
+    connect_ms_max: int = field(default=10_000, metadata={"help": "how long connecting and the handshake may take"})
+    transfer_writes_max: int = field(default=4096, metadata={"help": "writes handed to NIXL at once"})
+    transfer_bytes_max: int = field(default=16 << 20, metadata={"help": "bytes of these, unless one write is more"})
+    on_the_way_bytes_max: int = field(
+        default=64 << 20, metadata={"help": "bytes handed over and not completed, at which no more are"}
+    )
+    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
+    seals_max: int = field(default=256, metadata={"help": "seals on their way that the receiver has not confirmed"})
+    seals_waiting_max: int = field(default=4096, metadata={"help": "seals that wait for these"})
+    drain_ms_max: int = field(
+        default=2000,
+        metadata={"help": "how long writes of an abandoned grant may be on their way before the link ends"},
+    )
+    bye_ms_max: int = field(default=2000, metadata={"help": "how long closing waits for what is on its way"})
+    poll_us_min: int = field(default=50, metadata={"help": "pause between two looks at what is on its way, at first"})
+    poll_us_max: int = field(default=1000, metadata={"help": "and at most, while nothing completes"})
+    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
+
+    def __post_init__(self) -> None:
+        check_tls(self.tls)
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.poll_us_min > self.poll_us_max:
+            raise ValueError("poll_us_min must not be more than poll_us_max")
+
+
+def check_tls(tls: str) -> None:
+    """NIXL takes its settings as one string with commas between them. Raises ValueError."""
+    if not tls or not tls.replace("_", "").isalnum():
+        raise ValueError(f"tls must be one name of a UCX transport, got {tls!r}; for several set UCX_TLS")
+
+
+class UcxConnectError(Exception):
+    """No link came to be. `reason` is the receiver's, if it gave one."""
+
+    def __init__(self, text: str, reason: wire.RefusalReason | None = None) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+@dataclass(slots=True, kw_only=True)
+class Connected:
+    """A welcomed link; both are the caller's."""
+
+    sock: socket.socket
+    agent: UcxAgent
+    region_nbytes: int
+
+
+async def connect(
+    endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, loop: asyncio.AbstractEventLoop, config: UcxWriterConfig
+) -> Connected:
+    """Connect, prove the pair's secret, and have an agent that may write to the receiver's.
+
+    Raises:
+        UcxConnectError: refused, unreachable, whoever answers does not know the secret, no UCX, or too late.
+    """
+    hello = wire.Hello(
+        pair=pair, epoch=endpoint.epoch, link=int.from_bytes(os.urandom(8)), host=host_identity(), pid=os.getpid()
+    )
+    making = loop.run_in_executor(None, UcxAgent, source_U8, f"writer-{hello.link:x}", config.tls)
+    sock: socket.socket | None = None
+    try:
+        async with asyncio.timeout(config.connect_ms_max / 1000):
+            sock = await _open(endpoint, loop)
+            tune(sock, config.socket)
+            welcome = await _shake_hands(sock, endpoint, hello, loop)
+            agent = await asyncio.shield(making)
+        loading = loop.run_in_executor(
+            None, agent.load_peer, welcome.metadata, welcome.region_base, welcome.region_nbytes
+        )
+        if cancelled := await _until_over(loading):
+            raise cancelled
+        loading.result()
+        return Connected(sock=sock, agent=agent, region_nbytes=welcome.region_nbytes)
+    except BaseException as error:
+        cancelled = await _until_over(making)
+        if making.exception() is None:
+            cancelled = await _until_over(loop.run_in_executor(None, making.result().destroy)) or cancelled
+        if sock is not None:
+            take_leave(sock, wire.Bye(epoch=endpoint.epoch, drained=True))
+        if cancelled is not None:
+            raise cancelled from error
+        if isinstance(error, TimeoutError):
+            raise UcxConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
+        if isinstance(error, (OSError, BatonError, wire.MalformedMessage, UcxFailed, UcxUnavailable)):
+            raise UcxConnectError(f"{endpoint.address}: {error}") from error
+        raise
+
+
+async def _until_over(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """A thread cannot be stopped in the middle of a call: one who is cancelled waits all the same, and is told here."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
+
+
+async def _open(endpoint: DataEndpoint, loop: asyncio.AbstractEventLoop) -> socket.socket:
+    host, port = split_endpoint(endpoint.address)
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+        try:
+            await loop.sock_connect(sock, address)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure or OSError(f"{host} has no address")
+
+
+async def _shake_hands(
+    sock: socket.socket, endpoint: DataEndpoint, hello: wire.Hello, loop: asyncio.AbstractEventLoop
+) -> wire.Welcome:
+    inbox = wire.Inbox()
+    await loop.sock_sendall(sock, wire.encode(hello))
+    challenge = await _receive(sock, inbox, loop)
+    if not isinstance(challenge, wire.Challenge):
+        raise UcxConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
+    proof = wire.writer_proof(endpoint.secret, hello, challenge.nonce)
+    await loop.sock_sendall(sock, wire.encode(wire.Answer(proof=proof)))
+    w = await _receive(sock, inbox, loop)
+    if not isinstance(w, wire.Welcome):
+        raise UcxConnectError(f"{endpoint.address}: {type(w).__name__} instead of a welcome")
+    wanted = wire.receiver_proof(endpoint.secret, hello, challenge.nonce, w.region_base, w.region_nbytes, w.metadata)
+    if not hmac.compare_digest(w.proof, wanted):
+        raise UcxConnectError(f"{endpoint.address}: whoever listens there does not know the pair's secret")
+    if not inbox.empty:
+        raise UcxConnectError(f"{endpoint.address}: the receiver speaks out of turn")
+    return w
+
+
+async def _receive(sock: socket.socket, inbox: wire.Inbox, loop: asyncio.AbstractEventLoop) -> wire.Message:
+    """The next message: the receiver says one at a time until it has welcomed us."""
+    while True:
+        data = await loop.sock_recv(sock, RECV_BYTES)
+        if not data:
+            raise UcxConnectError("the receiver closed the connection")
+        for message in inbox.feed(data):
+            if isinstance(message, wire.Refused):
+                raise UcxConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
+            return message
+
+
+def take_leave(sock: socket.socket, bye: wire.Bye) -> None:
+    """The last word, if the connection takes it, and its end."""
+    try:
+        sock.send(wire.encode(bye))
+        # With bytes left unread the kernel would answer by a reset, which could take the word from the peer.
+        while sock.recv(RECV_BYTES):
+            pass
+    except OSError:
+        pass
+    finally:
+        sock.close()
