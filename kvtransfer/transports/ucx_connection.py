@@ -12,6 +12,7 @@ from baton.ids import Epoch
 from kvtransfer.transport import Seal
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.pair_fence import Evidence
+from kvtransfer.transports.rdma_connection import close_politely
 from kvtransfer.transports.tcp_socket import TcpSocketOptions
 from kvtransfer.transports.ucx_connect import TLS_HELP, check_tls
 from kvtransfer.transports.ucx_nixl import UcxAgent
@@ -133,6 +134,24 @@ class Connection:
             return bool(self.sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
+
+    def send(self, message: wire.Message) -> None:
+        """Best effort: the few bytes fit any socket buffer, and a writer has its own deadlines."""
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.send(wire.encode(message))
+
+    def close_sock(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.sock is not None:
+            loop.remove_reader(self.sock)
+            close_politely(self.sock)
+            self.sock = None
+
+    def cancel_timers(self) -> None:
+        for timer in (self.handshake_timer, self.poll_timer):
+            if timer is not None:
+                timer.cancel()
+        self.handshake_timer = self.poll_timer = None
 
     def open_pidfd(self, pid: int) -> None:
         """Before the nonce is made: the answer to it shows that the process lived, so that the pidfd is its own."""

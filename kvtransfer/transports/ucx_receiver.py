@@ -10,7 +10,6 @@ on the same host, the proof of its death by its pidfd. Without either the pair's
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import socket
 from collections import Counter
@@ -26,7 +25,6 @@ from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.acceptor import Acceptor, listen_on
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_fences import PortFences
-from kvtransfer.transports.rdma_connection import close_politely
 from kvtransfer.transports.tcp_socket import tune
 from kvtransfer.transports.ucx_connect import RECV_BYTES
 from kvtransfer.transports.ucx_connection import Connection, SealParts, SealRefused, UcxReceiverConfig
@@ -111,7 +109,7 @@ class UcxReceiverPort:
         """See `ReceiverPort.fence`. How long it takes depends on the UCX transports: see the top of this file."""
         for number in self._fences.fence(pair, epoch):
             connection = self._connections[number]
-            self._send(connection, wire.Fence(epoch=epoch))
+            connection.send(wire.Fence(epoch=epoch))
             if self._fences_alone and connection.evidence is None:
                 self._prove(connection, Evidence.WORKER)
 
@@ -171,7 +169,7 @@ class UcxReceiverPort:
         if not self._fences_alone and hello.host == self._host:
             connection.open_pidfd(hello.pid)
         connection.nonce = self._randomness(wire.NONCE_BYTES)
-        self._send(connection, wire.Challenge(nonce=connection.nonce))
+        connection.send(wire.Challenge(nonce=connection.nonce))
 
     def _secret(self, connection: Connection, hello: wire.Hello) -> bytes | None:
         """The secret to be proved; None: the connection has been refused."""
@@ -217,14 +215,13 @@ class UcxReceiverPort:
         self._fences.opened(hello.pair, connection.number, hello.epoch)
         connection.opened = True
         connection.seals = SealParts(epoch=hello.epoch, seals_max=self._config.seals_max)
-        self._cancel_timers(connection)
+        connection.cancel_timers()
         if connection.pidfd is not None:
             self._loop.add_reader(connection.pidfd, self._writer_died, connection)
         metadata = agent.metadata()
         proof = wire.receiver_proof(secret, hello, connection.nonce, agent.base, agent.nbytes, metadata)
-        self._send(
-            connection,
-            wire.Welcome(proof=proof, region_base=agent.base, region_nbytes=agent.nbytes, metadata=metadata),
+        connection.send(
+            wire.Welcome(proof=proof, region_base=agent.base, region_nbytes=agent.nbytes, metadata=metadata)
         )
 
     # What writers say.
@@ -286,7 +283,7 @@ class UcxReceiverPort:
             self._fence_own(connection)
         else:
             # It may write on. What remains is its pidfd, if there is one, and a fence that waits.
-            self._close_sock(connection)
+            connection.close_sock(self._loop)
 
     def _writer_died(self, connection: Connection) -> None:
         assert connection.pidfd is not None
@@ -331,7 +328,7 @@ class UcxReceiverPort:
         if whole is None or hello is None:
             return
         self._counts["seals"] += 1
-        self._send(connection, wire.Sealed(number=number))
+        connection.send(wire.Sealed(number=number))
         if not self._closed:
             self._events.seal_landed(hello.pair, whole)
 
@@ -348,7 +345,7 @@ class UcxReceiverPort:
         """Count, tell the peer, close. One that could write is fenced, and heard on where its BYE is needed."""
         self._refused[reason] += 1
         connection.refused = True
-        self._send(connection, wire.Refused(reason=reason))
+        connection.send(wire.Refused(reason=reason))
         if not connection.opened:
             self._drop(connection)
             return
@@ -358,8 +355,8 @@ class UcxReceiverPort:
 
     def _drop(self, connection: Connection) -> None:
         """A connection that never could write, or the end of the port."""
-        self._cancel_timers(connection)
-        self._close_sock(connection)
+        connection.cancel_timers()
+        connection.close_sock(self._loop)
         if connection.pidfd is not None:
             self._loop.remove_reader(connection.pidfd)
             connection.close_pidfd()
@@ -394,21 +391,3 @@ class UcxReceiverPort:
         if connection.opened and not self._closed:
             assert connection.hello is not None and connection.evidence is not None
             self._fences.closed(connection.hello.pair, connection.number, connection.evidence, connection.hello.pid)
-
-    def _send(self, connection: Connection, message: wire.Message) -> None:
-        """Best effort: the few bytes fit any socket buffer, and a writer has its own deadlines."""
-        if connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.send(wire.encode(message))
-
-    def _close_sock(self, connection: Connection) -> None:
-        if connection.sock is not None:
-            self._loop.remove_reader(connection.sock)
-            close_politely(connection.sock)
-            connection.sock = None
-
-    def _cancel_timers(self, connection: Connection) -> None:
-        for timer in (connection.handshake_timer, connection.poll_timer):
-            if timer is not None:
-                timer.cancel()
-        connection.handshake_timer = connection.poll_timer = None
