@@ -86,13 +86,17 @@ class NodeLoad:
     """Transports no longer offered to some peer, counted over the peers."""
     control_loop_lag_ms_max: int = 0
     """Lately; see `baton.loop_lag`."""
+    requests_taken: int = 0
+    """Since the start of the process. Two reports between which a request came and went differ by it, so that everybody
+    is told of the second: of one that says what the last one said, nobody is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
     """What one node says of itself to the directory. Hints: the node's own answer is the truth.
 
-    `sequence` rises with every push of one incarnation; `Membership` sets it. `model` is None for a router.
+    `sequence` rises with every push of one incarnation; `Membership` sets it. Other nodes see it rise when there is
+    something new in the record, not with every heartbeat. `model` is None for a router.
     """
 
     name: NodeName
@@ -212,6 +216,7 @@ def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
         host_blocks_free=load.host_blocks_free,
         transports_given_up=load.transports_given_up,
         control_loop_lag_ms_max=load.control_loop_lag_ms_max,
+        requests_taken=load.requests_taken,
     )
 
 
@@ -236,6 +241,7 @@ def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
         host_blocks_free=message.host_blocks_free,
         transports_given_up=message.transports_given_up,
         control_loop_lag_ms_max=message.control_loop_lag_ms_max,
+        requests_taken=message.requests_taken,
     )
 
 

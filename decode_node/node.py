@@ -73,6 +73,7 @@ class DecodeNode:
         self._admission = Admission(spill, ledger, blocks, self._jobs.values())
         self._lives = Tasks(loop, log, broken="a request's life broke off")
         self._closing = False
+        self._requests_taken = 0
         self._blocks_freed, self._requests_ended = LeaveRate(), LeaveRate()
         self.room_changed: Callable[[], None] = lambda: None
         """Called when a request or its blocks may have made room, outside of a step too."""
@@ -361,6 +362,7 @@ class DecodeNode:
             parked_requests=self._engine.parked,
             host_blocks_filled=0 if spilled is None else spilled.host_filled,
             host_blocks_free=0 if spilled is None else spilled.host_free,
+            requests_taken=self._requests_taken,
         )
 
     async def close(self) -> None:
@@ -379,6 +381,7 @@ class DecodeNode:
     def _start(self, job: Job) -> None:
         self._jobs[job.grant] = job
         self._by_key[job.key] = job
+        self._requests_taken += 1
         self._lives.spawn(self.live(job))
 
     def _drop_kept(self, request: RequestId, *, below: int) -> None:

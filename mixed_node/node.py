@@ -164,7 +164,11 @@ class MixedNode:
     def load(self) -> NodeLoad:
         """Each request once: a kept one is the decode half's."""
         prefill, decode = self.prefill.load(), self.decode.load()
-        return dataclasses.replace(prefill, running_requests=prefill.running_requests + decode.running_requests)
+        return dataclasses.replace(
+            prefill,
+            running_requests=prefill.running_requests + decode.running_requests,
+            requests_taken=prefill.requests_taken + decode.requests_taken,
+        )
 
     def holds(self, writers: Holdings) -> Holdings:
         """What both halves answer for, and the writers."""

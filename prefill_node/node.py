@@ -84,6 +84,7 @@ class PrefillNode:
         self._queue: WaitingLine[Job] = WaitingLine(overtakes_max=config.engine.overtakes_max)
         self._admitted: dict[RequestKey, Job] = {}
         self._tokens_per_s = 0.0
+        self._requests_taken = 0
 
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, *, deadline_s: float, metadata: Metadata
@@ -136,6 +137,7 @@ class PrefillNode:
             drawn=self._loop.create_future(),
         )
         self._queue.add(job)
+        self._requests_taken += 1
         self._admit()
         return job
 
@@ -395,6 +397,7 @@ class PrefillNode:
             waiting_tokens=sum(len(job.tokens) for job in (*self._queue, *self._admitted.values())),
             blocks=block_load(self.ledger),
             prefill_tokens_per_s=self._tokens_per_s,
+            requests_taken=self._requests_taken,
         )
 
     def _measure(self, sink: StepSink) -> None:

@@ -64,9 +64,10 @@ class DecodeStreams:
         return any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
 
     @property
-    def lost(self) -> set[Incarnation]:
-        """Processes that are out of reach, by all that is known."""
-        return {incarnation for incarnation, stream in self._subscriptions.items() if stream.lost}
+    def out_of_reach(self) -> set[Incarnation]:
+        """Processes that this router has lost and not reached since. Their streams are tried again and again, at each
+        news of the directory: what is sent there meanwhile would be lost with the next try."""
+        return {incarnation for incarnation, stream in self._subscriptions.items() if stream.out_of_reach}
 
     def follow(self, records: Sequence[NodeRecord]) -> None:
         """What the directory says: streams are opened to all that are there; those to processes that are gone and serve

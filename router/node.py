@@ -400,5 +400,5 @@ class RouterNode:
             sampling=job.checked.sampling,
             router=self._incarnation,
             cache_salt=job.checked.cache_salt,
-            avoid_decode=job.avoid_decode | self._streams.lost,
+            avoid_decode=job.avoid_decode | self._streams.out_of_reach,
         )

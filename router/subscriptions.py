@@ -116,6 +116,8 @@ class DecodeSubscription:
         self._dones: list[RequestKey] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.out_of_reach = False
+        """Lost, and not connected since: whether it can be reached again, nobody knows while that is tried."""
         self.users = 0
         """Attempts that may still have something to ask of the node or to tell it; counted by the router."""
 
@@ -174,6 +176,7 @@ class DecodeSubscription:
 
     def restarted(self) -> None:
         """Another process has this one's address, by the directory's word."""
+        self.out_of_reach = True
         self.fail_all(_lost(self.name, "it has restarted"))
 
     async def _run(self) -> None:
@@ -184,6 +187,7 @@ class DecodeSubscription:
                 with rpc_errors(self.name):
                     call = self._stub.Subscribe(self._requests(wake))
                     await self._reach.connected(call)
+                    self.out_of_reach = False
                     async for batch in call:
                         self._take(batch)
             except BatonError as error:
@@ -202,6 +206,7 @@ class DecodeSubscription:
                 wake.set()
             if await self._reach.lost():
                 log.warning("node lost", node=self.name, why=self._reach.why)
+                self.out_of_reach = True
                 self.fail_all(_lost(self.name, self._reach.why))
                 return
 

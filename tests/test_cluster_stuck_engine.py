@@ -18,9 +18,10 @@ import grpc
 import pytest
 from batonpb import node_pb2, node_pb2_grpc
 
+from cli.supervisor import ROUTER_NAME
 from kvtransfer.receiver_grants import GrantState
 from kvtransfer.writer_errands import Errands
-from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
+from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
 from tests.inprocess_cluster import MARK, InProcessCluster, inprocess
 from tests.inprocess_scenes import until
 
@@ -86,15 +87,24 @@ async def stuck_cluster(*, busy: bool, **decode_flags: object) -> AsyncIterator[
             stuck.free()
 
 
-async def heartbeats(cluster: InProcessCluster, name: str, seen_by: str) -> None:
-    """Three more of its reports reach another node."""
+async def heartbeats(cluster: InProcessCluster, name: str) -> None:
+    """Three more of its reports reach the directory.
 
-    def sequence() -> int:
-        (record,) = [r for r in cluster.runtimes[seen_by].membership.nodes() if r.name == name]
+    Asked there: the other nodes are not told of a report that says the same as the one before it, and a stuck node has
+    nothing new to say.
+    """
+    directory = cluster.runtimes[ROUTER_NAME].directory
+
+    async def sequence() -> int:
+        (record,) = [r for r in (await directory.list()).records if r.name == name]
         return record.sequence
 
-    first = sequence()
-    await until(cluster, f"heartbeats of {name}", lambda: sequence() >= first + 3)
+    first = await sequence()
+
+    async def three_more() -> bool:
+        return await sequence() >= first + 3
+
+    await wait_for(three_more, f"heartbeats of {name}", story=cluster.story)
 
 
 async def answers_status(cluster: InProcessCluster, name: str) -> node_pb2.NodeStatus:
@@ -125,7 +135,7 @@ def test_a_stuck_prefill_engine_gives_its_grants_back(busy: bool) -> None:
             call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=4))
             await until(cluster, "the engine to be stuck", lambda: bool(stuck.inside))
             assert stuck.inside == {"prefill-0"}
-            await heartbeats(cluster, "prefill-0", seen_by="decode-0")
+            await heartbeats(cluster, "prefill-0")
             assert (await answers_status(cluster, "prefill-0")).grants_written == 1
             assert not all_free(cluster)
             call.cancel()
@@ -164,7 +174,7 @@ def test_a_node_with_a_stuck_engine_takes_lapsed_grants_back(busy: bool) -> None
                 await until(cluster, "the lapsed grant's end", lambda: receiver.grants.unreleased == 1)
                 blocks = receiver.grants.ledger.books()
                 assert (blocks.writer_owned, blocks.quarantined) == (0, 0)
-            await heartbeats(cluster, "decode-0", seen_by="prefill-0")
+            await heartbeats(cluster, "decode-0")
             await answers_status(cluster, "decode-0")
             call.cancel()
             running.cancel()

@@ -81,7 +81,7 @@ class DirectoryServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """A snapshot first, then every change.
+        """A snapshot first, then every change. A push that changes the sequence alone is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
