@@ -116,6 +116,8 @@ class DecodeSubscription:
         self._dones: list[RequestKey] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._told = False
+        """The log says that it is out of reach. Streams to a dead process are tried until the directory drops it."""
         self.users = 0
         """Attempts that may still have something to ask of the node or to tell it; counted by the router."""
 
@@ -184,13 +186,17 @@ class DecodeSubscription:
                 with rpc_errors(self.name):
                     call = self._stub.Subscribe(self._requests(wake))
                     await self._reach.connected(call)
+                    if self._told:
+                        log.info("node reached again", node=self.name)
+                    self._told = False
                     async for batch in call:
                         self._take(batch)
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self.restarted()
                     return
-                log.info("stream broken", node=self.name, error=error.message)
+                if not self._told:
+                    log.info("stream broken", node=self.name, error=error.message)
             except Exception:
                 # A bug of ours ends the requests of this stream, and says so.
                 log.exception("stream broke off", node=self.name)
@@ -201,7 +207,9 @@ class DecodeSubscription:
                 self._wake = asyncio.Event()
                 wake.set()
             if await self._reach.lost():
-                log.warning("node lost", node=self.name, why=self._reach.why)
+                if not self._told:
+                    log.warning("node lost", node=self.name, why=self._reach.why)
+                self._told = True
                 self.fail_all(_lost(self.name, self._reach.why))
                 return
 
