@@ -120,7 +120,9 @@ class DecodeStreams:
                         return
                     why = error.message
             tell = log.info if subscription.lost else log.warning
-            tell("cancel unanswered", request=key.request, node=subscription.name, tries=limits.cancel_tries_max, why=why)
+            tell(
+                "cancel unanswered", request=key.request, node=subscription.name, tries=limits.cancel_tries_max, why=why
+            )
         finally:
             subscription.users -= 1
 
