@@ -23,7 +23,7 @@ from tests.test_cluster_resume import FAST
 PLACEMENT_WAIT_MS = 1_000
 PROMPT_TOKENS = 1_500
 REQUESTS = 12
-SLOW_PREFILL = {"engine.mock_layer_delay_ms": 40}
+SLOW_PREFILL = {"engine.mock_layer_delay_ms": 40, "stop_grace_ms": 100}
 """Half a second for each prompt, so that three answers take longer than a new request may look for a node."""
 
 
