@@ -54,6 +54,10 @@ class DecodeConfig:
     finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
     finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})
     orphan_ms: int = field(default=10_000, metadata={"help": "a request whose router is away this long is cancelled"})
+    resumed_wait_ms: int = field(
+        default=1_500,
+        metadata={"help": "how long new requests stand back for one in the middle of its answer that found no room"},
+    )
     busy_retry_ms: int = field(default=200, metadata={"help": "a full node is worth another try after this at least"})
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
@@ -66,4 +70,4 @@ class DecodeConfig:
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
         check_positive(self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms", "busy_retry_ms")
-        check_positive(self, "drain_ms_max", "stop_grace_ms")
+        check_positive(self, "resumed_wait_ms", "drain_ms_max", "stop_grace_ms")

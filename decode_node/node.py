@@ -21,6 +21,7 @@ from cachestore.spill import Spill
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, answer_growth, granted_job, kept_job, why_never
 from decode_node.overcommit import Admission
+from decode_node.resumed_first import ResumedFirst
 from decode_node.streams import TokenStreams
 from engine.block_manager import BlockManager
 from engine.core import Engine, TokenEvent
@@ -36,6 +37,8 @@ from kvtransfer.record_checks import checksums_from_proto
 from kvtransfer.report import block_load
 
 log = get_log("decode")
+
+NO_BLOCKS = "its blocks are set aside for other requests"
 
 
 class DecodeNode:
@@ -71,6 +74,7 @@ class DecodeNode:
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
         self._admission = Admission(spill, ledger, blocks, self._jobs.values())
+        self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms)
         self._lives = Tasks(loop, log, broken="a request's life broke off")
         self._closing = False
         self._requests_taken = 0
@@ -147,8 +151,8 @@ class DecodeNode:
         try:
             new = known_blocks - len(prefix)
             footprint = known_blocks + promise
-            place = self.has_place
-            room = place and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
+            why_not = self._why_not_now(resumed=bool(request.output))
+            room = why_not is None and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
             if room and not repeated:
                 self._blocks.make_room(new)
             answer = self.receiver.reserve(
@@ -168,10 +172,14 @@ class DecodeNode:
         finally:
             self._blocks.release(prefix)
         if isinstance(answer, AnswerRefused):
-            if answer.refusal in (Refusal.BUSY, Refusal.FENCING, Refusal.SPAN):
-                reason = answer.refusal.value if place else "its request limit is reached"
-                return self._busy(key, reason, blocks_lacking=max(0, footprint - self.ledger.available))
+            if answer.refusal is Refusal.BUSY:
+                if request.output:
+                    self._resumed_first.refused(key.request, self._loop.time())
+                return self._busy(key, why_not or NO_BLOCKS, blocks_lacking=footprint - self.ledger.available)
+            if answer.refusal in (Refusal.FENCING, Refusal.SPAN):
+                return self._busy(key, answer.refusal.value, blocks_lacking=0)
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
+        self._resumed_first.granted(key.request)
         if answer.grant not in self._jobs:
             self._drop_kept(key.request, below=key.attempt)
             deadline_s = self._loop.time() + request.deadline_left_ms / 1000
@@ -211,6 +219,14 @@ class DecodeNode:
             ),
             checksums,
         )
+
+    def _why_not_now(self, *, resumed: bool) -> str | None:
+        """What keeps any request out at the moment, whatever its size."""
+        if not self.has_place:
+            return "its request limit is reached"
+        if not resumed and self._resumed_first.waiting(self._loop.time()):
+            return "answers that have lost their node go first"
+        return None
 
     # What a mixed node asks, for requests that it keeps.
 
@@ -408,7 +424,7 @@ class DecodeNode:
     def _busy(self, key: RequestKey, reason: str, *, blocks_lacking: int) -> transfer_pb2.ReserveReply:
         """Blocks and promises leave with the requests that end; a place among the requests does with any of them."""
         now_s = self._loop.time()
-        waits = [wait_s(blocks_lacking, self._blocks_freed.per_s(now_s))]
+        waits = [wait_s(max(0, blocks_lacking), self._blocks_freed.per_s(now_s))]
         if not self.has_place:
             waits.append(wait_s(1, self._requests_ended.per_s(now_s)))
         known = [wait for wait in waits if wait is not None]

@@ -83,6 +83,10 @@ class MixedConfig:
     finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
     finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})
     orphan_ms: int = field(default=10_000, metadata={"help": "a request whose router is away this long is cancelled"})
+    resumed_wait_ms: int = field(
+        default=1_500,
+        metadata={"help": "how long new requests stand back for one in the middle of its answer that found no room"},
+    )
     busy_retry_ms: int = field(
         default=200, metadata={"help": "a full queue or node is worth another try after this at least"}
     )

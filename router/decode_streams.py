@@ -110,7 +110,7 @@ class DecodeStreams:
 
     async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
         """Bounded tries; a node that answers none of them is left to its own timers."""
-        limits = self._config
+        limits, why = self._config, ""
         try:
             for _ in range(limits.cancel_tries_max):
                 try:
@@ -119,7 +119,11 @@ class DecodeStreams:
                 except BatonError as error:
                     if error.reason is Reason.INCARNATION_MISMATCH:
                         return
-                    log.warning("cancel unanswered", request=key.request, node=subscription.name, error=error.message)
+                    why = error.message
+            tell = log.info if subscription.lost else log.warning
+            tell(
+                "cancel unanswered", request=key.request, node=subscription.name, tries=limits.cancel_tries_max, why=why
+            )
         finally:
             subscription.users -= 1
 

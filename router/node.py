@@ -41,6 +41,8 @@ log = get_log("router")
 
 PLACEMENT_DOUBLINGS_MAX = 4
 """The pause between two looks doubles this often."""
+RESUMED_DOUBLINGS_MAX = 2
+"""So that of a request in the middle of its answer: decode nodes keep room for one that comes again soon."""
 
 
 class RouterNode:
@@ -161,7 +163,7 @@ class RouterNode:
         looks = 0
         for number in range(1 << 30):
             key = RequestKey(request=job.id, attempt=Attempt(number))
-            attempt = Try(inbox=Inbox(key=key, first_index=len(job.output)))
+            attempt = Try(inbox=Inbox(key=key, first_index=len(job.output)), began_s=self._loop.time())
             try:
                 async with aclosing(self._attempt(job, attempt)) as batches:
                     async for batch in batches:
@@ -169,10 +171,11 @@ class RouterNode:
                 return
             except BatonError as error:
                 error_reason = error.reason
-                verdict = job.retries.judge(error, granted=attempt.taken, now_s=self._loop.time())
-                log.info(
-                    verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message
+                verdict = job.retries.judge(
+                    error, granted=attempt.taken, now_s=self._loop.time(), began_s=attempt.began_s
                 )
+                tell = log.debug if looks and verdict is Verdict.PLACE_AGAIN else log.info
+                tell(verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message)
             if verdict is Verdict.RESUME:
                 looks = 0
                 job.stats.resumptions += 1
@@ -182,11 +185,11 @@ class RouterNode:
                     job.avoid_decode.add(attempt.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
-                await self._pause(looks)
+                await self._pause(looks, RESUMED_DOUBLINGS_MAX if job.output else PLACEMENT_DOUBLINGS_MAX)
                 looks += 1
 
-    async def _pause(self, looks: int) -> None:
-        pause_ms = self.config.placement_retry_ms << min(looks, PLACEMENT_DOUBLINGS_MAX)
+    async def _pause(self, looks: int, doublings_max: int = PLACEMENT_DOUBLINGS_MAX) -> None:
+        pause_ms = self.config.placement_retry_ms << min(looks, doublings_max)
         await asyncio.sleep(pause_ms / 1000 * self._rng.uniform(0.5, 1.5))
 
     async def _attempt(self, job: Job, attempt: Try) -> AsyncGenerator[TokenPart, None]:

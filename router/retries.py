@@ -41,6 +41,16 @@ ASK_ANOTHER = frozenset(
     }
 )
 """The prefill node's own trouble: the next try goes to another one where there is one."""
+LOST_WAITING = frozenset(
+    {
+        Reason.NODE_DRAINING,
+        Reason.HANDOFF_FAILED,
+        Reason.PAIR_FENCING,
+        Reason.PEER_UNREACHABLE,
+        Reason.INCARNATION_MISMATCH,
+    }
+)
+"""A node had taken it into its queue, and is no longer one for it. Its wait there was no search for a node."""
 RESUMABLE = frozenset(
     {
         Reason.PEER_UNREACHABLE,
@@ -124,9 +134,12 @@ class Retries:
     deaths: int = 0
     resumptions: int = 0
 
-    def judge(self, error: BatonError, *, granted: bool, now_s: float) -> Verdict:
-        """Count the failure of an attempt. Raises what the client is told where nothing more is tried."""
+    def judge(self, error: BatonError, *, granted: bool, now_s: float, began_s: float | None = None) -> Verdict:
+        """Count the failure of an attempt that began at `began_s`. Raises what the client is told where nothing more is
+        tried."""
         if not granted:
+            if error.reason in LOST_WAITING and began_s is not None:
+                self.give_up_s += now_s - began_s
             if error.reason in PLACE_AGAIN and now_s < self.give_up_s:
                 return Verdict.PLACE_AGAIN
             raise error

@@ -117,7 +117,8 @@ class DecodeSubscription:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.out_of_reach = False
-        """Lost, and not connected since: whether it can be reached again, nobody knows while that is tried."""
+        """Lost, and not connected since: whether it can be reached again, nobody knows while that is tried. The log has
+        been told; streams to a dead process are tried until the directory drops it."""
         self.users = 0
         """Attempts that may still have something to ask of the node or to tell it; counted by the router."""
 
@@ -187,6 +188,8 @@ class DecodeSubscription:
                 with rpc_errors(self.name):
                     call = self._stub.Subscribe(self._requests(wake))
                     await self._reach.connected(call)
+                    if self.out_of_reach:
+                        log.info("node reached again", node=self.name)
                     self.out_of_reach = False
                     async for batch in call:
                         self._take(batch)
@@ -194,7 +197,8 @@ class DecodeSubscription:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self.restarted()
                     return
-                log.info("stream broken", node=self.name, error=error.message)
+                if not self._told:
+                    log.info("stream broken", node=self.name, error=error.message)
             except Exception:
                 # A bug of ours ends the requests of this stream, and says so.
                 log.exception("stream broke off", node=self.name)
@@ -205,7 +209,8 @@ class DecodeSubscription:
                 self._wake = asyncio.Event()
                 wake.set()
             if await self._reach.lost():
-                log.warning("node lost", node=self.name, why=self._reach.why)
+                if not self.out_of_reach:
+                    log.warning("node lost", node=self.name, why=self._reach.why)
                 self.out_of_reach = True
                 self.fail_all(_lost(self.name, self._reach.why))
                 return

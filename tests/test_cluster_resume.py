@@ -109,7 +109,8 @@ def test_a_second_node_dies_and_it_is_given_up() -> None:
 
 def test_a_decode_node_is_killed_under_load() -> None:
     """Forty answers run on two nodes and one of them is killed. All are complete and exact, those of the dead node
-    resumed behind what their clients had; nobody's first token comes twice."""
+    resumed behind what their clients had; nobody's first token comes twice. The router's log says once that the node
+    is lost, and of each cancel once that it was not heard."""
 
     async def scenario(cluster: RunningCluster) -> None:
         rng = random.Random(PROMPT_SEED + 1)
@@ -125,6 +126,10 @@ def test_a_decode_node_is_killed_under_load() -> None:
             answer.stats.decode_node for answer in answers if not answer.stats.resumptions
         }
         await assert_conserved(cluster)
+        log = cluster.cluster.log_text("router-0").splitlines()
+        assert len([line for line in log if "node lost" in line and "node=decode-1" in line]) == 1
+        unheard = [line for line in log if "cancel unanswered" in line]
+        assert len(unheard) <= sum(answer.stats.resumptions for answer in answers)
 
     spec = mock_spec(prefill=2, decode=2, blocks=1500, both=FAST, router_flags=ROUTER_FLAGS, decode_flags=SLOW_DECODE)
     with running(spec) as cluster:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Attempt, RequestId, RequestKey
 from router.job import Try
-from router.retries import DEATHS, PLACE_AGAIN, RESUMABLE, ResumptionPace, Retries, RetryConfig, Verdict
+from router.retries import DEATHS, LOST_WAITING, PLACE_AGAIN, RESUMABLE, ResumptionPace, Retries, RetryConfig, Verdict
 from router.subscriptions import Inbox
 
 CLIENTS_OWN = frozenset(
@@ -56,6 +56,20 @@ def test_nobody_had_taken_it(reason: Reason) -> None:
     assert (job.deaths, job.resumptions) == (0, 0)
     with pytest.raises(BatonError) as refused:
         job.judge(failed(reason), granted=False, now_s=10.0)
+    assert refused.value.reason is reason
+
+
+@pytest.mark.parametrize("reason", by_name(PLACE_AGAIN))
+def test_the_wait_in_the_queue_of_a_lost_node_was_no_search(reason: Reason) -> None:
+    """A request may look for a node until 10 s, has looked for 4 and waited for 20: it may look for 6 more where its
+    node was lost, and no more where a node says that there is no room."""
+    job = retries()
+    if reason in LOST_WAITING:
+        assert job.judge(failed(reason), granted=False, now_s=24.0, began_s=4.0) is Verdict.PLACE_AGAIN
+        assert job.judge(failed(reason), granted=False, now_s=29.9, began_s=29.9) is Verdict.PLACE_AGAIN
+        assert job.give_up_s == 30.0
+    with pytest.raises(BatonError) as refused:
+        job.judge(failed(reason), granted=False, now_s=30.0, began_s=30.0)
     assert refused.value.reason is reason
 
 
