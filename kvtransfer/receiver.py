@@ -379,7 +379,7 @@ class Receiver:
         self._tasks.spawn(self._revoke(instruction.pair, instruction.number))
 
     async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
-        """One call to the writer. Its answer is its word, like a let-go; no answer is nothing, and the timer goes on."""
+        """One call to the writer. Its answer is its word, as a let-go is; no answer is none, and the timer goes on."""
         endpoint = self._writers.get(pair, "")
         try:
             stub = transfer_pb2_grpc.TransferStub(self._channels.get(endpoint))

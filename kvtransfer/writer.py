@@ -34,8 +34,8 @@ from kvtransfer.grant_messages import (
     SendSeal,
     StartWriting,
     WriterEvent,
-    WritesCompleted,
     WritesAdrift,
+    WritesCompleted,
     WritesDropped,
     WritesPosted,
 )

@@ -188,7 +188,7 @@ class WriterGrants:
         return known.state if known else _W.DONE
 
     def is_adrift(self, number: ReserveNumber) -> bool:
-        """Writes under this number were on their way when their link ended, and the peer was given up before it knew."""
+        """Writes of this number were on their way when their link ended, and the peer was given up before it knew."""
         return number in self._adrift_untold
 
     def may_post(self, number: ReserveNumber) -> bool:

@@ -100,8 +100,8 @@ class ChainQueue:
         adrift: Callable[[GrantId], None],
         wake: Callable[[], None],
     ) -> None:
-        """`adrift` is called on the loop's thread for each grant with writes on their way when the queue pairs were lost,
-        before these complete. `wake` is called, from any thread and under the queue's lock, when there is something to take."""
+        """`adrift` is called on the loop's thread for each grant with writes on their way as the queue pairs are lost,
+        before these complete; `wake`, from any thread and under the queue's lock, when there is something to take."""
         assert limits.send_wrs_max > 1 and limits.chain_wrs_max > 0
         self._limits = limits
         self._src_nbytes, self._dst_nbytes = src_nbytes, dst_nbytes

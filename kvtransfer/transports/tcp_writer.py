@@ -6,7 +6,7 @@ acknowledged, or when the link is over: then every socket is closed and every th
 any more (DESIGN I1).
 
 Nothing is ever `writes_adrift` here, though the kernels and the network may still hold frames of a link that broke: the
-receiver takes no byte of one before it has found the grant among those that it allows, and a let-go takes it from there.
+receiver takes no byte of one before it has found the grant among those that it allows, which a let-go ends.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ class DataPath:
         return any(admits(receiver, *pair, grant) for grant, _ in connection.queue)
 
     def admits(self, receiver: ReceiverInfo, connection: Connection, grant: GrantId) -> bool:
-        """Would a write of this grant land, if it came now on this connection? By RDMA it would as long as there is one:
-        the device asks nobody."""
+        """Would a write of this grant land, if it came now on this connection? By RDMA as long as there is one: the
+        device asks nobody."""
         return self._rdma or self._receivers.admits(receiver, connection.writer, connection.epoch, grant)
 
     def oldest_landed(self, number: int, receiver: ReceiverInfo, writer: int, grant: GrantId) -> int:
