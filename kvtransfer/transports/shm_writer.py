@@ -175,9 +175,11 @@ class ShmWriterLink:
                 config=config,
                 turns=turns or config.turns(),
             )
-        except BaseException:
+        except BaseException as error:
             # No thread could be started. The region may still be mapped, so no BYE.
             sock.close()
+            if isinstance(error, RuntimeError):
+                raise ShmConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
             raise
 
     @property
