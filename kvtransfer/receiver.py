@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
@@ -271,10 +271,10 @@ class Receiver:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        commits, let_gos = self._commits.values(), self._let_gos.values()
-        for waiter in (*itertools.chain(*commits), *itertools.chain(*let_gos)):
-            if not waiter.done():
-                waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
+        for commit in itertools.chain(*self._commits.values()):
+            _shutting_down(commit)
+        for let_go in itertools.chain(*self._let_gos.values()):
+            _shutting_down(let_go)
         await self._tasks.cancel()
         self.checks.close()
 
@@ -401,3 +401,8 @@ class Receiver:
 
     def _header(self, pair: Pair) -> common_pb2.Header:
         return common_pb2.Header(sender=pair.receiver, receiver=pair.writer)
+
+
+def _shutting_down(waiter: asyncio.Future[Any]) -> None:
+    if not waiter.done():
+        waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))

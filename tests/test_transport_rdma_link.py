@@ -267,8 +267,7 @@ def test_a_port_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
     async def test() -> None:
         async with receiving() as r, linked(r, source_bytes(1, REGION_NBYTES)) as (_, events):
             qps = r.qps
-            device = r.memory.device
-            assert isinstance(device, DoubleDevice)
+            device: Any = r.memory.device
             DoubleQueuePairs.fails_to_destroy = 1 << 20
             await r.port.close()
             assert not qps.destroyed

@@ -294,6 +294,7 @@ class Wrapper:
     """An object with a pointer where pyverbs' objects have one; to another Python object, or to nothing."""
 
     __slots__ = ("first",)
+    first: bytes
     qp_num, cqe = 77, 5
 
 
