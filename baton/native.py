@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 COMPILE_S_MAX = 180
 COMPILERS = ("cc", "gcc", "clang")
@@ -43,7 +44,7 @@ def library_name(source: Path, libraries: tuple[str, ...] = ()) -> str:
 
 
 def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
-    """Compile `source` into `folder` unless it is there. Several processes may do so at once.
+    """Compile `source` into `folder` unless it is there, whole. Several processes may do so at once.
 
     `libraries` are linked to, as for "-l".
 
@@ -51,7 +52,7 @@ def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
         NotBuilt: no compiler, an error of the compiler, or a folder that cannot be written to.
     """
     target = folder / library_name(source, libraries)
-    if target.exists():
+    if _is_whole(target):
         return target
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
@@ -77,6 +78,27 @@ def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
     return target
+
+
+def _is_whole(library: Path) -> bool:
+    """It is there, from the first bytes to the last, which in a 64-bit ELF file are the section headers.
+
+    A copy that broke off, or a full disk, may have left less: the loader would not notice, and the process end with
+    SIGBUS. What is damaged otherwise the loader refuses.
+    """
+    try:
+        with library.open("rb") as file:
+            head = file.read(64)
+            nbytes = os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(head) < 64 or head[:4] != b"\x7fELF":
+        return False
+    if head[4] != 2:
+        return True  # no 64-bit file: laid out in another way
+    order: Literal["little", "big"] = "little" if head[5] == 1 else "big"
+    sections, size, count = (int.from_bytes(head[a:b], order) for a, b in ((40, 48), (58, 60), (60, 62)))
+    return nbytes >= sections + size * count
 
 
 def load(source: Path, libraries: tuple[str, ...] = ()) -> NativeLibrary:
@@ -114,5 +136,5 @@ def _check_owner(path: Path, source: Path) -> None:
         trusted.add(source.stat().st_uid)
     for place in (path, path.parent):
         status = place.stat()
-        if status.st_uid not in trusted or status.st_mode & stat.S_IWOTH:
+        if status.st_uid not in trusted or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise NotBuilt(f"{place} belongs to, or may be written by, another user")

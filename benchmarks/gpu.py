@@ -306,6 +306,9 @@ class _Events:
         self.completed.append(grant)
         self._changed.set()
 
+    def writes_adrift(self, grant: GrantId) -> None:
+        raise AssertionError(grant)
+
     def link_lost(self, pair: Pair, reason: str) -> None:
         raise AssertionError(f"the receiver of the benchmark is gone: {reason}")
 

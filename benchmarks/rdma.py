@@ -60,6 +60,9 @@ class Events:
         assert copied, (grant, writes, bytes_written)
         self.completed.set()
 
+    def writes_adrift(self, grant: GrantId) -> None:
+        raise AssertionError(grant)
+
     def link_lost(self, pair: Pair, reason: str) -> None:
         raise AssertionError((pair, reason))
 
@@ -205,6 +208,7 @@ def _post_queued(native: NativePoster, ops: WriteOps, chain: int) -> float:
         dst_nbytes=POSTER_REGION_BYTES,
         loop=loop,
         completed=lambda *_: None,
+        adrift=lambda _: None,
         wake=lambda: None,
     )
     began = time.thread_time()

@@ -46,6 +46,9 @@ class Events:
         assert self.done is not None
         self.done.set_result(None)
 
+    def writes_adrift(self, grant: GrantId) -> None:
+        raise AssertionError(grant)
+
     def link_lost(self, pair: Pair, reason: str) -> None:
         """The receiver is the first to be ended."""
 

@@ -22,7 +22,7 @@ from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.rdma import RdmaReceiverPort
-from kvtransfer.transports.rdma_offer import register_if_usable
+from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from kvtransfer.transports.shm import ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
 from kvtransfer.transports.ucx import UcxReceiverPort
@@ -52,14 +52,17 @@ def make_receiver(
     return receiver
 
 
-def open_ports(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> None:
-    """Listen for data connections on each transport; `ports.close` ends it, after a failure too.
+def open_ports(
+    config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts, lent: LentRegistration | None = None
+) -> None:
+    """Listen for data connections on each transport; `ports.close` ends it, after a failure too. The region is
+    registered for rdma here, unless that is `lent`.
 
     Raises BatonError PORT_IN_USE or BAD_ENDPOINT, InvalidField.
     """
     for transport in config.transports:
         if transport is TransportName.RDMA:
-            _open_rdma_port(config, pool, ports)
+            _open_rdma_port(config, pool, ports, lent)
         elif transport is TransportName.UCX:
             _open_ucx_port(config, pool, ports)
         else:
@@ -103,15 +106,21 @@ def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool,
         )
 
 
-def _open_rdma_port(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> None:
+def _open_rdma_port(
+    config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts, lent: LentRegistration | None
+) -> None:
     """Only where a device works. What its links have to say goes to a port of its own, on the host of tcp's."""
     loop = asyncio.get_running_loop()
-    memory = register_if_usable(
-        config.transports, lambda: pool.region.array_U8, config.rdma.rdma, loop, remote_writes=True
-    )
+    if lent is not None:
+        memory = lent.memory
+    else:
+        memory = register_if_usable(
+            config.transports, lambda: pool.region.array_U8, config.rdma.rdma, loop, remote_writes=True
+        )
     if memory is None:
         return
-    ports.close_last(memory.close)
+    if lent is None:
+        ports.close_last(memory.close)
     host, _ = split_endpoint(config.data_listen or config.listen)
     listen = join_endpoint(host, 0)
     with _port_errors(listen):

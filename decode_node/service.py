@@ -91,7 +91,8 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
 
     async def LetGo(self, request: transfer_pb2.LetGoRequest, context: Any) -> transfer_pb2.LetGoReply:
         pair = self._pair(request.header)
-        self._receiver.let_go(pair, ReserveNumber(request.number), ReserveNumber(request.lowest_live))
+        number, lowest_live = ReserveNumber(request.number), ReserveNumber(request.lowest_live)
+        await self._receiver.let_go(pair, number, lowest_live, adrift=request.writes_adrift)
         return transfer_pb2.LetGoReply()
 
     def _pair(self, header: common_pb2.Header) -> Pair:

@@ -45,6 +45,8 @@ class GrantEntry:
     check: RecordCheck = RecordCheck.NONE
     was_committed: bool = False
     revoke_rounds: int = 0
+    let_go_waits: bool = False
+    """The writer has let go with writes adrift: it is answered when there is evidence."""
     story: tuple[str, ...] = ()
 
 

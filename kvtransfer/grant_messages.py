@@ -92,6 +92,8 @@ class WriterLetGo:
     pair: Pair
     number: ReserveNumber
     lowest_live: ReserveNumber
+    adrift: bool = False
+    """Its link ended with writes of `number` on their way, which may land yet: no evidence for that number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +211,8 @@ class ReportCorrupt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLetGo:
+    """Answers every LetGo of this number that waits; if writes were adrift, only now that a fence has stopped them."""
+
     pair: Pair
     number: ReserveNumber
 
@@ -365,6 +369,13 @@ class WritesDropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WritesAdrift:
+    """The link ended with posted writes on their way: they complete here, and may land yet. Comes before completion."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllPosted:
     number: ReserveNumber
 
@@ -435,6 +446,7 @@ WriterEvent = (
     | WritesPosted
     | WritesCompleted
     | WritesDropped
+    | WritesAdrift
     | AllPosted
     | CommitAnswered
     | CommitUnanswered
@@ -503,6 +515,8 @@ class ReleaseSources:
 class SendLetGo:
     number: ReserveNumber
     lowest_live: ReserveNumber
+    adrift: bool = False
+    """No evidence: see WriterLetGo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -510,6 +524,8 @@ class AnswerRevoke:
     """Answers every Revoke of this number that waits."""
 
     number: ReserveNumber
+    adrift: bool = False
+    """No evidence: see WriterLetGo."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ class Handoff:
     retries: int = 0
     sample: SourceSample | None = None
     """What goes along with the Commit; None where nothing is sampled."""
-    revoke_waiters: list[asyncio.Future[None]]
+    revoke_waiters: list[asyncio.Future[bool]]
 
     def may_post(self) -> bool:
         return self.peer.machine.may_post(self.number)

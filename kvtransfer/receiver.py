@@ -7,9 +7,10 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
@@ -131,10 +132,12 @@ class Receiver:
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
+        self._let_gos: dict[tuple[Pair, ReserveNumber], list[asyncio.Future[None]]] = {}
         self._tasks = Tasks(loop, log)
         self._revoking: set[tuple[Pair, ReserveNumber]] = set()
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
+            AnswerLetGo: self._answer_let_go,
             SendRevoke: self._send_revoke,
             FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
             ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
@@ -208,10 +211,22 @@ class Receiver:
             if waiters is not None and waiter in waiters:
                 waiters.remove(waiter)
 
-    def let_go(self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber) -> None:
-        if pair in self._writers:  # else there is nothing of it here, and no book is to be opened for it
-            answer = self._handle(WriterLetGo(pair=pair, number=number, lowest_live=lowest_live))
-            assert isinstance(answer, AnswerLetGo), answer
+    async def let_go(
+        self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, adrift: bool = False
+    ) -> None:
+        """The writer's word. With writes adrift this returns when a fence of the pair has stopped them."""
+        if pair not in self._writers:
+            return  # there is nothing of it here, and no book is to be opened for it
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        waiters = self._let_gos.setdefault((pair, number), [])
+        waiters.append(waiter)
+        try:
+            self._handle(WriterLetGo(pair=pair, number=number, lowest_live=lowest_live, adrift=adrift))
+            await waiter
+        finally:
+            waiters.remove(waiter)
+            if not waiters:
+                self._let_gos.pop((pair, number), None)
 
     def cancel(self, key: RequestKey) -> None:
         self._handle(RequestCancelled(key=key))
@@ -256,10 +271,10 @@ class Receiver:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        for waiters in self._commits.values():
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
+        for commit in itertools.chain(*self._commits.values()):
+            _shutting_down(commit)
+        for let_go in itertools.chain(*self._let_gos.values()):
+            _shutting_down(let_go)
         await self._tasks.cancel()
         self.checks.close()
 
@@ -300,7 +315,7 @@ class Receiver:
             if isinstance(instruction, AnswerGranted):
                 ranges = RecordRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
                 self.ports.allow(instruction.pair, instruction.epoch, instruction.grant, ranges)
-            if isinstance(instruction, AnswerGranted | AnswerRefused | AnswerRenew | AnswerLetGo | AnswerResolve):
+            if isinstance(instruction, AnswerGranted | AnswerRefused | AnswerRenew | AnswerResolve):
                 answer = instruction
             else:
                 self._actions[type(instruction)](instruction)
@@ -314,6 +329,11 @@ class Receiver:
                 waiter.set_exception(self.checks.error(instruction.grant))
             else:
                 waiter.set_result(instruction.committed)
+
+    def _answer_let_go(self, instruction: AnswerLetGo) -> None:
+        for waiter in self._let_gos.get((instruction.pair, instruction.number), ()):
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _stop_request(self, instruction: StopRequest) -> None:
         self._host.cancelled(instruction.key, instruction.grant)
@@ -359,13 +379,13 @@ class Receiver:
         self._tasks.spawn(self._revoke(instruction.pair, instruction.number))
 
     async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
-        """One call to the writer. Its answer is evidence; no answer is nothing, and the timer goes on."""
+        """One call to the writer. Its answer is its word, as a let-go is; no answer is none, and the timer goes on."""
         endpoint = self._writers.get(pair, "")
         try:
             stub = transfer_pb2_grpc.TransferStub(self._channels.get(endpoint))
             request = transfer_pb2.RevokeRequest(header=self._header(pair), number=number)
             with rpc_errors(endpoint):
-                await stub.Revoke(request, timeout=self.config.revoke_ms / 1000)
+                reply = await stub.Revoke(request, timeout=self.config.revoke_ms / 1000)
         except BatonError as error:
             log.warning("revoke unanswered", writer=endpoint, number=number, error=error.message)
             return
@@ -373,7 +393,7 @@ class Receiver:
             return  # the channel was closed under us: this node is stopping
         finally:
             self._revoking.discard((pair, number))
-        self._handle(WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0)))
+        self._handle(WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0), adrift=reply.writes_adrift))
 
     def _drop_channel(self, endpoint: str) -> None:
         if endpoint not in self._writers.values():
@@ -381,3 +401,8 @@ class Receiver:
 
     def _header(self, pair: Pair) -> common_pb2.Header:
         return common_pb2.Header(sender=pair.receiver, receiver=pair.writer)
+
+
+def _shutting_down(waiter: asyncio.Future[Any]) -> None:
+    if not waiter.done():
+        waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))

@@ -7,7 +7,9 @@ ids come with the event).
 Its states and the table of their transitions are in `receiver_states`, its books in `grant_book`.
 
 Time may start a revocation; only evidence ends a writer's right (DESIGN I2): seals and commit, the writer's own word
-(`WriterLetGo`, or a rising `lowest_live`), or the transport's (`PairFenced`).
+(`WriterLetGo`, or a rising `lowest_live`), or the transport's (`PairFenced`). A word of writes that are adrift is none:
+it starts a fence, whose evidence ends the right and answers the word. A writer's `lowest_live` stays below that number
+until it has the answer.
 """
 
 from __future__ import annotations
@@ -150,6 +152,10 @@ class ReceiverGrants(GrantBook):
             self._drop_request(grant)
         self._answer_commit(grant, committed=False)
         self._out.append(StopGrantTimers(grant=grant.id))
+        if grant.let_go_waits:
+            grant.let_go_waits = False
+            self._step(grant, Step.LET_GO, GrantState.RELEASED)
+            self._out.append(AnswerLetGo(pair=grant.pair, number=grant.number))
 
     def _drop_request(self, grant: GrantEntry) -> None:
         self.ledger.drop(grant.blocks)
@@ -289,6 +295,12 @@ class ReceiverGrants(GrantBook):
     def _let_go(self, event: WriterLetGo) -> None:
         pair = self._pair(event.pair)
         self._raise_lowest_live(event.pair, event.lowest_live)
+        grant = self._grants.get(pair.by_number.get(event.number, GrantId(b"")))
+        if event.adrift and grant is not None and grant.state in UNCOMMITTED:
+            # What is under way lands without asking for the grant, until our end of its link is closed.
+            grant.let_go_waits = True
+            self._start_fence(event.pair)
+            return
         self._writer_let_go(event.pair, event.number)
         within_span = pair.lowest_live <= event.number < pair.lowest_live + self.limits.live_span_max
         if within_span and event.number not in pair.by_number:

@@ -34,6 +34,7 @@ from kvtransfer.grant_messages import (
     SendSeal,
     StartWriting,
     WriterEvent,
+    WritesAdrift,
     WritesCompleted,
     WritesDropped,
     WritesPosted,
@@ -249,19 +250,22 @@ class WriterPeer:
         handoff.steps.add(step)
         return step
 
-    async def revoked(self, number: ReserveNumber) -> None:
+    async def revoked(self, number: ReserveNumber) -> bool:
         """The receiver takes a grant back: returns when nothing is written under this number any more.
+
+        True: what was under way when the link ended may still land (see WriterLetGo).
 
         Raises BatonError UNKNOWN_GRANT for a number that was never asked for.
         """
         if number >= self.machine.next_number:
             raise BatonError(Reason.UNKNOWN_GRANT, f"No Reserve has had the number {number} yet.")
-        waiter: asyncio.Future[None] = self._loop.create_future()
         handoff = self._handoffs.get(number)
-        if handoff is not None:
-            handoff.revoke_waiters.append(waiter)
-            self.handle(RevokeAsked(number=number))
-            await waiter
+        if handoff is None:
+            return self.machine.is_adrift(number)
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        handoff.revoke_waiters.append(waiter)
+        self.handle(RevokeAsked(number=number))
+        return await waiter
 
     def peer_gone(self) -> None:
         """The receiver process is known to have ended: give everything up, tell nobody."""
@@ -300,6 +304,9 @@ class WriterPeer:
             # Before the last completion is counted, or a seal would vouch for bytes that were never copied.
             self.handle(WritesDropped(number=handoff.number))
         self.completed(handoff, writes, bytes_written)
+
+    def writes_adrift(self, grant: GrantId) -> None:
+        self.handle(WritesAdrift(number=self._by_grant[grant].number))
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         assert pair == self.address.pair, (pair, self.address)
@@ -421,7 +428,7 @@ class WriterPeer:
         handoff = self._handoffs.get(instruction.number)
         for waiter in handoff.revoke_waiters if handoff is not None else ():
             if not waiter.done():
-                waiter.set_result(None)
+                waiter.set_result(instruction.adrift)
 
     def _report_end(self, instruction: ReportEnd) -> None:
         handoff = self._handoffs[instruction.number]

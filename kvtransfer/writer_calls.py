@@ -78,7 +78,10 @@ class ReceiverCalls:
 
     async def let_go(self, instruction: SendLetGo) -> None:
         request = transfer_pb2.LetGoRequest(
-            header=self._header(), number=instruction.number, lowest_live=instruction.lowest_live
+            header=self._header(),
+            number=instruction.number,
+            lowest_live=instruction.lowest_live,
+            writes_adrift=instruction.adrift,
         )
         with rpc_errors(self._address.endpoint):
             await self._transfer.LetGo(request, timeout=self._call_s_max)

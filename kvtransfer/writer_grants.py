@@ -9,7 +9,8 @@ reports `LeaseLapsed`.
     LETTING_GO  drained: telling the receiver     DONE       forgotten, but for a source that is still being read
 
 Two promises hold at every moment: no write is posted outside WRITING, and `SendLetGo` or `AnswerRevoke` (the writer's
-evidence, DESIGN I2) leave only when no posted write is outstanding.
+evidence, DESIGN I2) leave only when no posted write is outstanding, and say so where some of these have completed
+without being known to have landed or to be lost (`adrift`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from kvtransfer.grant_messages import (
     StartWriting,
     WriterEvent,
     WriterInstruction,
+    WritesAdrift,
     WritesCompleted,
     WritesDropped,
     WritesPosted,
@@ -115,6 +117,7 @@ class _Handoff:
     bytes_written: int = 0
     outstanding: int = 0
     sources_held: bool = False
+    adrift: bool = False
     revoke_waits: bool = False
     reported: bool = False
     story: tuple[str, ...] = ()
@@ -127,6 +130,7 @@ class WriterGrants:
         self.limits = limits or WriterLimits()
         self._handoffs: dict[ReserveNumber, _Handoff] = {}
         self._next = ReserveNumber(0)
+        self._adrift_untold: dict[ReserveNumber, Epoch] = {}
         self._out: list[WriterInstruction] = []
         self._handlers: dict[type, Callable[..., None]] = {
             HandoffAsked: self._asked,
@@ -134,6 +138,7 @@ class WriterGrants:
             ReserveRefused: self._refused,
             ReserveUnanswered: self._unanswered,
             WritesPosted: self._posted,
+            WritesAdrift: self._adrift,
             WritesCompleted: self._completed,
             WritesDropped: lambda e: self._give_up(e.number, HandoffEnd.LINK_LOST),
             AllPosted: self._all_posted,
@@ -161,8 +166,8 @@ class WriterGrants:
 
     @property
     def lowest_live(self) -> ReserveNumber:
-        """No write is outstanding or will be posted under any number below. A claim as strong as a let-go."""
-        return min(self._handoffs, default=self._next)
+        """No write is outstanding, adrift or will be posted under any number below. A claim as strong as a let-go."""
+        return min((*self._handoffs, *self._adrift_untold), default=self._next)
 
     @property
     def can_ask(self) -> bool:
@@ -182,6 +187,10 @@ class WriterGrants:
         known = self._handoffs.get(number)
         return known.state if known else _W.DONE
 
+    def is_adrift(self, number: ReserveNumber) -> bool:
+        """Writes of this number were on their way when their link ended, and the peer was given up before it knew."""
+        return number in self._adrift_untold
+
     def may_post(self, number: ReserveNumber) -> bool:
         return self.state_of(number) is _W.WRITING
 
@@ -200,7 +209,7 @@ class WriterGrants:
             self._drain(handoff)
         elif to is _W.LETTING_GO:
             self._answer_revoke(handoff)
-            self._out.append(SendLetGo(number=handoff.number, lowest_live=self.lowest_live))
+            self._send_let_go(handoff)
         elif to is _W.DONE:
             self._forget_if_over(handoff)
 
@@ -220,6 +229,8 @@ class WriterGrants:
             self._release_sources(handoff)
             self._answer_revoke(handoff)
             del self._handoffs[handoff.number]
+            if handoff.adrift:
+                self._adrift_untold[handoff.number] = handoff.epoch
 
     def _report(self, handoff: _Handoff, end: HandoffEnd) -> None:
         if not handoff.reported:
@@ -229,7 +240,10 @@ class WriterGrants:
     def _answer_revoke(self, handoff: _Handoff) -> None:
         if handoff.revoke_waits:
             handoff.revoke_waits = False
-            self._out.append(AnswerRevoke(number=handoff.number))
+            self._out.append(AnswerRevoke(number=handoff.number, adrift=handoff.adrift))
+
+    def _send_let_go(self, handoff: _Handoff) -> None:
+        self._out.append(SendLetGo(number=handoff.number, lowest_live=self.lowest_live, adrift=handoff.adrift))
 
     # Events.
 
@@ -241,6 +255,8 @@ class WriterGrants:
         self._out.append(SendReserve(number=number, lowest_live=self.lowest_live, key=event.key))
 
     def _granted(self, event: ReserveGranted) -> None:
+        # A later epoch: the receiver has fenced the earlier ones.
+        self._adrift_untold = {n: e for n, e in self._adrift_untold.items() if e >= event.epoch}
         handoff = self._handoffs.get(event.number)
         if handoff is None or handoff.state is not _W.ASKING:
             return  # an answer that was overtaken: the let-go under way or answered covers it
@@ -266,6 +282,11 @@ class WriterGrants:
         handoff.writes += event.writes
         handoff.bytes_written += event.bytes_written
         handoff.outstanding += event.writes
+
+    def _adrift(self, event: WritesAdrift) -> None:
+        handoff = self._handoffs[event.number]
+        assert handoff.outstanding, (event, handoff)
+        handoff.adrift = True
 
     def _completed(self, event: WritesCompleted) -> None:
         handoff = self._handoffs[event.number]
@@ -328,8 +349,11 @@ class WriterGrants:
     def _revoke_asked(self, event: RevokeAsked) -> None:
         assert event.number < self._next, (event, self._next)
         handoff = self._handoffs.get(event.number)
-        if handoff is None or handoff.state is _W.LETTING_GO:
-            self._out.append(AnswerRevoke(number=event.number))
+        if handoff is None:
+            self._out.append(AnswerRevoke(number=event.number, adrift=self.is_adrift(event.number)))
+            return
+        if handoff.state is _W.LETTING_GO:
+            self._out.append(AnswerRevoke(number=event.number, adrift=handoff.adrift))
             return
         handoff.revoke_waits = True
         self._give_up(event.number, HandoffEnd.REVOKED)
@@ -337,12 +361,13 @@ class WriterGrants:
     def _let_go_answered(self, event: LetGoAnswered) -> None:
         handoff = self._handoffs.get(event.number)
         if handoff is not None and handoff.state is _W.LETTING_GO:
+            handoff.adrift = False  # the receiver has fenced the pair
             self._step(handoff, WriterStep.LET_GO_ANSWERED, _W.DONE)
 
     def _let_go_unanswered(self, event: LetGoUnanswered) -> None:
         handoff = self._handoffs.get(event.number)
         if handoff is not None and handoff.state is _W.LETTING_GO:
-            self._out.append(SendLetGo(number=event.number, lowest_live=self.lowest_live))
+            self._send_let_go(handoff)
 
     def _link_lost(self, event: LinkLost) -> None:
         for handoff in list(self._handoffs.values()):

@@ -21,6 +21,7 @@ from decode_node.service import DecodeService
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.conservation import ConservationWatch
+from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from mixed_node.service import TransferService
@@ -55,15 +56,28 @@ async def serve(
     await runtime.check_listen()
     pool = await open_device_pool(config.engine, name=config.name, progress=progress)
     try:
-        peers = Peers(runtime=runtime, config=config.prefill_half(), pool=pool)
+        lent = _register_once(config, pool)
+        peers = Peers(runtime=runtime, config=config.prefill_half(), pool=pool, lent=lent)
         node = _make_node(config, runtime, pool, peers, channels)
         try:
-            open_ports(config.decode_half(), pool, node.decode.receiver.ports)
+            open_ports(config.decode_half(), pool, node.decode.receiver.ports, lent)
             await _run(runtime, node, peers, pool, channels, stop, drain, on_ready)
         finally:
             await node.decode.receiver.ports.close()
+            if lent is not None and lent.memory is not None:
+                await lent.memory.close()
     finally:
         pool.close()
+
+
+def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration | None:
+    """For both halves. None: their settings of the device differ, and each has to register for itself."""
+    settings = config.rdma_receiver.rdma
+    if config.rdma_writer.rdma != settings:
+        return None
+    loop = asyncio.get_running_loop()
+    memory = register_if_usable(config.transports, lambda: pool.region.array_U8, settings, loop, remote_writes=True)
+    return LentRegistration(memory=memory)
 
 
 def _make_node(

@@ -21,7 +21,7 @@ from kvtransfer.negotiation import Offers, host_identity
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.rdma import RdmaConnectError, RdmaWriterLink
-from kvtransfer.transports.rdma_offer import register_if_usable
+from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpWriterLink
 from kvtransfer.transports.ucx import UcxConnectError, UcxWriterLink
@@ -44,7 +44,9 @@ class Peers:
         config: PrefillConfig,
         pool: DevicePool,
         observer: HandoffObserver | None = None,
+        lent: LentRegistration | None = None,
     ) -> None:
+        """Registers the region for rdma itself, unless that is `lent`."""
         self._runtime = runtime
         self._observer = observer
         self._config = config
@@ -52,9 +54,13 @@ class Peers:
         self._pool = pool
         self._host = host_identity()
         self._loop = asyncio.get_running_loop()
-        self._rdma = register_if_usable(
-            config.transports, lambda: pool.region.array_U8, config.rdma.rdma, self._loop, remote_writes=False
-        )
+        self._closes_rdma = lent is None
+        if lent is not None:
+            self._rdma = lent.memory
+        else:
+            self._rdma = register_if_usable(
+                config.transports, lambda: pool.region.array_U8, config.rdma.rdma, self._loop, remote_writes=False
+            )
         ucx_works = usable(config.transports, config.ucx.tls)
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
         self.transports = tuple(t for t in config.transports if works.get(t, True))
@@ -208,7 +214,7 @@ class Peers:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
         await asyncio.gather(*(attendance.close() for attendance in self._attendances.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
-        if self._rdma is not None:
+        if self._rdma is not None and self._closes_rdma:
             await self._rdma.close()
         if self._checksums is not None:
             self._checksums.close()

@@ -53,7 +53,8 @@ class WriterService(transfer_pb2_grpc.TransferServicer):
     async def Revoke(self, request: transfer_pb2.RevokeRequest, context: Any) -> transfer_pb2.RevokeReply:
         receiver = check_header(request.header, own=self._own)
         peer = self._peer_of(receiver)
-        # A receiver that this process has no books for is one that it holds no right to write to.
-        if peer is not None:
-            await peer.revoked(ReserveNumber(request.number))
-        return transfer_pb2.RevokeReply()
+        if peer is None:
+            # Given up and its links closed, or never met: nothing is written there any more, and what may still be
+            # under way nobody here knows. The receiver's fence does.
+            return transfer_pb2.RevokeReply(writes_adrift=True)
+        return transfer_pb2.RevokeReply(writes_adrift=await peer.revoked(ReserveNumber(request.number)))

@@ -197,7 +197,7 @@ class DecodeSubscription:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self.restarted()
                     return
-                if not self._told:
+                if not self.out_of_reach:
                     log.info("stream broken", node=self.name, error=error.message)
             except Exception:
                 # A bug of ours ends the requests of this stream, and says so.

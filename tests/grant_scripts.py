@@ -138,8 +138,10 @@ class Receiver:
     def checked(self, number: int = 0, *, intact: bool) -> list[ReceiverInstruction]:
         return self.machine.handle(RecordsChecked(grant=grant_of(number), intact=intact))
 
-    def let_go(self, number: int = 0, lowest_live: int = 0) -> list[ReceiverInstruction]:
-        return self.machine.handle(WriterLetGo(pair=PAIR, number=nth(number), lowest_live=nth(lowest_live)))
+    def let_go(self, number: int = 0, lowest_live: int = 0, *, adrift: bool = False) -> list[ReceiverInstruction]:
+        return self.machine.handle(
+            WriterLetGo(pair=PAIR, number=nth(number), lowest_live=nth(lowest_live), adrift=adrift)
+        )
 
     def fire(self, kind: TimerKind, number: int = 0) -> list[ReceiverInstruction]:
         return self.machine.handle(GrantTimerFired(grant=grant_of(number), kind=kind))
@@ -230,8 +232,8 @@ def reserve_sent(number: int, lowest_live: int = 0) -> SendReserve:
     return SendReserve(number=nth(number), lowest_live=nth(lowest_live), key=key_of())
 
 
-def let_go_sent(number: int = 0, lowest_live: int = 0) -> SendLetGo:
-    return SendLetGo(number=nth(number), lowest_live=nth(lowest_live))
+def let_go_sent(number: int = 0, lowest_live: int = 0, *, adrift: bool = False) -> SendLetGo:
+    return SendLetGo(number=nth(number), lowest_live=nth(lowest_live), adrift=adrift)
 
 
 def ended(end: HandoffEnd, number: int = 0) -> ReportEnd:

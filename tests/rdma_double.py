@@ -13,11 +13,14 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
+from kvtransfer.transports import rdma_connect, rdma_memory, rdma_offer, rdma_receiver
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.rdma_device import QueuePairFailed, RdmaConfig
 from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
 from kvtransfer.transports.rdma_poster import Poster
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 
 PORT = RdmaPort(
     device="double0",
@@ -27,6 +30,8 @@ PORT = RdmaPort(
     gids=(Gid(index=0, kind=GidKind.ROCE_V2, raw=bytes(range(16))),),
     uverbs="uverbs9",
 )
+Deliver = Callable[[], bool]
+"""A write that is on its way arrives. False: its queue pair is gone, and the device drops it."""
 REFUSED = 10
 """Status of a write to a queue pair that is gone."""
 _numbers = itertools.count(100)
@@ -48,11 +53,14 @@ class DoubleDevice:
 
     def close(self) -> None:
         self.closed = True
+        self.region_U8 = np.zeros(0, np.uint8)
 
 
 class DoubleQueuePairs:
-    """`fails_to_destroy` makes the next so many calls of `destroy` come without evidence."""
+    """`fails_to_destroy` makes the next so many calls of `destroy` come without evidence. Where `on_the_way` is a list,
+    chains of writes stay in it, uncompleted: the network holds them back."""
 
+    on_the_way: ClassVar[list[Deliver] | None] = None
     alive: ClassVar[dict[int, DoubleQueuePairs]] = {}
     fails_to_destroy: ClassVar[int] = 0
 
@@ -121,13 +129,24 @@ class DoublePoster:
         return (found, [q.number for q in found.ends.qps].index(number)) if found is not None else None
 
     def post_writes(self, qp: int, src_W: np.ndarray, dst_W: np.ndarray, nbytes_W: np.ndarray, wr_id: int) -> None:
+        pieces = [
+            (dst, self.qps.device.region_U8[src : src + nbytes].copy())
+            for src, dst, nbytes in zip(src_W.tolist(), dst_W.tolist(), nbytes_W.tolist(), strict=True)
+        ]
+        if DoubleQueuePairs.on_the_way is not None:
+            DoubleQueuePairs.on_the_way.append(lambda: self._deliver(qp, pieces))
+            return
+        self.done.append((wr_id, 0 if self._deliver(qp, pieces) else REFUSED))
+
+    def _deliver(self, qp: int, pieces: list[tuple[int, np.ndarray]]) -> bool:
         peer = self._peer(qp)
-        if peer is not None:
-            to = peer[0].device
-            assert to.remote_writes and (to.base, to.rkey) == (self.dst_base, self.rkey)
-            for src, dst, nbytes in zip(src_W.tolist(), dst_W.tolist(), nbytes_W.tolist(), strict=True):
-                to.region_U8[dst : dst + nbytes] = self.qps.device.region_U8[src : src + nbytes]
-        self.done.append((wr_id, 0 if peer is not None else REFUSED))
+        if peer is None:
+            return False
+        to = peer[0].device
+        assert to.remote_writes and (to.base, to.rkey) == (self.dst_base, self.rkey)
+        for dst, piece_U8 in pieces:
+            to.region_U8[dst : dst + len(piece_U8)] = piece_U8
+        return True
 
     def post_seal(self, qp: int, number: int, wr_id: int) -> None:
         peer = self._peer(qp)
@@ -143,3 +162,26 @@ class DoublePoster:
             poll.poll(timeout_ms)
         done, self.done = self.done, []
         return done, 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The double in the device's place, for both sides. `lost` in what is returned says why it does not work."""
+    state = {"lost": ""}
+
+    def open_device(region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> DoubleDevice:
+        if state["lost"]:
+            raise RdmaUnavailable(state["lost"])
+        return DoubleDevice(region_U8, config, remote_writes=remote_writes)
+
+    def find() -> list[RdmaPort]:
+        return [] if state["lost"] else [PORT]
+
+    monkeypatch.setattr(rdma_memory, "open_device", open_device)
+    monkeypatch.setattr(rdma_memory, "why_lost", lambda _: state["lost"])
+    monkeypatch.setattr(rdma_memory, "find_ports", find)
+    monkeypatch.setattr(rdma_offer, "find_ports", find)
+    monkeypatch.setattr(rdma_connect, "QueuePairs", DoubleQueuePairs)
+    monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
+    monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)
+    monkeypatch.setattr(DoubleQueuePairs, "on_the_way", None)
+    return state

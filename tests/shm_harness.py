@@ -89,6 +89,8 @@ class Recorder:
         self.seals: list[tuple[Pair, Seal]] = []
         self.gone: list[tuple[Pair, Epoch, str]] = []
         self.completed: list[tuple[GrantId, int, int, bool]] = []
+        self.adrift: list[tuple[GrantId, int]] = []
+        """With how many batches had completed by then."""
         self.lost: list[tuple[Pair, str]] = []
         self._changed = asyncio.Event()
 
@@ -102,6 +104,10 @@ class Recorder:
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         self.completed.append((grant, writes, bytes_written, copied))
+        self._changed.set()
+
+    def writes_adrift(self, grant: GrantId) -> None:
+        self.adrift.append((grant, len(self.completed)))
         self._changed.set()
 
     def link_lost(self, pair: Pair, reason: str) -> None:

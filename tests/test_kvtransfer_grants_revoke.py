@@ -330,3 +330,47 @@ def test_no_state_that_frees_blocks_leads_back() -> None:
     over = {GrantState.COMMITTED, GrantState.FENCED, GrantState.RELEASED}
     back = {(state, to) for (state, _), ends in TRANSITIONS.items() for to in ends if state in over and to not in over}
     assert back == set()
+
+
+def test_a_let_go_with_writes_adrift_is_answered_by_a_fence() -> None:
+    """The link has failed with writes on their way: the word frees nothing. Every grant of the pair is taken back, and
+    the fence's evidence frees the blocks and answers; its repeat is answered at once."""
+    r = Receiver()
+    r.reserve()
+    r.reserve(1, key=key_of("s"), blocks=1)
+    assert r.let_go(adrift=True) == [
+        *revoking(),
+        *revoking(1),
+        FencePair(pair=PAIR, epoch=EPOCH_0),
+    ]
+    assert (r.classes(), r.state()) == ((0, 3, 0, 0, 1), GrantState.REVOKING)
+    assert r.let_go(adrift=True) == []
+    answer = AnswerLetGo(pair=PAIR, number=nth(0))
+    assert r.fenced() == [StopGrantTimers(grant=grant_of(0)), answer, StopGrantTimers(grant=grant_of(1))]
+    assert (r.classes(), r.state(), r.state(1)) == ((0, 0, 0, 0, 4), GrantState.RELEASED, GrantState.FENCED)
+    assert r.let_go(adrift=True) == [answer]
+    assert r.machine.epoch(PAIR) == EPOCH_1
+
+
+def test_writes_adrift_of_a_grant_that_is_over_call_for_no_fence() -> None:
+    """The receiver saw the link's end first and has fenced it, or the grant is no longer known: nothing is at stake."""
+    r = Receiver()
+    r.reserve()
+    r.machine.handle(WriterSuspected(pair=PAIR))
+    r.fenced()
+    assert r.let_go(adrift=True) == [AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.state() is GrantState.RELEASED
+    assert r.let_go(7, adrift=True) == [AnswerLetGo(pair=PAIR, number=nth(7))]
+
+
+def test_a_quarantined_grant_is_freed_by_the_fence_and_not_by_a_word_of_writes_adrift() -> None:
+    """The fence under way since the second round is what both wait for."""
+    r = Receiver()
+    r.reserve()
+    r.fire(TimerKind.LEASE)
+    r.fire(TimerKind.REVOKE)
+    r.fire(TimerKind.REVOKE)
+    assert r.let_go(adrift=True) == []
+    assert (r.classes(), r.state()) == ((2, 0, 0, 0, 2), GrantState.QUARANTINED)
+    assert r.fenced() == [StopGrantTimers(grant=grant_of(0)), AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)

@@ -21,6 +21,7 @@ from kvtransfer.grant_messages import (
     ReserveUnanswered,
     SendSeal,
     StartWriting,
+    WritesAdrift,
 )
 from kvtransfer.writer_grants import (
     WRITER_TRANSITIONS,
@@ -267,3 +268,42 @@ def test_no_handoff_returns_to_a_state_it_has_left() -> None:
     order = list(WriterState)
     for (state, _), ends in WRITER_TRANSITIONS.items():
         assert all(order.index(to) > order.index(state) for to in ends), (state, ends)
+
+
+def test_the_word_of_a_handoff_with_writes_adrift_says_so() -> None:
+    """The link failed with a write on its way: let-go and the answers to Revoke tell it, until the receiver has
+    answered, which it does when it has fenced."""
+    w = Writer()
+    w.ask()
+    w.granted()
+    w.posted(writes=2)
+    w.revoke()
+    w.completed(writes=1)
+    assert w.machine.handle(WritesAdrift(number=nth(0))) == []
+    answer = AnswerRevoke(number=nth(0), adrift=True)
+    assert w.completed() == [RELEASE, answer, let_go_sent(adrift=True)]
+    assert w.revoke() == [answer]
+    assert w.machine.handle(LetGoUnanswered(number=nth(0))) == [let_go_sent(adrift=True)]
+    w.machine.handle(LetGoAnswered(number=nth(0)))
+    assert w.revoke() == [AnswerRevoke(number=nth(0))]
+    assert w.machine.lowest_live == nth(1)
+
+
+def test_writes_adrift_outlive_the_peer_that_was_given_up() -> None:
+    """The peer was given up before it knew. Should it live and be asked again, no lowest live number vouches for them,
+    until a grant of a later epoch shows that they were fenced."""
+    w = Writer(WriterGrants(WriterLimits(live_span_max=4)))
+    w.ask()
+    w.granted()
+    w.posted(writes=1)
+    w.machine.handle(PeerGone())
+    w.machine.handle(WritesAdrift(number=nth(0)))
+    w.completed()
+    assert (w.machine.live, w.machine.lowest_live) == (0, nth(0))
+    assert w.revoke() == [AnswerRevoke(number=nth(0), adrift=True)]
+    assert w.ask() == [reserve_sent(1, lowest_live=0)]
+    w.granted(1, epoch=0)
+    assert w.machine.lowest_live == nth(0)
+    assert w.ask() == [reserve_sent(2, lowest_live=0)]
+    w.granted(2, epoch=1)
+    assert (w.machine.lowest_live, w.machine.is_adrift(nth(0))) == (nth(1), False)

@@ -199,6 +199,34 @@ def test_threads_of_all_pools_take_turns() -> None:
     assert busiest == 1
 
 
+def test_a_pool_whose_second_thread_cannot_start_leaves_none() -> None:
+    """The machine has no more threads: the first one of the pool has ended when the error is raised."""
+    before = set(threading.enumerate())
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("-1"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    loop = asyncio.new_event_loop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            CopyPool(
+                dst_U8=np.zeros(8, np.uint8),
+                src_U8=np.zeros(8, np.uint8),
+                loop=loop,
+                completed=lambda *_: None,
+                drained=lambda: None,
+                limits=CopyLimits(threads=2, chunk_ops_max=8, chunk_bytes_max=1 << 20, abandoned_grants_max=1),
+                turns=threading.BoundedSemaphore(2),
+                name="copies",
+            )
+    loop.close()
+    assert set(threading.enumerate()) == before
+
+
 def test_without_a_compiler_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is built and nothing raised; what was built before needs no compiler."""
     source = tmp_path / "a" / "copy.c"
@@ -224,11 +252,26 @@ def test_the_compilers_error_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_a_library_that_another_user_may_change_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that everybody may write to it is not loaded; the one in the user's own cache is."""
+@pytest.mark.parametrize("damage", ["cut short", "overwritten", "empty"])
+def test_a_damaged_library_is_built_anew(tmp_path: Path, damage: str) -> None:
+    """A copy that broke off has left part of one, or none of one, under its name."""
+    source = tmp_path / "copy.c"
+    source.write_bytes(SOURCE.read_bytes())
+    built = build(source, tmp_path)
+    whole = built.read_bytes()
+    built.write_bytes({"cut short": whole[: len(whole) // 2], "overwritten": bytes(len(whole)), "empty": b""}[damage])
+    assert load(source).status == f"loaded from {built}"
+    assert len(built.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_library_that_another_user_may_change_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """In a folder that everybody or a group may write to it is not loaded; the one in the user's own cache is."""
     shared = tmp_path / "shared"
     shared.mkdir()
-    shared.chmod(0o777)
+    shared.chmod(mode)
     source = shared / "copy.c"
     source.write_bytes(SOURCE.read_bytes())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

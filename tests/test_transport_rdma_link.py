@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from baton.errors import InvalidField
 from baton.ids import Epoch
 from kvtransfer.region import Region
 from kvtransfer.transport import PairBeingFenced, Seal, TransportName
-from kvtransfer.transports import rdma_connect, rdma_memory, rdma_offer, rdma_receiver
+from kvtransfer.transports import rdma_receiver
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.rdma import (
     RdmaConfig,
@@ -32,7 +33,7 @@ from kvtransfer.transports.rdma import (
 )
 from kvtransfer.transports.rdma_connect import RegionAddress
 from kvtransfer.transports.rdma_offer import register_if_usable
-from tests.rdma_double import PORT, DoubleDevice, DoubleQueuePairs
+from tests.rdma_double import Deliver, DoubleDevice, DoubleQueuePairs, install
 from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.shm_peer import source_bytes
 from tests.transport_suite import expected_region, record_ops
@@ -44,23 +45,9 @@ CONFIG = RdmaConfig(qps=2, seals_max=4, device_check_ms=5)
 @pytest.fixture(autouse=True)
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """`lost`: why the device does not work, if it does not."""
-    state = {"lost": ""}
-
-    def open_device(region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> DoubleDevice:
-        if state["lost"]:
-            raise RdmaUnavailable(state["lost"])
-        return DoubleDevice(region_U8, config, remote_writes=remote_writes)
-
-    monkeypatch.setattr(rdma_memory, "open_device", open_device)
-    monkeypatch.setattr(rdma_memory, "why_lost", lambda _: state["lost"])
-    monkeypatch.setattr(rdma_memory, "find_ports", lambda: [] if state["lost"] else [PORT])
-    monkeypatch.setattr(rdma_offer, "find_ports", lambda: [] if state["lost"] else [PORT])
-    monkeypatch.setattr(rdma_connect, "QueuePairs", DoubleQueuePairs)
-    monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(rdma_receiver, "DESTROY_RETRY_MS", 5)
     monkeypatch.setattr("kvtransfer.transports.rdma_writer.DESTROY_RETRY_MS", 5)
-    monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)
-    yield state
+    yield install(monkeypatch)
     assert not DoubleQueuePairs.alive
 
 
@@ -274,6 +261,26 @@ def test_a_writer_keeps_its_source_until_its_queue_pairs_are_gone() -> None:
     run(test())
 
 
+def test_a_port_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
+    """The device refuses for good. The port says so, ends, and leaves the device open and the region registered."""
+
+    async def test() -> None:
+        async with receiving() as r, linked(r, source_bytes(1, REGION_NBYTES)) as (_, events):
+            qps = r.qps
+            device: Any = r.memory.device
+            DoubleQueuePairs.fails_to_destroy = 1 << 20
+            await r.port.close()
+            assert not qps.destroyed
+            await r.memory.close()
+            assert not device.closed
+            DoubleQueuePairs.fails_to_destroy = 0
+            qps.destroy()
+            device.close()  # as the process's end does
+            await events.until(lambda e: bool(e.lost))
+
+    run(test())
+
+
 def test_a_queue_pair_that_fails_at_the_receiver_fences_the_pair() -> None:
     """Half of a grant is there, its seal is not: no seal is reported any more, the pair is fenced, the link is lost."""
 
@@ -303,6 +310,41 @@ def test_a_write_that_fails_ends_the_link_and_completes_everything() -> None:
             assert [copied for *_, copied in events.completed] == [False] * 3
             assert events.lost == [(PAIR, "a write completed with status 10")]
             assert link.fenced is False
+
+    run(test())
+
+
+def test_what_is_on_its_way_when_the_link_ends_is_adrift_until_the_receiver_has_fenced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The network holds two batches back while the link ends at the writer. They complete there, and it is told that
+    they are adrift: at the receiver, which has not noticed, the one that comes now lands. After its fence the other one
+    is dropped. Of a batch that was posted to the dead link nothing has left."""
+
+    async def test() -> None:
+        async with receiving() as r, linked(r, source_bytes(1, REGION_NBYTES)) as (link, events):
+            held: list[Deliver] = []
+            monkeypatch.setattr(DoubleQueuePairs, "on_the_way", held)
+            monkeypatch.setattr(RdmaReceiverPort, "_eof", lambda port, c: port._loop.remove_reader(c.sock))
+            link.post(GRANT, record_ops(1, 4))
+            link.post(OTHER, record_ops(2, 4))
+            async with asyncio.timeout(DEADLINE_S):
+                while len(held) < 2:  # noqa: ASYNC110 - the posting thread has no event to wait for
+                    await asyncio.sleep(0.001)
+            link._device_lost("cut off")
+            await events.until(lambda e: bool(e.lost))
+            assert events.completed == [(GRANT, 4, ANY, False), (OTHER, 4, ANY, False)]
+            assert sorted(events.adrift) == [(GRANT, 0), (OTHER, 0)]
+            link.post(grant_of(9), record_ops(3, 4))
+            await events.until(lambda e: len(e.completed) == 3)
+            assert len(events.adrift) == 2
+            assert r.events.gone == [] and not r.region.array_U8.any()
+            assert held[0]()
+            landed_U8 = r.region.array_U8.copy()
+            assert landed_U8.any()
+            r.port.fence(PAIR, EPOCH)
+            assert not held[1]()
+            assert np.array_equal(r.region.array_U8, landed_U8)
 
     run(test())
 

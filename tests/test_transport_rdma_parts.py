@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +20,14 @@ from kvtransfer.transports.rdma_checks import Machine, Verdict, check_rdma, work
 from kvtransfer.transports.rdma_connect import RdmaWriterConfig, RegionAddress
 from kvtransfer.transports.rdma_device import RdmaConfig
 from kvtransfer.transports.rdma_ports import GidKind, choose_port, counters_of, find_ports, why_lost
-from kvtransfer.transports.rdma_verbs import RdmaUnavailable, load_verbs
+from kvtransfer.transports.rdma_verbs import (
+    LayoutUnknown,
+    RdmaUnavailable,
+    channel_fd,
+    cq_address,
+    load_verbs,
+    qp_address,
+)
 from tests.cli_harness import run_baton
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -279,3 +288,27 @@ def test_the_command_says_whether_it_works_and_ends_so() -> None:
     assert all(bool(finding["todo"]) == (finding["verdict"] != "ok") for finding in told["findings"])
     text = run_baton("doctor").stdout
     assert ("RDMA works here" in text) == told["rdma"]
+
+
+class Wrapper:
+    """An object with a pointer where pyverbs' objects have one; to another Python object, or to nothing."""
+
+    __slots__ = ("first",)
+    first: bytes
+    qp_num, cqe = 77, 5
+
+
+@pytest.mark.parametrize("look", [channel_fd, qp_address, cq_address])
+@pytest.mark.parametrize("set_", [True, False])
+def test_structures_of_pyverbs_are_looked_at_before_they_are_used(look: Callable[[Any], int], set_: bool) -> None:
+    """Something else is where a structure of libibverbs was expected, or nothing: an error, and no crash."""
+    wrapper = Wrapper()
+    if set_:
+        wrapper.first = bytes(4096)
+    with pytest.raises(LayoutUnknown, match="pyverbs"):
+        look(wrapper)
+
+
+def test_an_object_without_room_for_a_pointer_is_no_wrapper() -> None:
+    with pytest.raises(LayoutUnknown, match="object has no structure"):
+        qp_address(object())

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from enum import Enum
 
 from baton.ids import Epoch, Pair
 from kvtransfer.transport import PairBeingFenced, ReceiverEvents, TooManyPairs, TransportName
 from kvtransfer.transports.pair_fence import Evidence, PairFence
 
 SECRET_BYTES = 16
+
+
+class NotAdmitted(Enum):
+    """Why a connection may not be opened; each wire has a reason of this name to refuse it with."""
+
+    NOT_EXPECTED = "not of this pair, or not any more"
+    EPOCH = "not in this epoch"
 
 
 class PortFences:
@@ -62,6 +70,15 @@ class PortFences:
             secret = self._randomness(SECRET_BYTES)
             book.expect(epoch, secret)
         return secret
+
+    def secret(self, pair: Pair, epoch: Epoch) -> bytes | NotAdmitted:
+        """What a connection of this pair and epoch has to prove; to be asked again before it is opened, for a fence, or
+        a newer epoch, may have come meanwhile."""
+        book = self._books.get(pair)
+        secret = book.secret(epoch) if book is not None else None
+        if secret is not None:
+            return secret
+        return NotAdmitted.NOT_EXPECTED if book is None or book.has_fenced(epoch) else NotAdmitted.EPOCH
 
     def opened(self, pair: Pair, connection: int, epoch: Epoch) -> None:
         """See `PairFence.opened`."""

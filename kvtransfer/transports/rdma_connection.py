@@ -112,6 +112,7 @@ class Connection:
     hello: wire.Hello | None = None
     nonce: bytes = b""
     handshake_timer: asyncio.TimerHandle | None = None
+    destroy_timer: asyncio.TimerHandle | None = None
     qps: QueuePairs | None = None
     hold: Hold | None = None
     seals: SealGather | None = None

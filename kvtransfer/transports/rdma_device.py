@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from baton.log import get_log
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
 from kvtransfer.transports.rdma_poster import (
@@ -19,7 +20,9 @@ from kvtransfer.transports.rdma_poster import (
     rdma_library,
     take_event,
 )
-from kvtransfer.transports.rdma_verbs import RdmaUnavailable, Verbs, channel_fd, load_verbs
+from kvtransfer.transports.rdma_verbs import LayoutUnknown, RdmaUnavailable, Verbs, channel_fd, load_verbs
+
+log = get_log("rdma")
 
 _PACKET_NUMBER_BITS = 24
 _POLL_MAX = 64
@@ -158,9 +161,9 @@ class QueuePairs:
                         for _ in range(wrs):
                             self._post_receive(index)
                     self._cq.req_notify()
-            except verbs.error as error:
+                self.fd = channel_fd(self._channel)
+            except (verbs.error, LayoutUnknown) as error:
                 raise QueuePairFailed(f"no queue pair: {error}") from error
-            self.fd = channel_fd(self._channel)
             opened.pop_all()
         self._index = {int(qp.qp_num): index for index, qp in enumerate(self._qps)}
         packets = [int.from_bytes(randomness(3)) for _ in self._qps]
@@ -189,11 +192,14 @@ class QueuePairs:
         """What posts on these queue pairs: by C if there is the library, else through pyverbs."""
         device, library = self._device, rdma_library()
         addresses = Addresses(src_base=device.base, lkey=device.lkey, dst_base=dst_base, rkey=rkey)
-        if library is None:
-            return PlainPoster(self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
-        return VerbsNativePoster(
-            library, self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses
-        )
+        if library is not None:
+            try:
+                return VerbsNativePoster(
+                    library, self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses
+                )
+            except LayoutUnknown as error:
+                log.warning("RDMA requests are posted one by one", reason=str(error))
+        return PlainPoster(self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
 
     def take_event(self) -> None:
         """`fd` is readable: take the event, and ask to be told again."""

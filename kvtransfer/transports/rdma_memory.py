@@ -25,6 +25,7 @@ class Hold:
         self._released = released
         self._on_lost: Lost | None = None
         self._reason: str | None = None
+        self.left_behind = False
 
     def on_lost(self, callback: Lost) -> None:
         """Tell this why the device is lost, when it is; at once if it has been."""
@@ -40,6 +41,11 @@ class Hold:
     def release(self) -> None:
         """No queue pair is left. Once."""
         self._released(self)
+
+    def leave_behind(self) -> None:
+        """In the place of `release`, where a queue pair cannot be destroyed: the device stays open and the region
+        registered, so pinned, until the process ends."""
+        self.left_behind = True
 
 
 class RdmaMemory:
@@ -103,13 +109,15 @@ class RdmaMemory:
         self._close_if_free()
 
     async def close(self) -> None:
-        """Once everyone has released it. Idempotent."""
+        """Once everyone has released it, or left it behind: then the device is not closed. Idempotent."""
         self._closed = True
         self._timer.cancel()
         if self._opening is not None:
             await asyncio.wait([self._opening])
-        assert not self._holds, "links or ports still use the device"
-        if self._held is not None:
+        assert all(hold.left_behind for hold in self._holds), "links or ports still use the device"
+        if self._holds:
+            log.error("RDMA device stays open: a queue pair cannot be destroyed", holds=len(self._holds))
+        elif self._held is not None:
             self._held.close()
             self._held = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +18,16 @@ from kvtransfer.transports.rdma_poster import rdma_library
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 
 log = get_log("rdma")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentRegistration:
+    """One registration for both halves of a node, made and closed by whoever lends it. None: rdma is not offered.
+
+    Open to remote writes for the receiving half; of the writing half's queue pairs none takes any.
+    """
+
+    memory: RdmaMemory | None
 
 
 def register_if_usable(

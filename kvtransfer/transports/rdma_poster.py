@@ -16,7 +16,7 @@ import numpy as np
 
 from baton.log import get_log
 from baton.native import load
-from kvtransfer.transports.rdma_verbs import Verbs, address_of, channel_fd, qp_address
+from kvtransfer.transports.rdma_verbs import Verbs, channel_fd, cq_address, qp_address
 
 log = get_log("rdma")
 
@@ -148,10 +148,11 @@ class VerbsNativePoster(NativePoster):
     def __init__(
         self, library: RdmaLibrary, verbs: Verbs, *, qps: list[Any], cq: Any, channel: Any, addresses: Addresses
     ) -> None:
+        """Raises LayoutUnknown."""
         super().__init__(
             library,
             qps=[qp_address(qp) for qp in qps],
-            cq=address_of(cq),
+            cq=cq_address(cq),
             channel_fd=channel_fd(channel),
             addresses=addresses,
         )

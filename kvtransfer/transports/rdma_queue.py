@@ -97,14 +97,17 @@ class ChainQueue:
         dst_nbytes: int,
         loop: asyncio.AbstractEventLoop,
         completed: Completed,
+        adrift: Callable[[GrantId], None],
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called, from any thread and under the queue's lock, when there is something to take."""
+        """`adrift` is called on the loop's thread for each grant with writes on their way as the queue pairs are lost,
+        before these complete; `wake`, from any thread and under the queue's lock, when there is something to take."""
         assert limits.send_wrs_max > 1 and limits.chain_wrs_max > 0
         self._limits = limits
         self._src_nbytes, self._dst_nbytes = src_nbytes, dst_nbytes
         self._loop = loop
         self._completed = completed
+        self._adrift = adrift
         self._wake = wake
         self._lock = threading.Lock()
         self._batches: deque[_Batch] = deque()
@@ -212,10 +215,16 @@ class ChainQueue:
             self._wake()
 
     def lose_all(self) -> None:
-        """The queue pairs are gone: what was on its way completes, uncopied."""
+        """The queue pairs are gone: what was on its way completes, uncopied; where it is, nobody knows.
+
+        The device asks nobody before it writes what comes for a queue pair that is still open over there, and a switch
+        may hold a packet back for longer than our end has lived. What was not taken has never left.
+        """
         self.stop()
         with self._lock:
             self._seals.clear()
+            for grant in {taken.batch.grant for taken in self._out.values() if isinstance(taken, Chain)}:
+                call_loop(self._loop, self._adrift, grant)
             for taken in list(self._out.values()):
                 self._let_go(taken, landed=False)
             self._out.clear()

@@ -22,7 +22,7 @@ from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, Wr
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.acceptor import Acceptor, listen_on
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.port_fences import PortFences
+from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.rdma_connect import RegionAddress
 from kvtransfer.transports.rdma_connection import (
     RECV_BYTES,
@@ -42,6 +42,8 @@ from kvtransfer.transports.tcp_socket import tune
 log = get_log("rdma")
 
 DESTROY_RETRY_MS = 1000
+DESTROY_TRIES_MAX = 3
+"""Once the port is closing; before, it is tried for as long as it takes."""
 
 
 class RdmaReceiverPort:
@@ -129,17 +131,36 @@ class RdmaReceiverPort:
             self._destroy(connection)
 
     async def close(self) -> None:
-        """Stop listening, destroy all queue pairs; no event is delivered any more. Writers see EOF. Idempotent."""
+        """Stop listening, destroy all queue pairs; no event is delivered any more. Writers see EOF. Idempotent.
+
+        Queue pairs that cannot be destroyed are tried again a few times, then logged and left to the process's end.
+        """
         if self._closed:
             return
         self._closed = True
         self._acceptor.close()
         for connection in list(self._connections.values()):
             self._destroy(connection)
+        for _ in range(DESTROY_TRIES_MAX):
+            if not self._connections:
+                break
+            await asyncio.sleep(DESTROY_RETRY_MS / 1000)
+        for connection in self._connections.values():
+            self._leave_behind(connection)
         if self._hold is not None:
             self._hold.release()
             self._hold = None
         self._fences.close()
+
+    def _leave_behind(self, connection: Connection) -> None:
+        assert connection.hello is not None and connection.hold is not None and connection.destroy_timer is not None
+        connection.destroy_timer.cancel()
+        connection.hold.leave_behind()
+        log.error(
+            "queue pairs are left to the end of the process: they cannot be destroyed",
+            writer=f"{connection.hello.pair.writer:x}",
+            tries=DESTROY_TRIES_MAX,
+        )
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics; the device's own among them."""
@@ -204,24 +225,18 @@ class RdmaReceiverPort:
         )
 
     def _challenge(self, connection: Connection, hello: wire.Hello) -> None:
-        if self._secret(connection, hello) is not None:
-            connection.hello = hello
-            connection.nonce = self._randomness(wire.NONCE_BYTES)
-            self._send(connection, wire.Challenge(nonce=connection.nonce))
-
-    def _secret(self, connection: Connection, hello: wire.Hello) -> bytes | None:
-        """The secret to be proved; None: the connection has been refused."""
-        book = self._fences.book(hello.pair)
-        secret = book.secret(hello.epoch) if book is not None else None
-        if secret is None:
-            expected = book is not None and not book.has_fenced(hello.epoch)
-            self._refuse(connection, RefusalReason.EPOCH if expected else RefusalReason.NOT_EXPECTED)
-        return secret
+        secret = self._fences.secret(hello.pair, hello.epoch)
+        if isinstance(secret, NotAdmitted):
+            self._refuse(connection, RefusalReason[secret.name])
+            return
+        connection.hello = hello
+        connection.nonce = self._randomness(wire.NONCE_BYTES)
+        self._send(connection, wire.Challenge(nonce=connection.nonce))
 
     def _welcome(self, connection: Connection, hello: wire.Hello, answer: wire.Answer) -> None:
-        # Asked again: a fence, or a newer epoch, may have come between HELLO and ANSWER.
-        secret = self._secret(connection, hello)
-        if secret is None:
+        secret = self._fences.secret(hello.pair, hello.epoch)
+        if isinstance(secret, NotAdmitted):
+            self._refuse(connection, RefusalReason[secret.name])
             return
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
@@ -379,7 +394,7 @@ class RdmaReceiverPort:
             except QueuePairFailed as error:
                 self._counts["destroy_failed"] += 1
                 log.error("a fence has no evidence yet", reason=str(error))
-                self._loop.call_later(DESTROY_RETRY_MS / 1000, self._destroy, connection)
+                connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._destroy, connection)
                 return
             assert connection.hello is not None and connection.hold is not None
             connection.qps = None

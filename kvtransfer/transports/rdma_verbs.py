@@ -10,11 +10,12 @@ import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 DISTRIBUTION_FOLDERS = (Path("/usr/lib/python3/dist-packages"), Path("/usr/lib64/python3/site-packages"))
 
@@ -85,18 +86,37 @@ def _import_from(folder: Path) -> None:
         raise
 
 
-def address_of(wrapper: Any) -> int:
-    """Where the C structure is (struct ibv_qp, ibv_cq, ibv_comp_channel) that an object of pyverbs wraps.
+class LayoutUnknown(RdmaUnavailable):
+    """This pyverbs keeps its structures elsewhere than where they were looked for. Nothing was taken from there."""
+
+
+def _address_of(wrapper: Any) -> int:
+    """Where the C structure is (struct ibv_qp, ibv_cq, ibv_comp_channel) that an object of pyverbs wraps, probably.
 
     pyverbs has no way to ask for it. Each of these classes declares the pointer as its first member, so it comes right
-    after what the base class holds. Callers check what they find there against what the object tells of itself.
+    after what the base class holds. What is there must agree with what the object tells of itself before it is used.
     """
     base = type(wrapper).__base__
-    assert base is not None
-    assert type(wrapper).__basicsize__ > base.__basicsize__, type(wrapper)
-    address = ctypes.c_void_p.from_address(id(wrapper) + base.__basicsize__).value
-    assert address is not None, f"{type(wrapper).__name__} is closed"
-    return address
+    if base is None or type(wrapper).__basicsize__ < base.__basicsize__ + ctypes.sizeof(ctypes.c_void_p):
+        raise LayoutUnknown(f"pyverbs' {type(wrapper).__name__} has no structure where one was expected")
+    return ctypes.c_void_p.from_address(id(wrapper) + base.__basicsize__).value or 0
+
+
+_Head = TypeVar("_Head", bound=ctypes.Structure)
+
+
+def _peek(address: int, kind: type[_Head]) -> _Head:
+    """A copy of what is at this address of our own memory, read by way of the kernel: a wrong address is an error
+    there, and not the end of the process. Raises LayoutUnknown."""
+    nbytes = ctypes.sizeof(kind)
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            found = os.pread(memory.fileno(), nbytes, address)
+    except (OSError, OverflowError) as error:
+        raise LayoutUnknown(f"pyverbs has no {kind.__name__} where one was expected: {error}") from error
+    if len(found) < nbytes:
+        raise LayoutUnknown(f"pyverbs has no {kind.__name__} where one was expected")
+    return kind.from_buffer_copy(found)
 
 
 class _CompChannelHead(ctypes.Structure):
@@ -111,13 +131,35 @@ class _QpHead(ctypes.Structure):
     _fields_ = (("pointers", ctypes.c_void_p * 6), ("handle", ctypes.c_uint32), ("qp_num", ctypes.c_uint32))
 
 
+class _CqHead(ctypes.Structure):
+    """The beginning of struct ibv_cq."""
+
+    _fields_ = (("pointers", ctypes.c_void_p * 3), ("handle", ctypes.c_uint32), ("cqe", ctypes.c_int))
+
+
 def channel_fd(channel: Any) -> int:
-    """The descriptor of a completion channel, which stays the channel's."""
-    return int(_CompChannelHead.from_address(address_of(channel)).fd)
+    """The descriptor of a completion channel, which stays the channel's. Raises LayoutUnknown."""
+    fd = int(_peek(_address_of(channel), _CompChannelHead).fd)
+    try:
+        kind = os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        kind = "not open"
+    if "infinibandevent" not in kind:
+        raise LayoutUnknown(f"pyverbs' completion channel has no descriptor where one was expected, but {fd}: {kind}")
+    return fd
 
 
 def qp_address(qp: Any) -> int:
-    """Where the struct ibv_qp is."""
-    address = address_of(qp)
-    assert _QpHead.from_address(address).qp_num == qp.qp_num, "this pyverbs is laid out in another way"
+    """Where the struct ibv_qp is. Raises LayoutUnknown."""
+    address = _address_of(qp)
+    if _peek(address, _QpHead).qp_num != qp.qp_num:
+        raise LayoutUnknown("pyverbs' queue pair is laid out in another way")
+    return address
+
+
+def cq_address(cq: Any) -> int:
+    """Where the struct ibv_cq is. Raises LayoutUnknown."""
+    address = _address_of(cq)
+    if _peek(address, _CqHead).cqe != cq.cqe:
+        raise LayoutUnknown("pyverbs' completion queue is laid out in another way")
     return address

@@ -2,7 +2,8 @@
 
 The thread posts chains as the queue pairs have room and takes their completions, in native calls; the control thread
 has the connection for words. A batch is complete when the device has completed all its chains, or when the link is over
-and its queue pairs are destroyed: then the device reads nothing of the source any more (DESIGN I1).
+and its queue pairs are destroyed: then the device reads nothing of the source any more (DESIGN I1). That says nothing
+of what had left it: such writes are `writes_adrift`, and the receiver fences before it reuses their blocks.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class RdmaWriterLink:
             dst_nbytes=connected.region_nbytes,
             loop=loop,
             completed=events.writes_completed,
+            adrift=events.writes_adrift,
             wake=self._waker.wake,
         )
         self._seals_max = min(self._qps.ends.seals_max, connected.peer.seals_max)

@@ -152,9 +152,12 @@ class CopyPool:
         name: str,
         idle_work: Iterator[object] | None = None,
     ) -> None:
-        """Starts the threads. Each chunk is copied within `turns`, a semaphore that bounds the pools of a process.
+        """Starts the threads, all or none. Each chunk is copied within `turns`, a semaphore that bounds the pools of a
+        process.
 
         `idle_work` is gone through, one step at a time, while there is nothing to copy; its OSError ends it.
+
+        Raises RuntimeError: a thread cannot be started.
         """
         self._dst_U8: np.ndarray | None = dst_U8
         self._src_U8: np.ndarray | None = src_U8
@@ -177,8 +180,14 @@ class CopyPool:
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(limits.threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        for i, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:
+                self._threads = self._threads[:i]
+                self.stop()
+                self.join()
+                raise
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
         """Queue one batch; returns at once. The arrays belong to the pool until it is completed.

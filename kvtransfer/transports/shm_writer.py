@@ -4,6 +4,9 @@ Visibility of the copies to whoever has read the seal: the copying thread hands 
 through a lock, and that thread passes the seal through the kernel's socket locks; each is a release on one side and an
 acquire on the other, on every architecture. Non-temporal stores are not ordered by that on x86: the native copy ends
 with a store fence of its own (`native/copy.c`), and so does memcpy where it uses them.
+
+Nothing is ever `writes_adrift` here: the copies are calls of this process's threads, over when they complete, and what
+has become of the socket does not matter to them.
 """
 
 from __future__ import annotations
@@ -172,9 +175,11 @@ class ShmWriterLink:
                 config=config,
                 turns=turns or config.turns(),
             )
-        except BaseException:
+        except BaseException as error:
             # No thread could be started. The region may still be mapped, so no BYE.
             sock.close()
+            if isinstance(error, RuntimeError):
+                raise ShmConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
             raise
 
     @property

@@ -24,7 +24,7 @@ from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, Wr
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.acceptor import Acceptor
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.port_fences import PortFences
+from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.tcp_socket import tune
 from kvtransfer.transports.tcp_stream import ReceiveStream, TcpReceiverConfig
 from kvtransfer.transports.tcp_wire import RefusalReason
@@ -231,24 +231,18 @@ class TcpReceiverPort:
             self._refuse(connection, RefusalReason.OUT_OF_ORDER)
 
     def _challenge(self, connection: _Connection, hello: wire.Hello) -> None:
-        if self._secret(connection, hello) is not None:
-            connection.hello = hello
-            connection.nonce = self._randomness(wire.NONCE_BYTES)
-            self._send(connection, wire.Challenge(nonce=connection.nonce))
-
-    def _secret(self, connection: _Connection, hello: wire.Hello) -> bytes | None:
-        """The secret to be proved; None: the connection has been refused."""
-        book = self._fences.book(hello.pair)
-        secret = book.secret(hello.epoch) if book is not None else None
-        if secret is None:
-            expected = book is not None and not book.has_fenced(hello.epoch)
-            self._refuse(connection, RefusalReason.EPOCH if expected else RefusalReason.NOT_EXPECTED)
-        return secret
+        secret = self._fences.secret(hello.pair, hello.epoch)
+        if isinstance(secret, NotAdmitted):
+            self._refuse(connection, RefusalReason[secret.name])
+            return
+        connection.hello = hello
+        connection.nonce = self._randomness(wire.NONCE_BYTES)
+        self._send(connection, wire.Challenge(nonce=connection.nonce))
 
     def _welcome(self, connection: _Connection, hello: wire.Hello, answer: wire.Answer) -> None:
-        # Asked again: a fence, or a newer epoch, may have come between HELLO and ANSWER.
-        secret = self._secret(connection, hello)
-        if secret is None:
+        secret = self._fences.secret(hello.pair, hello.epoch)
+        if isinstance(secret, NotAdmitted):
+            self._refuse(connection, RefusalReason[secret.name])
             return
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)

@@ -4,6 +4,9 @@ A sending thread for each stream; acknowledgements are read on the control threa
 kernel by one native call, mostly of one gathering system call. A batch is complete when all its frames are
 acknowledged, or when the link is over: then every socket is closed and every thread joined, so nothing reads the source
 any more (DESIGN I1).
+
+Nothing is ever `writes_adrift` here, though the kernels and the network may still hold frames of a link that broke: the
+receiver takes no byte of one before it has found the grant among those that it allows, which a let-go ends.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class TransferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LetGo(self, request, context):
-        """The writer will not write under this number any more (never, or no longer): its evidence.
+        """The writer will not write under this number any more (never, or no longer): its evidence, unless writes are adrift.
+        Then it is answered when the receiver has fenced the pair.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

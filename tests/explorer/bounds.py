@@ -17,7 +17,11 @@ class Profile(Enum):
     """How bytes get from one side to the other, and what its fence can know."""
 
     CHANNEL = "channel"
-    """tcp, rdma: writes and seals in order on one connection per epoch; bytes may be under way long after it broke."""
+    """tcp: writes and seals in order on one connection per epoch; bytes may be under way long after it broke, and land
+    if the receiver admits their grant."""
+    RDMA = "rdma"
+    """As CHANNEL, but what is under way lands whatever the receiver thinks of its grant, until a fence has completed.
+    The writer knows of a write that it has landed, or after the connection broke that it is adrift."""
     SHM = "shm"
     """Stores by the writer's own threads: nothing is under way, nothing can be refused; a fence waits for its word, or
     its death."""

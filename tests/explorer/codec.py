@@ -19,7 +19,7 @@ from kvtransfer.writer_grants import WriterGrants, WriterLimits, WriterState, _H
 GrantTuple = tuple[Any, ...]
 ReceiverTuple = tuple[tuple[GrantTuple, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 HandoffTuple = tuple[Any, ...]
-WriterTuple = tuple[int, tuple[HandoffTuple, ...]]
+WriterTuple = tuple[int, tuple[HandoffTuple, ...], tuple[tuple[ReserveNumber, Epoch], ...]]
 
 
 def save_ledger(ledger: Ledger) -> tuple[Any, ...]:
@@ -65,7 +65,8 @@ def _save_grant(grant: GrantEntry) -> GrantTuple:
     if grant.state in (GrantState.COMMITTED, GrantState.FENCED, GrantState.RELEASED):
         assert not grant.commit_waits
         kept = grant.blocks if grant.state is GrantState.COMMITTED else ()
-        return (*known, Epoch(0), grant.state, kept, (), (), None, False, grant.was_committed, 0, grant.check)
+        assert not grant.let_go_waits
+        return (*known, Epoch(0), grant.state, kept, (), (), None, False, grant.was_committed, 0, grant.check, False)
     return (
         *known,
         grant.epoch,
@@ -78,6 +79,7 @@ def _save_grant(grant: GrantEntry) -> GrantTuple:
         grant.was_committed,
         grant.revoke_rounds,
         grant.check,
+        grant.let_go_waits,
     )
 
 
@@ -100,6 +102,7 @@ def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: Rec
             was_committed=row[11],
             revoke_rounds=row[12],
             check=row[13],
+            let_go_waits=row[14],
         )
         machine._grants[grant.id] = grant
         machine._by_request.setdefault(grant.key.request, set()).add(grant.id)
@@ -116,7 +119,8 @@ def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: Rec
 
 
 def save_writer(machine: WriterGrants) -> WriterTuple:
-    return machine._next, tuple(_save_handoff(h) for _, h in sorted(machine._handoffs.items()))
+    handoffs = tuple(_save_handoff(h) for _, h in sorted(machine._handoffs.items()))
+    return machine._next, handoffs, tuple(sorted(machine._adrift_untold.items()))
 
 
 def _save_handoff(handoff: _Handoff) -> HandoffTuple:
@@ -127,13 +131,14 @@ def _save_handoff(handoff: _Handoff) -> HandoffTuple:
         handoff.key,
         handoff.state,
         GrantId(b"") if drained else handoff.grant,
-        Epoch(0) if drained else handoff.epoch,
+        Epoch(0) if drained and not handoff.adrift else handoff.epoch,
         0 if given_up else handoff.writes,
         0 if given_up else handoff.bytes_written,
         handoff.outstanding,
         handoff.sources_held,
         handoff.revoke_waits,
         handoff.reported,
+        handoff.adrift,
     )
 
 
@@ -153,5 +158,7 @@ def load_writer(make: type[WriterGrants], limits: WriterLimits, saved: WriterTup
             sources_held=row[8],
             revoke_waits=row[9],
             reported=row[10],
+            adrift=row[11],
         )
+    machine._adrift_untold = dict(saved[2])
     return machine

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from baton.ids import Epoch, GrantId
 from kvtransfer.writer_grants import WriterState
+from tests.explorer.bounds import Profile
 from tests.explorer.receiver_part import ReceiverInfo, ReceiverPart
 from tests.explorer.writer_part import WriterInfo
 
@@ -58,14 +59,16 @@ class Data:
 class DataPath:
     """Numbers for data states, and the steps of one that concern nobody else, each worked out once."""
 
-    def __init__(self, receivers: ReceiverPart, *, idle_links_matter: bool) -> None:
+    def __init__(self, receivers: ReceiverPart, profile: Profile) -> None:
         self._receivers = receivers
-        self._idle_links_matter = idle_links_matter
+        self._idle_links_matter = profile is Profile.SHM
+        self._rdma = profile is Profile.RDMA
         self._ids: dict[Data, int] = {}
         self.by_id: list[Data] = []
         self._settled: dict[tuple[int, int], int] = {}
         self._puts: dict[tuple[int, int, Epoch, tuple[Item, ...]], int] = {}
         self._breaks: dict[tuple[int, int, Epoch | None], int] = {}
+        self._fences: dict[tuple[int, int, Epoch], int] = {}
         self.nothing = self.id(Data())
 
     def id(self, data: Data) -> int:
@@ -101,6 +104,21 @@ class DataPath:
             broken = self._breaks[asked] = self.id(replace(data, connections=connections))
         return broken
 
+    def fenced(self, number: int, writer: int, epoch: Epoch) -> int:
+        """With the receiver's end of the writer's connections up to this epoch closed: nothing lands from them."""
+        asked = (number, writer, epoch)
+        fenced = self._fences.get(asked)
+        if fenced is None:
+            data = self.by_id[number]
+            left = tuple(c for c in data.connections if c.writer != writer or c.epoch > epoch)
+            fenced = self._fences[asked] = self.id(replace(data, connections=left))
+        return fenced
+
+    def under_way(self, number: int, grant: GrantId, *, is_open: bool) -> int:
+        """Writes of this grant on open, or on broken, connections."""
+        queues = (c.queue for c in self.by_id[number].connections if c.open is is_open)
+        return sum(g == grant and index != SEAL for queue in queues for g, index in queue)
+
     def settled(self, number: int, receiver: ReceiverInfo) -> int:
         """Without what matters no more: bytes of a past owner, connections with nothing to come."""
         if number == self.nothing:
@@ -119,10 +137,15 @@ class DataPath:
         admits, never: neither an epoch nor a grant comes back."""
         if connection.open:
             return self._idle_links_matter or bool(connection.queue)
-        return any(self.admits(receiver, connection, grant) for grant, _ in connection.queue)
+        if self._rdma and any(index != SEAL for _, index in connection.queue):
+            return True
+        admits, pair = self._receivers.admits, (connection.writer, connection.epoch)
+        return any(admits(receiver, *pair, grant) for grant, _ in connection.queue)
 
     def admits(self, receiver: ReceiverInfo, connection: Connection, grant: GrantId) -> bool:
-        return self._receivers.admits(receiver, connection.writer, connection.epoch, grant)
+        """Would a write of this grant land, if it came now on this connection? By RDMA as long as there is one: the
+        device asks nobody."""
+        return self._rdma or self._receivers.admits(receiver, connection.writer, connection.epoch, grant)
 
     def oldest_landed(self, number: int, receiver: ReceiverInfo, writer: int, grant: GrantId) -> int:
         """The oldest write of the grant on the writer's open connection has arrived, and landed if it still may."""

@@ -8,12 +8,14 @@ from typing import Any
 from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from kvtransfer.grant_book import GrantEntry
 from kvtransfer.grant_messages import (
+    AnswerLetGo,
     GrantTimerFired,
     RecordsChecked,
     ReportCorrupt,
     SealLanded,
     TimerKind,
     WriterLetGo,
+    WritesAdrift,
 )
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
 from kvtransfer.receiver_states import RecordCheck
@@ -125,6 +127,39 @@ class NoRevokeTimer(ReceiverGrants):
         self._out.pop()
 
 
+class AdriftIgnored(ReceiverGrants):
+    """The writer's word is evidence, whatever became of the link that its writes went on."""
+
+    def _let_go(self, event: WriterLetGo) -> None:
+        super()._let_go(replace(event, adrift=False))
+
+
+class AdriftAnsweredAtOnce(ReceiverGrants):
+    """A let-go with writes adrift starts a fence, and is answered before it has ended."""
+
+    def _let_go(self, event: WriterLetGo) -> None:
+        super()._let_go(event)
+        grant = self._grants.get(self._pair(event.pair).by_number.get(event.number, GrantId(b"")))
+        if grant is not None and grant.let_go_waits:
+            grant.let_go_waits = False
+            self._out.append(AnswerLetGo(pair=event.pair, number=event.number))
+
+
+class AdriftUntold(WriterGrants):
+    """The writer takes what has completed for what has landed or is lost."""
+
+    def _adrift(self, event: WritesAdrift) -> None:
+        del event
+
+
+class AdriftForgotten(WriterGrants):
+    """A writer that has given its peer up, and asks it again, has forgotten that writes were adrift."""
+
+    def _forget_if_over(self, handoff: _Handoff) -> None:
+        super()._forget_if_over(handoff)
+        self._adrift_untold.clear()
+
+
 class LetGoUndrained(WriterGrants):
     """The writer gives its word while its copies are still running."""
 
@@ -193,6 +228,14 @@ MUTANTS: dict[str, Mutant] = {
         "by the bytes of another one", receiver=CheckedTooLate, samples=True, crashes_max=0
     ),
     "no revoke timer": _mutant("never becomes free", profile=Profile.SHM, receiver=NoRevokeTimer, crashes_max=0),
+    "word of writes adrift taken for evidence": _mutant("would land", profile=Profile.RDMA, receiver=AdriftIgnored),
+    "word of writes adrift answered before the fence": _mutant(
+        "would land", profile=Profile.RDMA, receiver=AdriftAnsweredAtOnce
+    ),
+    "writes adrift, and not a word of it": _mutant("would land", profile=Profile.RDMA, writer=AdriftUntold),
+    "writes adrift forgotten with their peer": _mutant(
+        "would land", profile=Profile.RDMA, writer=AdriftForgotten, writers_give_peers_up=True, crashes_max=0
+    ),
     "let-go before the writes have drained": _mutant("outstanding", writer=LetGoUndrained),
     "Revoke answered when the peer is given up": _mutant(
         "outstanding", profile=Profile.SHM, writer=RevokeAnsweredAtOnce, writers_give_peers_up=True

@@ -5,6 +5,8 @@ Control messages: see `messages`. Data, by profile:
 CHANNEL  Writes and seals travel in order on one connection per epoch and land only if the receiver admits them. A
          connection may break at any time. Its writes then complete at the writer, but what was under way on it may
          still arrive, at any later time. A fence completes at any time.
+RDMA     As CHANNEL, but all that is under way lands, until a fence of the pair has completed. Seals go behind the
+         completions of their grant's writes; a write completes when it has landed, or, its connection broken, adrift.
 SHM      A posted write may be stored at any instant until it has completed, whatever the receiver thinks of it. Seals
          travel on a socket, behind the completions of their grant's writes. A fence completes when the writer's
          process is dead, or when it has closed its mapping of that epoch with nothing outstanding.
@@ -19,9 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from baton.ids import Epoch
-from kvtransfer.grant_messages import LinkLost, SealLanded
+from kvtransfer.grant_messages import LinkLost, PairFenced, SealLanded
 from kvtransfer.writer_grants import WriterState
-from tests.explorer.bounds import BYTES_PER_WRITE, Bounds, Profile, Violation, pair_of, writer_of_grant
+from tests.explorer.bounds import BYTES_PER_WRITE, Bounds, Profile, Violation, pair_of, writer_index, writer_of_grant
 from tests.explorer.data_path import SEAL, DataPath
 from tests.explorer.messages import Messages
 from tests.explorer.network import Network
@@ -47,11 +49,12 @@ class Product:
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self.shm = bounds.profile is Profile.SHM
+        self.rdma = bounds.profile is Profile.RDMA
         self.all_landed = (1 << bounds.writes_per_grant) - 1
         self.messages = Messages()
         self.receivers = ReceiverPart(bounds, self.messages)
         self.writers = WriterPart(bounds, self.messages)
-        self.path = DataPath(self.receivers, idle_links_matter=self.shm)
+        self.path = DataPath(self.receivers, bounds.profile)
         self._network = Network(self.messages, self.receivers, self.writers, merges=bounds.merges)
         self._budget_ids: dict[Budget, int] = {}
         self.budgets: list[Budget] = []
@@ -95,7 +98,7 @@ class Product:
             for grant, index in connection.queue:
                 if index == SEAL or grant == receiver.owner:
                     continue
-                if self.receivers.admits(receiver, connection.writer, connection.epoch, grant):
+                if self.path.admits(receiver, connection, grant):
                     raise Violation(
                         f"a write of grant {grant.hex()} is under way and would land; the block is {_whose(receiver)}"
                     )
@@ -211,19 +214,19 @@ class Product:
 
     def may_complete(self, state: State, handoff: HandoffView) -> bool:
         """Has the transport let go of the oldest outstanding write: landed, abandoned, or its connection broken?"""
+        if self.rdma:
+            known = handoff.outstanding > self.path.under_way(state[2], handoff.grant, is_open=False)
+            return known or handoff.state not in (WriterState.WRITING, WriterState.COMMITTING)
         if self.shm or not self.bounds.writes_land_apart:
             return True
-        under_way = sum(
-            grant == handoff.grant and index != SEAL
-            for c in self.path.by_id[state[2]].connections
-            if c.open
-            for grant, index in c.queue
-        )
-        return handoff.outstanding > under_way
+        return handoff.outstanding > self.path.under_way(state[2], handoff.grant, is_open=True)
 
     def complete(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, handoff: HandoffView) -> State:
         """One write completes; in shm it is stored at the latest now, unless it was abandoned."""
         number = state[2]
+        if self.rdma and handoff.outstanding <= self.path.under_way(number, handoff.grant, is_open=False):
+            told = self.writer_does(state, receiver, writer, handoff.adrift)
+            return self.writer_does(told, receiver, self.writers.by_id[told[1]], handoff.complete)
         if not self.shm and not self.bounds.writes_land_apart:
             number = self.path.oldest_landed(number, receiver, writer.writer, handoff.grant)
         data = self.path.by_id[number]
@@ -232,6 +235,8 @@ class Product:
             number = self.path.id(data.with_landed(handoff.grant, handoff.writes - handoff.outstanding))
             if handoff.state is WriterState.COMMITTING and handoff.outstanding == 1:
                 number = self.path.put(number, writer.writer, handoff.epoch, ((handoff.grant, SEAL),))
+        if self.rdma and handoff.state is WriterState.COMMITTING and handoff.outstanding == 1:
+            number = self._seal_put(number, writer, handoff)
         return self.writer_does((*state[:2], number, *state[3:]), receiver, writer, handoff.complete)
 
     def _data_steps(self, state: State, receiver: ReceiverInfo, writer: WriterInfo) -> Iterator[tuple[Label, State]]:
@@ -333,8 +338,18 @@ class Product:
 
     # Carrying out.
 
+    def _seal_put(self, number: int, writer: WriterInfo, handoff: HandoffView) -> int:
+        """By RDMA a seal makes no connection of its own: where there is none it is lost."""
+        if self.rdma and self.path.by_id[number].link(writer.writer, handoff.epoch) is None:
+            return number
+        return self.path.put(number, writer.writer, handoff.epoch, ((handoff.grant, SEAL),))
+
     def receiver_does(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, event: int) -> State:
         self.trying = ("receiver", event)
+        fenced = self.messages.event(event)
+        if self.rdma and isinstance(fenced, PairFenced):
+            number = self.path.fenced(state[2], writer_index(fenced.pair), fenced.epoch)
+            state = (*state[:2], number, *state[3:])
         effect = self.receivers.effect(receiver, event)
         if effect.scheduled is not None:
             landed = self.path.by_id[state[2]].landed_of(effect.scheduled)
@@ -348,8 +363,8 @@ class Product:
         data = state[2]
         for grant in effect.seals:
             handoff = effect.to.by_grant[grant]
-            if not self.shm or not handoff.outstanding:
-                data = self.path.put(data, writer.writer, handoff.epoch, ((grant, SEAL),))
+            if not (self.shm or self.rdma) or not handoff.outstanding:
+                data = self._seal_put(data, writer, handoff)
         return self._now(state, receiver, effect.to, data, state[4] | effect.sent)
 
     def calmed(self, state: State, data: int, budget: int) -> State:

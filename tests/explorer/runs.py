@@ -17,12 +17,14 @@ DEFAULT: dict[str, Bounds] = {
     # Two attempts at one request, two crashes.
     "handoff-shm": Bounds(profile=Profile.SHM, keys=SAME_REQUEST, crashes_max=2),
     "handoff-channel": Bounds(profile=Profile.CHANNEL, keys=SAME_REQUEST, crashes_max=2),
+    "handoff-rdma": Bounds(profile=Profile.RDMA, keys=SAME_REQUEST, crashes_max=1),
     # Two requests that have nothing to do with each other.
     "requests-channel": Bounds(profile=Profile.CHANNEL, keys=TWO_REQUESTS, crashes_max=0),
     # The directory is wrong about the writer, once; and the writer tries the same attempt again.
     "suspected-shm": Bounds(profile=Profile.SHM, keys=SAME_ATTEMPT, crashes_max=0, suspicions_max=1),
     # The writer takes a living receiver for gone, as it does when it is shutting down.
     "given-up-shm": Bounds(profile=Profile.SHM, keys=SAME_REQUEST, crashes_max=0, writers_give_peers_up=True),
+    "given-up-rdma": Bounds(profile=Profile.RDMA, keys=SAME_REQUEST, crashes_max=0, writers_give_peers_up=True),
     # Every Commit carries checksums, and the comparison ends either way.
     "sampled-shm": Bounds(profile=Profile.SHM, keys=SAME_REQUEST, crashes_max=1, samples=True),
     "sampled-channel": Bounds(profile=Profile.CHANNEL, keys=SAME_REQUEST, crashes_max=0, samples=True),
@@ -48,6 +50,8 @@ LARGE: dict[str, Bounds] = {
     **DEFAULT,
     "three-crashes-shm": replace(DEFAULT["handoff-shm"], crashes_max=3),
     "three-crashes-channel": replace(DEFAULT["handoff-channel"], crashes_max=3),
+    "two-crashes-rdma": replace(DEFAULT["handoff-rdma"], crashes_max=2),
+    "two-writes-rdma": replace(DEFAULT["handoff-rdma"], writes_per_grant=2),
     "two-writes-channel": replace(DEFAULT["handoff-channel"], writes_per_grant=2),
     "land-apart-channel": replace(DEFAULT["handoff-channel"], writes_land_apart=True, crashes_max=1),
     "given-up-channel": Bounds(profile=Profile.CHANNEL, keys=SAME_REQUEST, crashes_max=1, writers_give_peers_up=True),

@@ -33,6 +33,7 @@ from kvtransfer.grant_messages import (
     StartWriting,
     WriterInstruction,
     WriterLetGo,
+    WritesAdrift,
     WritesCompleted,
     WritesPosted,
 )
@@ -75,6 +76,8 @@ class HandoffView:
     post: int
     all_posted: int
     complete: int
+    adrift: int
+    """Said before the completion of a write that may land yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -209,6 +212,7 @@ class WriterPart:
             post=intern(WritesPosted(number=row[0], writes=1, bytes_written=BYTES_PER_WRITE)),
             all_posted=intern(AllPosted(number=row[0])),
             complete=intern(WritesCompleted(number=row[0], writes=1)),
+            adrift=intern(WritesAdrift(number=row[0])),
         )
 
     def _unanswered(self, handoff: HandoffView) -> int:
@@ -276,12 +280,12 @@ class _Shell:
                         pair=self._pair, grant=grant, writes=writes, bytes_written=nbytes, sampled=self._samples
                     )
                 )
-            case SendLetGo(number=number, lowest_live=lowest_live):
+            case SendLetGo(number=number, lowest_live=lowest_live, adrift=adrift):
                 self._drained(number, "a let-go")
-                self._send(WriterLetGo(pair=self._pair, number=number, lowest_live=lowest_live))
-            case AnswerRevoke(number=number):
+                self._send(WriterLetGo(pair=self._pair, number=number, lowest_live=lowest_live, adrift=adrift))
+            case AnswerRevoke(number=number, adrift=adrift):
                 self._drained(number, "the answer to a Revoke")
-                self._send(WriterLetGo(pair=self._pair, number=number, lowest_live=ReserveNumber(0)))
+                self._send(WriterLetGo(pair=self._pair, number=number, lowest_live=ReserveNumber(0), adrift=adrift))
             case ReleaseSources(number=number):
                 self._drained(number, "the release of its sources")
                 if number in self._released:

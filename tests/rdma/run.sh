@@ -14,19 +14,20 @@ work=$PWD/build/rdma
 say() { echo "test-rdma: $*"; }
 give_up() { say "$*" >&2; exit 1; }
 
+# Debian's kernel has its 9p and virtio as modules: the virtual machine starts from an initramfs, which needs busybox.
+packages=(qemu-system-x86 busybox-static udev rdma-core ibverbs-providers ibverbs-utils libibverbs-dev perftest
+    python3-pyverbs kmod iproute2 ethtool e2fsprogs)
+
 have_packages() {
-    dpkg -s qemu-system-x86 rdma-core ibverbs-providers ibverbs-utils libibverbs-dev perftest python3-pyverbs kmod \
-        iproute2 ethtool e2fsprogs >/dev/null 2>&1
+    dpkg -s "${packages[@]}" >/dev/null 2>&1
 }
 
 install_packages() {
     have_packages && return
-    [ "$(id -u)" -eq 0 ] || give_up "packages are missing; as root: apt-get install qemu-system-x86 rdma-core" \
-        "ibverbs-providers ibverbs-utils libibverbs-dev perftest python3-pyverbs kmod iproute2 ethtool e2fsprogs"
+    [ "$(id -u)" -eq 0 ] || give_up "packages are missing; as root: apt-get install ${packages[*]}"
     say "installing packages"
     apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends qemu-system-x86 rdma-core \
-        ibverbs-providers ibverbs-utils libibverbs-dev perftest python3-pyverbs kmod iproute2 ethtool e2fsprogs \
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${packages[@]}" \
         >"$work/apt.log" 2>&1 || { tail -5 "$work/apt.log" >&2; give_up "apt-get has failed"; }
 }
 

@@ -8,7 +8,8 @@ import random
 from pathlib import Path
 
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
-from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, running
+from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, running, wait_for
+from tests.rdma.device_link import ADD_LINK, REMOVE_LINK, note_packets
 
 PATIENT = {
     "liveness.answer_ms_max": 20_000,
@@ -48,3 +49,48 @@ def test_answers_over_rdma_are_exact() -> None:
         assert moved > 0
         assert sent * 4096 >= moved
         cluster.run(assert_conserved(cluster))
+
+
+def test_the_device_is_taken_away_in_mid_handoff() -> None:
+    """Handoffs are being written when the device goes. Every answer is exact all the same, and nothing stays behind,
+    though a lease would last ten minutes: what was on its way has been fenced and not waited for."""
+    rng = random.Random(22)
+    spec = mock_spec(
+        blocks=600,
+        both={"transports": "rdma,tcp", **PATIENT},
+        prefill_flags={"engine.mock_layer_delay_ms": 100},
+        decode_flags={"receiver.lease_ms": 600_000},
+    )
+    with running(spec) as cluster:
+
+        async def ask(length: int) -> str:
+            prompt = random_prompt(rng, length)
+            answer = await cluster.client.generate(prompt, max_tokens=9)
+            assert answer.ids == mock_tokens(prompt, 9)
+            return str(answer.stats.transport)
+
+        async def link(command: str) -> None:
+            process = await asyncio.create_subprocess_shell(command)
+            assert await process.wait() == 0
+
+        async def writes() -> bool:
+            return (await cluster.status("prefill-0")).grants_written > 0
+
+        async def scenario() -> None:
+            assert await ask(5 * BLOCK) == "rdma"
+            calls = [asyncio.create_task(ask(1500 + i)) for i in range(3)]
+            await wait_for(writes, "a handoff to be under way")
+            note_packets()
+            await link(REMOVE_LINK)
+            try:
+                over = await asyncio.gather(*calls)
+                took_s = await assert_conserved(cluster)
+            finally:
+                await link(ADD_LINK)
+            status = await cluster.status("decode-0")
+            fences = {c.name: int(c.value) for c in status.counters if c.name.startswith("rdma: ")}
+            print(f"over {over}; nothing held {took_s:.1f} s later; {fences}")
+            assert fences["rdma: destroy_failed"] == 0
+            await ask(5 * BLOCK)
+
+        cluster.run(scenario())

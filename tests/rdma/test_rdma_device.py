@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,15 +15,13 @@ from kvtransfer.transports.rdma import RdmaConnectError
 from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs, RdmaConfig, RdmaDevice, open_device
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
+from tests.rdma.device_link import ADD_LINK, REMOVE_LINK, note_packets
 from tests.shm_harness import REGION_NBYTES, Recorder, run
 from tests.shm_peer import source_bytes
 from tests.transport_kits import RDMA_KITS, OwningLink
 from tests.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
 
 KIT = RDMA_KITS[0]
-NETDEV = os.environ.get("BATON_RDMA_TEST_NETDEV", "dummy0")
-ADD_LINK = os.environ.get("BATON_RDMA_TEST_ADD", "rdma link add rxe0 type rxe netdev dummy0")
-REMOVE_LINK = os.environ.get("BATON_RDMA_TEST_REMOVE", "rdma link delete rxe0")
 WAIT_MS = 5_000
 
 
@@ -138,13 +135,6 @@ def test_what_is_written_moves_the_device_counters() -> None:
             assert moved >= 8 * len(record_ops(1).src), moved
 
     run(test())
-
-
-def note_packets() -> None:
-    """For the report: the device's counters go with it."""
-    if report := os.environ.get("BATON_RDMA_PACKETS"):
-        port = find_ports()[0]
-        Path(report).write_text(str(counters_of(port.device, port.number)["sent_pkts"]))
 
 
 def test_the_link_is_taken_away_and_comes_back() -> None:

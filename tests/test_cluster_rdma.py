@@ -1,0 +1,59 @@
+"""A cluster over rdma on a device made of arrays (`rdma_double`); `make test-rdma` has a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from baton.ids import GrantId
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver_states import OPEN, GrantState
+from kvtransfer.transports.rdma import RdmaReceiverPort, RdmaWriterLink
+from tests.cluster_harness import assert_conserved, mock_spec, random_prompt
+from tests.inprocess_cluster import inprocess
+from tests.inprocess_scenes import ask_exactly, peer_of, until
+from tests.rdma_double import Deliver, DoubleQueuePairs, install
+
+SPEC = mock_spec(both={"transports": "rdma"}, decode_flags={"receiver.lease_ms": 600_000})
+
+
+def test_nothing_lands_late_and_nothing_waits_for_a_lease_when_the_link_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's link ends in mid-handoff with writes on their way, and the receiver hears nothing of it but the
+    writer's let-go. Not a block is freed before its own queue pairs are gone, so that what the network held back comes
+    to nothing; then all are, in far less than a lease, and the answer comes from a second attempt."""
+    install(monkeypatch)
+    freed: list[tuple[GrantId, bool]] = []
+    writer_gone = Ledger.writer_gone
+
+    def watched(ledger: Ledger, blocks: tuple[int, ...], grant: GrantId) -> None:
+        freed.append((grant, any(not qps.sends for qps in DoubleQueuePairs.alive.values())))
+        writer_gone(ledger, blocks, grant)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Ledger, "writer_gone", watched)
+    monkeypatch.setattr(RdmaReceiverPort, "_eof", lambda port, c: port._loop.remove_reader(c.sock))
+
+    async def scenario() -> None:
+        async with inprocess(SPEC) as cluster:
+            await ask_exactly(cluster, random_prompt(random.Random(1), 40))
+            freed.clear()
+            receiver = cluster.decode["decode-0"].receiver
+            held: list[Deliver] = []
+            DoubleQueuePairs.on_the_way = held
+            call = asyncio.create_task(ask_exactly(cluster, random_prompt(random.Random(2), 40)))
+            await until(cluster, "writes to be on their way", lambda: bool(held))
+            (grant,) = (g for g in receiver.grants._grants if receiver.grants.state_of(g) in OPEN)
+            DoubleQueuePairs.on_the_way = None  # for those of the second attempt
+            link = peer_of(cluster, "decode-0")._link.now
+            assert isinstance(link, RdmaWriterLink)
+            link._device_lost("the cable is cut")
+            await until(cluster, "the blocks to be free", lambda: bool(freed))
+            assert freed == [(grant, False)]
+            await call
+            assert not any(deliver() for deliver in held)
+            assert receiver.grants.states()[GrantState.QUARANTINED] == 0
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+    assert not DoubleQueuePairs.alive
