@@ -52,6 +52,9 @@ from kvtransfer.writer_link import LinkMaker, PairLink
 
 log = get_log("writer")
 
+_OF_SEVERAL = (HandoffAsked, LinkLost, PeerGone)
+"""Events that are not about one number; all others are."""
+
 
 class WriterPeer:
     """This process as writer towards one receiver process."""
@@ -334,7 +337,7 @@ class WriterPeer:
     def handle(self, event: WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             self._actions[type(instruction)](instruction)
-        if isinstance(event, HandoffAsked | LinkLost | PeerGone):
+        if isinstance(event, _OF_SEVERAL):
             for number in list(self._handoffs):
                 self._forget_if_over(number)
         else:
