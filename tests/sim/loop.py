@@ -20,10 +20,11 @@ from types import GeneratorType
 from typing import Any, Protocol
 
 NEAR_S = 0.1
-"""Timers that are due later than this are kept apart, in no order: nearly all of them are deadlines, which are cancelled
-long before."""
+"""Timers that are due later than this are kept apart, in no order: nearly all of them are deadlines, cancelled long
+before."""
 UNWIND_THROWS_MAX = 64
 TASKS_KEPT_MIN = 64
+"""A process keeps so many of its tasks, and twice those that run, before it sweeps out the ones that have ended."""
 
 
 class ProcessState(Enum):
