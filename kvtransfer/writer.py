@@ -371,9 +371,13 @@ class WriterPeer:
             )
         if self.observer is not None:
             self.observer.granted(handoff.key, prefix_skip=handoff.prefix_skip)
-        self._tasks.spawn(self._errands.keep_lease(handoff))
+        # Most handoffs are over before it is time to renew: those that are not get a task then.
+        handoff.renewal = self._loop.call_later(handoff.lease_ms / 3000, self._keep_lease, handoff)
         if not handoff.granted.done():
             handoff.granted.set_result(None)
+
+    def _keep_lease(self, handoff: Handoff) -> None:
+        self._tasks.spawn(self._errands.keep_lease(handoff))
 
     def _send_seal(self, instruction: SendSeal) -> None:
         handoff = self._handoffs[instruction.number]
@@ -435,6 +439,8 @@ class WriterPeer:
             text = f"{self.address.name}: the handoff ended before it began ({instruction.end.value})."
             handoff.granted.set_result(BatonError(Reason.HANDOFF_FAILED, text))
         handoff.ended.set_result(instruction.end)
+        if handoff.renewal is not None:
+            handoff.renewal.cancel()
         if self.observer is not None:
             self.observer.ended(handoff.key, committed=instruction.end is HandoffEnd.COMMITTED)
 
