@@ -56,6 +56,7 @@ from tests.sim.rpc import SimChannel, SimChannels, SimServer, break_connections
 if TYPE_CHECKING:
     from tests.sim.excuses import Excuses
 
+PACE_S = 0.000_3
 RESTART_S = 0.5
 """How long at most a process that has ended by itself stays away."""
 
@@ -88,7 +89,7 @@ class Process:
         self.links: list[SimLink] = []
         self.region: Any = b""
         self.record_bytes = 1
-        self.pace_s = cluster.profile.pace_s
+        self.pace_s = PACE_S
         """About how long its data links take for one batch."""
         self.ledger: Ledger | None = None
         self.runtime: NodeRuntime | None = None
@@ -322,10 +323,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     async def open_pool(config: Any, *, name: str, progress: Any, spill: Any = None) -> Any:
         assert spill is None or spill.host_blocks == 0, "host memory is not simulated"
         process, profile = current(), cluster.profile
-        step_s = profile.step_s
-        if process.kind is Kind.DECODE and profile.decode_step_s is not None:
-            step_s = profile.decode_step_s
-        pool = make_pool(config, step_s=step_s, token_s=profile.token_s, rng=process.loop.rng)
+        pool = make_pool(config, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng)
         process.region = memoryview(pool.region.array_U8)  # type: ignore[arg-type]  # a bytearray here
         process.record_bytes = pool.layout.record_bytes
         process.ledger = pool.ledger

@@ -22,7 +22,7 @@ from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.wire import Role
 from router.retries import RetryConfig
-from tests.sim.cluster import Kind, Process, SimCluster
+from tests.sim.cluster import PACE_S, Kind, Process, SimCluster
 from tests.sim.loop import ProcessState
 from tests.sim.network import Network
 from tests.sim.profiles import PLACEMENT_WAIT_MS_MAX, RESUME_WAIT_MS_MAX
@@ -163,7 +163,7 @@ class Excuses:
             and process.ready
             and loop.state is ProcessState.RUNNING
             and loop.slowness == 1.0
-            and process.pace_s == self._cluster.profile.pace_s
+            and process.pace_s == PACE_S
             and not process.stopping.is_set()
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from tests.sim.cluster import Kind, SimCluster
+from tests.sim.cluster import PACE_S, Kind, SimCluster
 from tests.sim.load import Load
 from tests.sim.loop import ProcessState
 from tests.sim.network import Network
@@ -94,7 +94,7 @@ class Faults:
         self._network.calm()
         for name in self._cluster.names():
             process = self._cluster.processes[name]
-            process.loop.slowness, process.pace_s = 1.0, self._cluster.profile.pace_s
+            process.loop.slowness, process.pace_s = 1.0, PACE_S
             process.loop.go_on()
         self._active = 0
         self._mark()
@@ -310,7 +310,7 @@ class Faults:
             process.pace_s = self._rng.choice((0.01, 0.1, 0.5))
 
             def undo() -> None:
-                process.pace_s = self._cluster.profile.pace_s
+                process.pace_s = PACE_S
 
             self._for_a_while(self._span_s(), undo)
 

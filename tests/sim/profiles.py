@@ -52,11 +52,7 @@ class Profile:
     decode_blocks: int = 120
     decode_sequences: int = 16
     step_s: float = 0.000_8
-    decode_step_s: float | None = None
-    """Of decode nodes, where it is another one."""
     token_s: float = 0.000_02
-    pace_s: float = 0.000_3
-    """About how long a node's data links take for one batch."""
     network: NetworkTimes = NetworkTimes()
     fault_gap_s: float = 0.03
     """Mean time between two faults."""
