@@ -229,9 +229,10 @@ class _Edge(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             streaming = handler.stream_stream if handler.request_streaming else handler.unary_stream
             assert streaming is not None, method
+            write_all = _write_all if inspect.isasyncgenfunction(streaming) else _let_write
 
             async def stream(request: Any, context: _Context) -> None:
-                await self._run(method, context, lambda: _write_all(streaming, request, context))
+                await self._run(method, context, lambda: write_all(streaming, request, context))
 
             make_stream = (
                 grpc.stream_stream_rpc_method_handler
@@ -251,17 +252,17 @@ class _Edge(grpc.aio.ServerInterceptor):
         return make(unary, **codecs)
 
     async def _run(self, method: str, context: _Context, body: Callable[[], Awaitable[_T]]) -> _T:
-        scope = asyncio.timeout(None)
+        scope: asyncio.Timeout | None = None
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = method
         task.add_done_callback(self._tasks.pop)
         try:
             with self._slot(method):
-                async with scope:
-                    limit_s = self._limit_s(method, context)
-                    if limit_s is not None:
-                        scope.reschedule(asyncio.get_running_loop().time() + limit_s)
+                limit_s = self._limit_s(method, context)
+                if limit_s is None:
+                    return await body()
+                async with asyncio.timeout(limit_s) as scope:
                     return await body()
         except BatonError as error:
             failure = error
@@ -276,7 +277,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         except NotImplementedError:  # raised by the generated base class for what this node does not serve
             failure = BatonError(Reason.UNIMPLEMENTED, f"{method} is not served by a node of this role.")
         except Exception as error:
-            if isinstance(error, TimeoutError) and scope.expired():
+            if isinstance(error, TimeoutError) and scope is not None and scope.expired():
                 failure = BatonError(Reason.DEADLINE, "The server's time limit for this call has passed.")
             else:
                 failure = self._internal()
@@ -323,12 +324,14 @@ class _Edge(grpc.aio.ServerInterceptor):
             self._running -= 1
 
 
+async def _let_write(behavior: Callable[..., Any], request: Any, context: _Context) -> None:
+    """Run a streaming handler that writes by itself."""
+    await behavior(request, context)
+
+
 async def _write_all(behavior: Callable[..., Any], request: Any, context: _Context) -> None:
-    """Run a streaming handler of either style. A generator is closed here and now when the call ends early, not when
+    """Run a streaming handler that is a generator. It is closed here and now when the call ends early, not when
     the garbage collector finds it: what a request holds is freed by its handler's `finally`."""
-    if not inspect.isasyncgenfunction(behavior):
-        await behavior(request, context)
-        return
     messages: AsyncIterator[Any]
     async with aclosing(behavior(request, context)) as messages:
         async for message in messages:

@@ -229,28 +229,30 @@ class Engine:
         self._blocks.index(seq.tokens, seq.block_table, seq.computed, seq.cache_salt, seq.index_cursor)
 
     def _advance(self, seq: Sequence, piece: SequenceSlice, result: StepResult) -> TokenEvent | None:
-        before, seq.computed = seq.computed, piece.stop
-        if piece.stop // self._blocks.block_size > before // self._blocks.block_size:
+        key, stop, size = piece.key, piece.stop, self._blocks.block_size
+        before, seq.computed = seq.computed, stop
+        if stop // size > before // size:
             self._index(seq)
-        if seq.key in self._aborting:
+        if key in self._aborting:
             return self._leave(seq, None, FinishReason.ABORTED)
         if not piece.sample:
             return None
-        token = result.sampled[seq.key]
+        token = result.sampled[key]
         seq.tokens.append(token)
         self._tokens_drawn += 1
-        logprobs = result.logprobs.get(seq.key) if result.logprobs else None
+        logprobs = result.logprobs.get(key) if result.logprobs else None
         finish = self._finish_reason(seq, token)
         if finish is not None or seq.mode is SequenceMode.PREFILL_ONLY:
             return self._leave(seq, token, finish, logprobs)
         return TokenEvent(seq=seq, token=token, index=piece.output_index, finish=None, logprobs=logprobs)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
-        params = seq.params
-        ends = token in params.stop_token_ids or (not params.ignore_eos and token in self._runner.eos_token_ids)
-        if ends and seq.output_count > params.min_tokens:
+        params, runner, known = seq.params, self._runner, len(seq.tokens)
+        output = known - seq.prompt_len
+        ends = token in params.stop_token_ids or (not params.ignore_eos and token in runner.eos_token_ids)
+        if ends and output > params.min_tokens:
             return FinishReason.STOP
-        if seq.output_count >= params.max_tokens or len(seq.tokens) >= self._runner.context_len_max:
+        if output >= params.max_tokens or known >= runner.context_len_max:
             return FinishReason.LENGTH
         return None
 

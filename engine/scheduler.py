@@ -218,12 +218,22 @@ class Scheduler:
 
     def _decode_slice(self, seq: Sequence) -> SequenceSlice | None:
         """None when the block that it needs is not there yet."""
-        assert seq.computed == len(seq.tokens) - 1, (seq.key, seq.computed, len(seq.tokens))
-        if self.needs_block(seq):
+        known = len(seq.tokens)
+        assert seq.computed == known - 1, (seq.key, seq.computed, known)
+        if len(seq.block_table) * self._blocks.block_size < known:
             if not self._blocks.ledger.can_draw(seq.promise_key):
                 return None
             seq.block_table += self._blocks.allocate(1, promise=seq.promise_key)
-        return _slice(seq, len(seq.tokens))
+        return SequenceSlice(
+            key=seq.key,
+            tokens=seq.tokens,
+            start=seq.computed,
+            stop=known,
+            block_table=seq.block_table,
+            sample=True,
+            output_index=known - seq.prompt_len,
+            params=seq.params,
+        )
 
 
 def _slice(seq: Sequence, stop: int) -> SequenceSlice:

@@ -110,7 +110,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.stop - s.start for s in self.slices)
+        return sum([s.stop - s.start for s in self.slices])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

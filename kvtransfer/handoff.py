@@ -92,6 +92,8 @@ class Handoff:
     prefix_skip: int = 0
     lease_ends_s: float = 0.0
     lease_ms: int = 0
+    renewal: asyncio.TimerHandle | None = None
+    """When the lease is first renewed."""
     link: WriterLink | None = None
     pinned_blocks: int = 0
     writes_outstanding: int = 0

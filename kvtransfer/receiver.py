@@ -63,6 +63,9 @@ from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPai
 
 log = get_log("receiver")
 
+_ANSWERS = (AnswerGranted, AnswerRefused, AnswerRenew, AnswerResolve)
+"""Instructions that are for the caller, at once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverConfig:
@@ -315,7 +318,7 @@ class Receiver:
             if isinstance(instruction, AnswerGranted):
                 ranges = RecordRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
                 self.ports.allow(instruction.pair, instruction.epoch, instruction.grant, ranges)
-            if isinstance(instruction, AnswerGranted | AnswerRefused | AnswerRenew | AnswerResolve):
+            if isinstance(instruction, _ANSWERS):
                 answer = instruction
             else:
                 self._actions[type(instruction)](instruction)

@@ -53,6 +53,9 @@ from kvtransfer.writer_link import LinkMaker, PairLink
 
 log = get_log("writer")
 
+_OF_SEVERAL = (HandoffAsked, LinkLost, PeerGone)
+"""Events that are not about one number; all others are."""
+
 
 class WriterPeer:
     """This process as writer towards one receiver process."""
@@ -341,7 +344,7 @@ class WriterPeer:
     def handle(self, event: WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             self._actions[type(instruction)](instruction)
-        if isinstance(event, HandoffAsked | LinkLost | PeerGone):
+        if isinstance(event, _OF_SEVERAL):
             for number in list(self._handoffs):
                 self._forget_if_over(number)
         else:
@@ -375,9 +378,13 @@ class WriterPeer:
             )
         if self.observer is not None:
             self.observer.granted(handoff.key, prefix_skip=handoff.prefix_skip)
-        self._tasks.spawn(self._errands.keep_lease(handoff))
+        # Most handoffs are over before it is time to renew: those that are not get a task then.
+        handoff.renewal = self._loop.call_later(handoff.lease_ms / 3000, self._keep_lease, handoff)
         if not handoff.granted.done():
             handoff.granted.set_result(None)
+
+    def _keep_lease(self, handoff: Handoff) -> None:
+        self._tasks.spawn(self._errands.keep_lease(handoff))
 
     def _send_seal(self, instruction: SendSeal) -> None:
         handoff = self._handoffs[instruction.number]
@@ -439,6 +446,8 @@ class WriterPeer:
             text = f"{self.address.name}: the handoff ended before it began ({instruction.end.value})."
             handoff.granted.set_result(BatonError(Reason.HANDOFF_FAILED, text))
         handoff.ended.set_result(instruction.end)
+        if handoff.renewal is not None:
+            handoff.renewal.cancel()
         if self.observer is not None:
             self.observer.ended(handoff.key, committed=instruction.end is HandoffEnd.COMMITTED)
 

@@ -106,12 +106,10 @@ class Errands:
             self._host.handle(ReserveGranted(number=number, grant=handoff.grant, epoch=Epoch(grant.epoch)))
 
     async def keep_lease(self, handoff: Handoff) -> None:
-        """Renew until the handoff has ended; report the lease lapsed when no renewal was answered in time."""
+        """Renew, the first time at once, until the handoff has ended; report the lease lapsed when no renewal was
+        answered in time."""
         while not handoff.ended.done():
             wait_s = handoff.lease_ms / 3000
-            await asyncio.wait([handoff.ended], timeout=wait_s)
-            if handoff.ended.done():
-                return
             sent_s = self._loop.time()
             try:
                 left_s = max(handoff.lease_ends_s - sent_s, 0.001)
@@ -121,11 +119,13 @@ class Errands:
                     self._host.peer_gone()
                 elif self._loop.time() >= handoff.lease_ends_s:
                     self._host.handle(LeaseLapsed(number=handoff.number))
-                continue
-            if reply.renewed:
-                self._set_lease(handoff, sent_s, reply.lease_ms)
             else:
-                self._host.handle(RenewRefused(number=handoff.number))
+                if reply.renewed:
+                    self._set_lease(handoff, sent_s, reply.lease_ms)
+                else:
+                    self._host.handle(RenewRefused(number=handoff.number))
+            if not handoff.ended.done():
+                await asyncio.wait([handoff.ended], timeout=handoff.lease_ms / 3000)
 
     async def commit(self, instruction: SendCommit) -> None:
         """Ask once; the machine asks again where there was no answer, after a pause. So with `let_go`."""

@@ -151,6 +151,8 @@ class PrefillNode:
         No further than the step under way and one more are full: so a grant is there when its step begins, and the
         memory of decode nodes is not set aside for the length of the queue.
         """
+        if not self._queue:
+            return
         ahead = sum(job.tokens_ahead for job in self._admitted.values())
         while self._queue and ahead < STEPS_AHEAD * self.config.engine.tokens_per_step_max:
             job = self._queue[0]

@@ -66,29 +66,36 @@ class Placement:
 
         One that has not measured itself yet is taken to be as fast as the fastest, or it would never get to measure.
         """
-        fastest = max(r.load.prefill_tokens_per_s for r in records) or RATE_UNKNOWN_TOKENS_PER_S
+        fastest = max([r.load.prefill_tokens_per_s for r in records]) or RATE_UNKNOWN_TOKENS_PER_S
 
         def rank(record: NodeRecord) -> tuple[float, int, str]:
             rate = record.load.prefill_tokens_per_s or fastest
-            return self.expected_ttft_s(record, hashes, prompt_tokens, rate), self._backlog(record), record.name
+            backlog = self._backlog(record)
+            return self._ttft_s(record, hashes, prompt_tokens, rate, backlog), backlog, record.name
 
         return min(records, key=rank)
 
     def expected_ttft_s(self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int, rate: float) -> float:
         """`rate` is what the node computes, in tokens a second."""
+        return self._ttft_s(record, hashes, prompt_tokens, rate, self._backlog(record))
+
+    def _ttft_s(
+        self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int, rate: float, backlog: int
+    ) -> float:
         block_size = record.model.block_size if record.model is not None else 1
         uncached = prompt_tokens - self.cached_blocks(record.incarnation, hashes) * block_size
-        return (self._backlog(record) + max(1, uncached)) / rate
+        return (backlog + max(1, uncached)) / rate
 
     def cached_blocks(self, incarnation: Incarnation, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt the node probably has."""
         node = self._nodes.get(incarnation)
         count = 0
-        for digest in hashes if node is not None else ():
-            assert node is not None
-            if digest not in node.blocks:
-                break
-            count += 1
+        if node is not None:
+            blocks = node.blocks
+            for digest in hashes:
+                if digest not in blocks:
+                    break
+                count += 1
         return count
 
     def sent(

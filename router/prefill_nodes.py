@@ -18,12 +18,20 @@ class PrefillNodes:
     def __init__(self, known: Callable[[], Sequence[NodeRecord]], *, blocks_max: int) -> None:
         """`known` is what the directory says at each call; `blocks_max` as for `Placement`."""
         self._known = known
+        self._looked_at: Sequence[NodeRecord] = ()
+        self._ready: list[NodeRecord] = []
+        """Of `_looked_at`: looked through when the directory says something else, not for each request."""
         self._placement = Placement(blocks_max=blocks_max)
         self._drained: dict[Incarnation, int] = {}
         """Processes that refused work, each with the sequence of the record that had said they take some."""
 
     def ready(self) -> list[NodeRecord]:
-        return [r for r in self._known() if r.lifecycle is Lifecycle.READY and r.model is not None]
+        """Those that take requests. Not to be changed."""
+        known = self._known()
+        if known is not self._looked_at:
+            self._looked_at = known
+            self._ready = [r for r in known if r.lifecycle is Lifecycle.READY and r.model is not None]
+        return self._ready
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
@@ -57,6 +65,7 @@ class PrefillNodes:
     def follow(self) -> set[str]:
         """New load reports. The endpoints of all that are there."""
         records = self._known()
+        self._looked_at = ()
         self._placement.update(records)
         sequences = {record.incarnation: record.sequence for record in records}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}

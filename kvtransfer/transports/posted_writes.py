@@ -30,9 +30,9 @@ def check_granted(dst_blocks_B: np.ndarray, granted: Sequence[BlockId]) -> None:
     Raises:
         WriteOutOfBounds: naming the first that is not.
     """
-    outside_B = ~np.isin(dst_blocks_B, np.fromiter(granted, np.int64))
-    if outside_B.any():
-        raise WriteOutOfBounds(f"block {dst_blocks_B[outside_B.argmax()]} is none of the {len(granted)} of the grant")
+    if not set(granted).issuperset(asked := dst_blocks_B.tolist()):
+        outside = next(block for block in asked if block not in granted)
+        raise WriteOutOfBounds(f"block {outside} is none of the {len(granted)} of the grant")
 
 
 class AbandonedGrants:

@@ -185,7 +185,7 @@ class SimLink:
         return not self._queue and not self._sent
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
-        batch = Batch(grant=grant, ops=ops, writes=len(ops.src), nbytes=ops.total_bytes)
+        batch = Batch(grant=grant, ops=ops, writes=len(ops.src), nbytes=sum(ops.nbytes.tolist()))
         if self._ended or grant in self._abandoned:
             self._complete_soon(batch, copied=False)
         else:

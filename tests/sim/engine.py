@@ -73,6 +73,9 @@ class SimRunner:
         self._step_s = step_s
         self._token_s = token_s
         self._rng = rng
+        half = block_size * SLOT_BYTES
+        self._parts = [(slice(nbytes), slice(half, half + nbytes)) for nbytes in range(half)]
+        """Of a record that has so many bytes of keys, and as many of values, where those are."""
         self._num_blocks = 0
         self._slots = memoryview(b"").cast("I")
         """The region by slots: of each record first those of K, then those of V."""
@@ -110,31 +113,31 @@ class SimRunner:
 
     def _write(self, piece: SequenceSlice, layer: int) -> None:
         slots, size, table, tokens = self._slots, self._size, piece.block_table, piece.tokens
-        base = layer * self._num_blocks
-        start = piece.start
-        if start == 0:
-            slot = _ROOTS[layer]
+        base, position, stop = layer * self._num_blocks, piece.start, piece.stop
+        if position == 0:
+            at, slot = -1, _ROOTS[layer]
         else:
-            block, offset = divmod(start - 1, size)
-            slot = slots[(base + table[block]) * 2 * size + offset]
-        for position in range(start, piece.stop):
-            block, offset = divmod(position, size)
-            at = (base + table[block]) * 2 * size + offset
+            at = (base + table[(position - 1) // size]) * 2 * size + (position - 1) % size
+            slot = slots[at]
+        while position < stop:
+            offset = position % size
+            at = at + 1 if offset else (base + table[position // size]) * 2 * size
             slots[at] = slot = crc32(_pack_token(tokens[position]), slot)
             slots[at + size] = slot ^ 0xFFFF_FFFF
+            position += 1
 
     def _sample(self, piece: SequenceSlice) -> int:
         full, rest = divmod(piece.stop, self._size)
         table = piece.block_table
         whole, rest = table[:full], rest * SLOT_BYTES
-        half = self._size * SLOT_BYTES
+        keys, values = self._parts[rest]
         crc = 0
         for records in self.layers:
             for block in whole:
                 crc = crc32(records[block], crc)
             if rest:
                 record = records[table[full]]
-                crc = crc32(record[half : half + rest], crc32(record[:rest], crc))
+                crc = crc32(record[values], crc32(record[keys], crc))
         return _draw(crc, piece.params.seed, piece.output_index, piece.key.attempt)
 
 

@@ -19,10 +19,12 @@ from random import Random
 from types import GeneratorType
 from typing import Any, Protocol
 
-CANCELLED_TIMERS_MIN = 4_096
-"""Cancelled timers are swept out of the queue when there are more than these, and more than half of all."""
-
+NEAR_S = 0.1
+"""Timers that are due later than this are kept apart, in no order: nearly all of them are deadlines, cancelled long
+before."""
 UNWIND_THROWS_MAX = 64
+TASKS_KEPT_MIN = 64
+"""A process keeps so many of its tasks, and twice those that run, before it sweeps out the ones that have ended."""
 
 
 class ProcessState(Enum):
@@ -42,14 +44,11 @@ class Handle:
         self.args = args
         self.off = False
         self.at_s = -1.0
-        """When it is due; negative while it is in no queue of timers."""
+        """When it is due, if it is a timer."""
 
     def cancel(self) -> None:
-        if not self.off:
-            self.off = True
-            self.args = ()
-            if self.at_s >= 0:
-                self.loop.world.timers_cancelled += 1
+        self.off = True
+        self.args = ()
 
     def cancelled(self) -> bool:
         return self.off
@@ -72,7 +71,6 @@ class World:
         """Of the world itself: network, faults, load. Processes have generators of their own."""
         self.now_s = 0.0
         self.callbacks = 0
-        self.timers_cancelled = 0
         self.failures: list[str] = []
         """What broke off inside a process that was not dead."""
         self.touched: dict[Watched, None] = {}
@@ -80,6 +78,9 @@ class World:
         self._ready: deque[Handle] = deque()
         self.make_ready = self._ready.append
         self._timers: list[tuple[float, int, Handle]] = []
+        """Those that are due before `_near_until_s`: a heap."""
+        self._far: list[tuple[float, int, Handle]] = []
+        self._near_until_s = NEAR_S
         self._sequence = 0
         self._stopping = False
         self.outside = ProcessLoop(self, "outside", Random(0))  # type: ignore[abstract]  # what is missing is not used
@@ -95,7 +96,10 @@ class World:
     def schedule(self, at_s: float, handle: Handle) -> Handle:
         handle.at_s = at_s
         self._sequence += 1
-        heapq.heappush(self._timers, (at_s, self._sequence, handle))
+        if at_s < self._near_until_s:
+            heapq.heappush(self._timers, (at_s, self._sequence, handle))
+        else:
+            self._far.append((at_s, self._sequence, handle))
         return handle
 
     def stop(self) -> None:
@@ -142,11 +146,10 @@ class World:
     def _next_timer(self, until_s: float) -> Handle | None:
         """The next timer, which is due now: the clock has jumped to its time. None: there is none until then."""
         timers = self._timers
-        while timers:
+        while timers or self._bring_near(until_s):
             at_s, _, handle = timers[0]
             if handle.off:
                 heapq.heappop(timers)
-                self.timers_cancelled -= 1
                 continue
             if at_s > until_s:
                 self.now_s = until_s
@@ -154,34 +157,43 @@ class World:
             heapq.heappop(timers)
             if at_s > self.now_s:
                 self.now_s = at_s
-            handle.at_s = -1.0
-            if self.timers_cancelled > CANCELLED_TIMERS_MIN and 2 * self.timers_cancelled > len(timers):
-                self._sweep()
             return handle
         return None
 
-    def _sweep(self) -> None:
-        self._timers[:] = [entry for entry in self._timers if not entry[2].off]
+    def _bring_near(self, until_s: float) -> bool:
+        """There is nothing near: go on to the next timers. False: there are none until then."""
+        self._far = [entry for entry in self._far if not entry[2].off]
+        if not self._far:
+            return False
+        next_s = min(self._far)[0]
+        if next_s > until_s:
+            self.now_s = until_s
+            return False
+        self._near_until_s = next_s + NEAR_S
+        self._part(self._far)
+        return True
+
+    def _part(self, entries: list[tuple[float, int, Handle]]) -> None:
+        """These are all timers."""
+        self._timers[:] = [entry for entry in entries if entry[0] < self._near_until_s]
         heapq.heapify(self._timers)
-        self.timers_cancelled = 0
+        self._far = [entry for entry in entries if entry[0] >= self._near_until_s]
 
     def forget_timers(self, loop: ProcessLoop) -> None:
         """A process has ended: its timers never fire."""
-        for _, _, handle in self._timers:
-            if handle.loop is loop and not handle.off:
+        for _, _, handle in (*self._timers, *self._far):
+            if handle.loop is loop:
                 handle.off = True
-                self.timers_cancelled += 1
 
     def shift_timers(self, loop: ProcessLoop, by_s: float) -> None:
         """The process's clock has jumped ahead: its timers come so much sooner."""
-        self._timers[:] = [
+        entries = [
             (max(self.now_s, at_s - by_s), sequence, handle) if handle.loop is loop else (at_s, sequence, handle)
-            for at_s, sequence, handle in self._timers
+            for at_s, sequence, handle in (*self._timers, *self._far)
         ]
-        for at_s, _, handle in self._timers:
-            if handle.loop is loop:
-                handle.at_s = at_s
-        heapq.heapify(self._timers)
+        for at_s, _, handle in entries:
+            handle.at_s = at_s
+        self._part(entries)
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
@@ -203,7 +215,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._rate = rate
         self._offset_s = offset_s
         self._parked: list[Handle] = []
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._tasks: list[asyncio.Task[Any]] = []
+        """In order of their start; those that have ended are swept out when there are many."""
+        self._tasks_kept = TASKS_KEPT_MIN
         self._make_ready = world.make_ready
 
     # What the world does to a process.
@@ -234,7 +248,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         before = events._get_running_loop()
         events._set_running_loop(self)
         try:
-            tasks, self._tasks = list(self._tasks), {}
+            tasks, self._tasks = [task for task in self._tasks if not task.done()], []
             for task in tasks:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
                 _unwind(task.get_coro())
@@ -286,12 +300,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             coro.close()
             return _never(self)
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name or "task")
-        self._tasks[task] = None
-        task.add_done_callback(self._task_over)
+        self._tasks.append(task)
+        if len(self._tasks) > self._tasks_kept:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._tasks_kept = TASKS_KEPT_MIN + 2 * len(self._tasks)
         return task
-
-    def _task_over(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
 
     def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Run inline. A function that returns a generator is a computation that takes time: it yields seconds."""
