@@ -18,6 +18,7 @@ from engine.models.decoder import Decoder
 from engine.models.native_decoder import NativeDecoder, supports
 from engine.models.products import NativePacking, OneDnnPacking, Packing
 from engine.models.weights import weight_shapes
+from engine.native.draw import draw_kernel
 from engine.native.kernels import Kernels, Workspace, native_kernels
 from engine.sampler import sample
 from engine.types import Batch, KvSink, KvSpec, StepResult
@@ -77,6 +78,8 @@ class TorchRunner:
             )
         else:
             self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        if self.device.type == "cpu":
+            draw_kernel()  # built now, if it has to be, and not in the first step
         self._forward: Forward | None = None
 
     @classmethod
