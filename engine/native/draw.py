@@ -65,16 +65,27 @@ class DrawKernel:
         """One token for each row -> int64 [B]. Lets go of the interpreter's lock; mutates nothing."""
         assert self.takes(logits_BV), (logits_BV.device, logits_BV.dtype)
         rows, vocab_size = logits_BV.shape
-        draws_R = np.zeros(rows, dtype=_DRAW)
-        draws_R["row"] = np.arange(rows)
-        for name in ("temperature", "top_p", "min_p", "top_k"):
-            draws_R[name] = [getattr(p, name) for p in params]
-        draws_R["seed"] = [p.seed & _MASK64 for p in params]
-        draws_R["choice"] = [p.choice & _MASK64 for p in params]
-        draws_R["index"] = output_indices
+        ends = [0] * (rows + 1)
         if changed is not None:
-            ends = np.searchsorted(changed.rows_P, np.arange(rows + 1))
-            draws_R["changed_at"], draws_R["changed_end"] = ends[:-1], ends[1:]
+            ends = np.searchsorted(changed.rows_P, np.arange(rows + 1)).tolist()
+        draws_R = np.array(
+            [
+                (
+                    row,
+                    p.temperature,
+                    p.top_p,
+                    p.min_p,
+                    p.top_k,
+                    p.seed & _MASK64,
+                    p.choice & _MASK64,
+                    output_indices[row],
+                    ends[row],
+                    ends[row + 1],
+                )
+                for row, p in enumerate(params)
+            ],
+            dtype=_DRAW,
+        )
         limits = draws_R["top_k"]
         k_max = int(limits[limits < vocab_size].max(initial=0))
         threads = torch.get_num_threads() if rows * vocab_size >= SHARED_TOKENS_MIN else 1
