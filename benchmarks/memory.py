@@ -33,6 +33,8 @@ from engine.demo_model import DemoModelParams, write_demo_model
 
 CONTEXT = 2_048
 BLOCKS = 2_048
+REMEMBERED = 4_096
+"""Blocks of prompts that the router remembers: so few that they are all there after the warm-up."""
 COMMON = 256
 """Tokens of the common beginning that a third of the prompts have."""
 ANSWER_S_MAX = 120.0
@@ -99,7 +101,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     spec = ClusterSpec(
         prefill=1, decode=1, threads=1, blocks=BLOCKS,
         model=None if mock else str(args.model_dir), engine=EngineKind.MOCK if mock else None,
-        flags={Service.PREFILL: places, Service.DECODE: {**places, "requests_max": args.requests}},
+        flags={Service.ROUTER: {"prefix_blocks_max": REMEMBERED}, Service.PREFILL: places, Service.DECODE: {**places, "requests_max": args.requests}},
     )  # fmt: skip
     channels = Channels(limits=ChannelLimits())
     samples: dict[str, list[tuple[float, int]]] = {}
