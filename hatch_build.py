@@ -13,12 +13,14 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = (
-    "kvtransfer/native/copy.c",
-    "kvtransfer/native/sockets.c",
-    "kvtransfer/native/rdma_poster.c",
-    "engine/native/kernels.c",
-)
+SOURCES: dict[str, tuple[str, ...]] = {
+    "kvtransfer/native/copy.c": (),
+    "kvtransfer/native/sockets.c": (),
+    "kvtransfer/native/rdma_poster.c": (),
+    "engine/native/kernels.c": (),
+    "engine/native/draw.c": ("m",),
+}
+"""And the libraries that each is linked to."""
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -27,10 +29,10 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return  # a source distribution is for other machines than this one
         root = Path(self.root)
         native = _load_by_path(root / "baton" / "native.py")
-        for name in SOURCES:
+        for name, libraries in SOURCES.items():
             source = root / name
             try:
-                built = native.build(source, source.parent)
+                built = native.build(source, source.parent, libraries)
             except native.NotBuilt as error:
                 self.app.display_warning(f"{name} is not built, a slower way will be used: {error}")
                 continue

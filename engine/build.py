@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from baton.errors import BatonError, InvalidField, Reason
+from baton.ids import BlockId
 from engine.mock import MockConfig, MockRunner
 from engine.model_config import (
     ComputeDtype,
@@ -30,6 +31,12 @@ class EngineKind(Enum):
     MOCK = "mock"  # no weights; tokens are hashes of the KV bytes (engine/mock.py)
 
 
+class ComputeDevice(Enum):
+    CPU = "cpu"
+    CUDA = "cuda"
+    CPU_MIRRORED = "cpu-mirrored"  # the copies of cuda without a GPU, for tests
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One engine of a node."""
@@ -39,6 +46,10 @@ class EngineConfig:
     dtype: ComputeDtype = field(
         default=ComputeDtype.AUTO,
         metadata={"help": "auto (bfloat16 if the weights are, else float32), float32, or bfloat16; KV cache too"},
+    )
+    device: ComputeDevice = field(
+        default=ComputeDevice.CPU,
+        metadata={"help": "cpu, or cuda: weights and KV on the GPU, KV copied to and from host memory for the handoff"},
     )
     deterministic: bool = field(
         default=False,
@@ -88,6 +99,10 @@ class EngineConfig:
             raise InvalidField("logits_rows_max", "must be from 1 to sequences_max")
         if self.quantisation is not Quantisation.NONE and (self.deterministic or self.dtype is ComputeDtype.FLOAT32):
             raise InvalidField("quantisation", "needs dtype bfloat16 (or auto) and not deterministic")
+        if self.device is not ComputeDevice.CPU and self.kind is EngineKind.MOCK:
+            raise InvalidField("device", "must be cpu for the mock engine, which computes nothing")
+        if self.device is ComputeDevice.CUDA and self.quantisation is not Quantisation.NONE:
+            raise InvalidField("device", "must be cpu for quantised weights; set quantisation to none for cuda")
         if self.mock_layer_delay_ms < 0:
             raise InvalidField("mock_layer_delay_ms", "must not be negative")
 
@@ -113,12 +128,14 @@ class BuiltEngine:
     quantisation: str = ""
     """How the weights are rounded, which is no part of the digest; empty: not at all."""
     quantisation_must_agree: bool = False
+    block_freed: Callable[[BlockId], None] | None = None
+    """To be told of each block that becomes free, where the runner wants to know."""
 
 
 def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> BuiltEngine:
     """Load the model (blocking; `progress` gets bytes loaded and bytes in all).
 
-    Raises BatonError MODEL_MISSING, MODEL_BROKEN or MODEL_UNSUPPORTED.
+    Raises BatonError MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, or BAD_CONFIG for a device that is not here.
     """
     if config.kind is EngineKind.MOCK:
         return _build_mock(config)
@@ -149,6 +166,8 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
     from engine.torch_runner import TorchRunner, configure_threads
 
     configure_threads(config.compute_threads)
+    if config.device is ComputeDevice.CUDA:
+        _check_cuda()
     folder: Path = resolve_model(config.model)
     runner = TorchRunner.load(
         folder,
@@ -156,6 +175,8 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
         dtype=config.dtype,
         deterministic=config.deterministic,
         quantisation=config.quantisation,
+        device="cuda" if config.device is ComputeDevice.CUDA else "cpu",
+        mirrored=config.device is not ComputeDevice.CPU,
         progress=progress,
     )
     name = Path(config.model).name if Path(config.model).is_dir() else config.model
@@ -165,4 +186,19 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
         fingerprint=checkpoint_fingerprint(folder),
         quantisation="" if config.quantisation is Quantisation.NONE else config.quantisation.value,
         quantisation_must_agree=config.quantisation_must_agree,
+        block_freed=None if runner.mirror is None else runner.mirror.forget,
     )
+
+
+def _check_cuda() -> None:
+    """Raises BatonError BAD_CONFIG."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = f"was built for CUDA {torch.version.cuda} and finds no GPU" if torch.version.cuda else "has no CUDA"
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"engine.device is cuda, and PyTorch {torch.__version__} {built}. Install PyTorch with CUDA on a machine "
+            "with a GPU and its driver, or set engine.device to cpu.",
+            field="engine.device",
+        )

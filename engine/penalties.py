@@ -1,13 +1,15 @@
 """Changes of the scores that come before temperature and filters: bias, min_tokens, penalties.
 
-All rows of a batch at once: what each row's tokens were is held as sparse (row, token, count) triples.
+All rows of a batch at once, and only the scores of tokens that something is done to: the rest stay as the model gave
+them, in its own type. A pair of a row and a token is held as one number, row * vocabulary + token.
 
-Shape suffixes: R rows   V vocabulary   P pairs of a row and a token.
+Shape suffixes: B, R rows   V vocabulary   P pairs of a row and a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,99 +27,101 @@ def has_adjustment(params: SamplingParams, output_count: int) -> bool:
     )
 
 
-def adjust(
-    scores_RV: torch.Tensor,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjusted:
+    """Scores that take the place of the model's own, by row and then by token id, each pair once. The scores are on
+    the device of the model's, the others on the host."""
+
+    rows_P: np.ndarray
+    ids_P: np.ndarray
+    scores_P: torch.Tensor
+
+    def put(self, scores_RV: torch.Tensor) -> None:
+        """Into their places."""
+        device = scores_RV.device
+        rows_P, ids_P = torch.from_numpy(self.rows_P).to(device), torch.from_numpy(self.ids_P).to(device)
+        scores_RV[rows_P, ids_P] = self.scores_P.to(scores_RV.dtype)
+
+
+def adjusted_scores(
+    logits_BV: torch.Tensor,
     params: Sequence[SamplingParams],
     tokens: Sequence[Sequence[int]],
     output_counts: Sequence[int],
     eos_token_ids: Collection[int],
-) -> None:
-    """Apply, in place and in this order: logit_bias, min_tokens, repetition, frequency, presence penalty.
+) -> Adjusted:
+    """Apply, in this order: logit_bias, min_tokens, repetition, frequency, presence penalty. Mutates nothing.
 
-    `tokens` are each row's prompt and output, `output_counts` how many of them (at the end) are output.
+    `tokens` are each row's prompt and output, `output_counts` how many of them (at the end) are output; `tokens` of
+    rows without penalties are not looked at. In float64; only tokens that something is done to are here.
     """
-    _bias(scores_RV, params)
-    _forbid_ends(scores_RV, params, output_counts, eos_token_ids)
-    _repetition(scores_RV, params, tokens)
-    _frequency_and_presence(scores_RV, params, tokens, output_counts)
+    vocab_size, device = logits_BV.shape[1], logits_BV.device
+    biases = [(row * vocab_size + token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias]
+    biased = np.array([pair for pair, _ in biases], dtype=np.int64)
+    forbidden = _ends(params, output_counts, eos_token_ids, vocab_size)
+    repeated, _ = _count([(row, tokens[row]) for row, p in enumerate(params) if p.repetition_penalty != 1], vocab_size)
+    counted, counts = _count(
+        [
+            (row, tokens[row][len(tokens[row]) - output_counts[row] :])
+            for row, p in enumerate(params)
+            if p.frequency_penalty != 0 or p.presence_penalty != 0
+        ],
+        vocab_size,
+    )
+    pairs_P, _ = _distinct(np.concatenate([biased, forbidden, repeated, counted]))
+    rows_P, ids_P = np.divmod(pairs_P, vocab_size)
+    scores_P = logits_BV[torch.from_numpy(rows_P).to(device), torch.from_numpy(ids_P).to(device)].to(torch.float64)
+
+    def of_rows(pairs: np.ndarray, name: str) -> torch.Tensor:
+        values = np.array([getattr(p, name) for p in params], dtype=np.float64)
+        return torch.from_numpy(values[pairs // vocab_size]).to(device)
+
+    def places(pairs: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.searchsorted(pairs_P, pairs)).to(device)
+
+    if len(biased):  # added to the score, as OpenAI and vLLM document `logit_bias`
+        scores_P[places(biased)] += torch.tensor([bias for _, bias in biases], dtype=torch.float64, device=device)
+    if len(forbidden):
+        scores_P[places(forbidden)] = float("-inf")
+    if len(repeated):  # positive scores divided, negative ones multiplied (Keskar et al. 2019, CTRL)
+        at, penalty = places(repeated), of_rows(repeated, "repetition_penalty")
+        scores_P[at] = torch.where(scores_P[at] > 0, scores_P[at] / penalty, scores_P[at] * penalty)
+    if len(counted):  # as OpenAI documents them
+        at = places(counted)
+        scores_P[at] -= of_rows(counted, "frequency_penalty") * torch.from_numpy(counts).to(device, torch.float64)
+        scores_P[at] -= of_rows(counted, "presence_penalty")
+    return Adjusted(rows_P=rows_P, ids_P=ids_P, scores_P=scores_P)
 
 
-def _bias(scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """Added to the token's score (as OpenAI and vLLM document `logit_bias`)."""
-    triples = [(row, token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias]
-    if triples:
-        rows, ids, biases = zip(*triples, strict=True)
-        device = scores_RV.device
-        scores_RV[torch.tensor(rows, device=device), torch.tensor(ids, device=device)] += torch.tensor(
-            biases, dtype=scores_RV.dtype, device=device
-        )
-
-
-def _forbid_ends(
-    scores_RV: torch.Tensor,
+def _ends(
     params: Sequence[SamplingParams],
     output_counts: Sequence[int],
     eos_token_ids: Collection[int],
-) -> None:
-    """Before min_tokens have been drawn, no token that would end the answer is."""
+    vocab_size: int,
+) -> np.ndarray:
+    """Before min_tokens have been drawn, no token that would end the answer is -> pairs, in no order."""
     pairs = [
-        (row, token)
+        row * vocab_size + token
         for row, (p, count) in enumerate(zip(params, output_counts, strict=True))
         if count < p.min_tokens
         for token in (p.stop_token_ids if p.ignore_eos else p.stop_token_ids.union(eos_token_ids))
-        if token < scores_RV.shape[1]
+        if token < vocab_size
     ]
-    if pairs:
-        rows, ids = torch.tensor(pairs, device=scores_RV.device).unbind(dim=-1)
-        scores_RV[rows, ids] = float("-inf")
+    return np.array(pairs, dtype=np.int64)
 
 
-def _repetition(scores_RV: torch.Tensor, params: Sequence[SamplingParams], tokens: Sequence[Sequence[int]]) -> None:
-    """Tokens of prompt and output: positive scores divided, negative ones multiplied (Keskar et al. 2019, CTRL)."""
-    chosen = [(row, tokens[row]) for row, p in enumerate(params) if p.repetition_penalty != 1]
+def _count(chosen: Sequence[tuple[int, Sequence[int]]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's distinct tokens, as row * vocab_size + token, ascending, and how often each is there."""
     if not chosen:
-        return
-    rows_P, ids_P, _ = _count(chosen, scores_RV)
-    penalties_P = _of_rows([p.repetition_penalty for p in params], rows_P, scores_RV)
-    old_P = scores_RV[rows_P, ids_P]
-    scores_RV[rows_P, ids_P] = torch.where(old_P > 0, old_P / penalties_P, old_P * penalties_P)
-
-
-def _frequency_and_presence(
-    scores_RV: torch.Tensor,
-    params: Sequence[SamplingParams],
-    tokens: Sequence[Sequence[int]],
-    output_counts: Sequence[int],
-) -> None:
-    """Tokens of the output alone: minus frequency_penalty times their count, minus presence_penalty (OpenAI)."""
-    chosen = [
-        (row, tokens[row][len(tokens[row]) - output_counts[row] :])
-        for row, p in enumerate(params)
-        if (p.frequency_penalty != 0 or p.presence_penalty != 0) and output_counts[row] > 0
-    ]
-    if not chosen:
-        return
-    rows_P, ids_P, counts_P = _count(chosen, scores_RV)
-    frequency_P = _of_rows([p.frequency_penalty for p in params], rows_P, scores_RV)
-    presence_P = _of_rows([p.presence_penalty for p in params], rows_P, scores_RV)
-    scores_RV[rows_P, ids_P] -= frequency_P * counts_P
-    scores_RV[rows_P, ids_P] -= presence_P
-
-
-def _count(
-    chosen: Sequence[tuple[int, Sequence[int]]], scores_RV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each row's distinct tokens -> (rows, ids, counts), [P] each."""
-    vocab_size, device = scores_RV.shape[1], scores_RV.device
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     flat = np.concatenate([row * vocab_size + np.asarray(ids, dtype=np.int64) for row, ids in chosen])
-    pairs_P, counts_P = np.unique(flat, return_counts=True)
-    rows_P, ids_P = np.divmod(pairs_P, vocab_size)
-    return (
-        torch.from_numpy(rows_P).to(device),
-        torch.from_numpy(ids_P).to(device),
-        torch.from_numpy(counts_P).to(device, scores_RV.dtype),
-    )
+    return _distinct(flat)
 
 
-def _of_rows(values: Sequence[float], rows_P: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[rows_P]
+def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `np.unique` with counts, which is several times slower here. `pairs` are the caller's to lose."""
+    pairs.sort()
+    is_first = np.ones(len(pairs), dtype=bool)
+    np.not_equal(pairs[1:], pairs[:-1], out=is_first[1:])
+    first = np.flatnonzero(is_first)
+    return pairs[first], np.diff(first, append=len(pairs))

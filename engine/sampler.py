@@ -15,8 +15,9 @@ from collections.abc import Collection, Sequence
 import torch
 
 from engine.filters import candidates, filtered_scores, has_filter
+from engine.native.draw import draw_kernel
 from engine.native.kernels import native_kernels
-from engine.penalties import adjust, has_adjustment
+from engine.penalties import Adjusted, adjusted_scores, has_adjustment
 from engine.types import SamplingParams
 
 __all__ = ["filtered_scores", "gumbel_noise", "gumbel_noise_of", "noise_bits", "row_key", "sample"]
@@ -44,18 +45,37 @@ def sample(
     by rows with penalties or min_tokens.
     """
     assert len(params) == len(output_indices) == logits_BV.shape[0], (len(params), len(output_indices), logits_BV.shape)
-    adjusted = {i for i, p in enumerate(params) if has_adjustment(p, output_indices[i])}
-    hard = [i for i, p in enumerate(params) if p.temperature > 0 or i in adjusted]
-    if not hard:
+    adjusted = [has_adjustment(p, index) for p, index in zip(params, output_indices, strict=True)]
+    if not any(adjusted) and all(p.temperature == 0 for p in params):
         return _highest(logits_BV)
+    changed = None
+    if any(adjusted):
+        assert len(tokens) == len(params), "penalties and min_tokens need the rows' tokens"
+        changed = adjusted_scores(logits_BV, params, tokens, output_indices, eos_token_ids)
+    kernel = draw_kernel()
+    if kernel is not None and kernel.takes(logits_BV):
+        return kernel.draw(logits_BV, params, output_indices, changed)
+    return _draw_each_kind(logits_BV, params, output_indices, changed)
+
+
+def _draw_each_kind(
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    changed: Adjusted | None,
+) -> torch.Tensor:
+    """PyTorch's operations: any device. Also what the kernel is compared with."""
+    adjusted = set() if changed is None else set(changed.rows_P.tolist())
+    hard = [i for i, p in enumerate(params) if p.temperature > 0 or i in adjusted]
     # Every other row is greedy, whose argmax needs no float64.
-    easy = [i for i in range(len(params)) if params[i].temperature == 0 and i not in adjusted]
+    easy = [i for i, p in enumerate(params) if p.temperature == 0 and i not in adjusted]
     tokens_B = torch.empty(len(params), dtype=torch.int64, device=logits_BV.device)
     if easy:
         tokens_B[easy] = _highest(logits_BV[easy])
+    if changed is not None:
+        logits_BV = logits_BV.to(torch.float64, copy=True)
+        changed.put(logits_BV)
     scores_RV = logits_BV[hard].to(torch.float64)
-    if adjusted:
-        _adjust(scores_RV, hard, adjusted, params, tokens, output_indices, eos_token_ids)
     tokens_B[hard] = _draw(scores_RV, [params[i] for i in hard], [output_indices[i] for i in hard])
     return tokens_B
 
@@ -67,29 +87,6 @@ def _highest(logits_BV: torch.Tensor) -> torch.Tensor:
         if kernels is not None:
             return kernels.highest(logits_BV)
     return logits_BV.argmax(dim=-1)
-
-
-def _adjust(
-    scores_RV: torch.Tensor,
-    rows: Sequence[int],
-    adjusted: Collection[int],
-    params: Sequence[SamplingParams],
-    tokens: Sequence[Sequence[int]],
-    output_indices: Sequence[int],
-    eos_token_ids: Collection[int],
-) -> None:
-    assert len(tokens) == len(params), "penalties and min_tokens need the rows' tokens"
-    where = [i for i, row in enumerate(rows) if row in adjusted]
-    changed = [rows[i] for i in where]
-    part_RV = scores_RV[where]
-    adjust(
-        part_RV,
-        [params[row] for row in changed],
-        [tokens[row] for row in changed],
-        [output_indices[row] for row in changed],
-        eos_token_ids,
-    )
-    scores_RV[where] = part_RV
 
 
 def _draw(scores_BV: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]) -> torch.Tensor:

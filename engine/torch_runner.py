@@ -13,11 +13,13 @@ from engine.checkpoint import Progress, load_tensors
 from engine.forward import DeterministicForward, Forward, NativeForward, TorchForward
 from engine.kv_pool import KvPool
 from engine.logprobs import token_logprobs
+from engine.mirror import DeviceMirror
 from engine.model_config import ComputeDtype, ModelConfig, Quantisation, UnsupportedModelError, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.native_decoder import NativeDecoder, supports
 from engine.models.products import NativePacking, OneDnnPacking, Packing
 from engine.models.weights import weight_shapes
+from engine.native.draw import draw_kernel
 from engine.native.kernels import Kernels, Workspace, native_kernels
 from engine.sampler import sample
 from engine.types import Batch, KvSink, KvSpec, StepResult
@@ -44,12 +46,14 @@ class TorchRunner:
         device: torch.device | str = "cpu",
         deterministic: bool = False,
         quantisation: Quantisation = Quantisation.NONE,
+        mirrored: bool | None = None,
     ) -> None:
         """Takes the tensors of `weight_shapes(config)`; those on `device` already are not copied.
 
         All are of one type, float32 or bfloat16, which is the type of the KV cache too. `deterministic`: the scores
         of a token, bit for bit, depend on the tokens before it alone, not on the batch or on how its prompt was cut
-        into chunks (DESIGN I6). See `_forward_each`; it is many times slower.
+        into chunks (DESIGN I6). See `DeterministicForward`; it is many times slower. `mirrored`: compute on a copy of
+        the region (engine/mirror.py); None: where the device is not the CPU.
         """
         dtypes = {tensor.dtype for tensor in tensors.values()}
         assert dtypes <= {torch.float32} or dtypes <= {torch.bfloat16}, dtypes
@@ -66,6 +70,8 @@ class TorchRunner:
         self.context_len_max = config.context_len_max
         self.eos_token_ids = config.eos_token_ids
         self.deterministic = deterministic
+        mirrored = self.device.type != "cpu" if mirrored is None else mirrored
+        self.mirror = DeviceMirror(self.device) if mirrored else None
         self._native: _Native | None = None
         kernels = native_kernels() if self._may_be_native() else None
         if kernels is not None:
@@ -77,6 +83,8 @@ class TorchRunner:
             )
         else:
             self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        if self.device.type == "cpu":
+            draw_kernel()  # built now, if it has to be, and not in the first step
         self._forward: Forward | None = None
 
     @classmethod
@@ -89,6 +97,7 @@ class TorchRunner:
         device: torch.device | str = "cpu",
         deterministic: bool = False,
         quantisation: Quantisation = Quantisation.NONE,
+        mirrored: bool | None = None,
         progress: Progress | None = None,
     ) -> TorchRunner:
         """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
@@ -106,6 +115,7 @@ class TorchRunner:
             device=device,
             deterministic=deterministic,
             quantisation=quantisation,
+            mirrored=mirrored,
         )
 
     @property
@@ -114,10 +124,16 @@ class TorchRunner:
         return self._native is not None
 
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
-        """See `Runner.bind`. A region in host memory serves a runner on the CPU only."""
-        assert self.device.type == "cpu", f"a region in host memory cannot serve {self.device}: use bind_tensor"
+        """See `Runner.bind`. With a mirror, memory for a copy of the region is taken on the device.
+
+        Raises:
+            torch.OutOfMemoryError: it has not the room.
+        """
         assert region_U8.flags.writeable, "the region must be writable"
-        self.bind_tensor(torch.from_numpy(region_U8), num_blocks)
+        if self.mirror is None:
+            self.bind_tensor(torch.from_numpy(region_U8), num_blocks)
+        else:
+            self.bind_tensor(self.mirror.open(region_U8, num_blocks, self.kv_spec), num_blocks)
 
     def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
         """As `bind`, for a region that is a tensor on this runner's device."""
@@ -133,6 +149,8 @@ class TorchRunner:
     def unbind(self) -> None:
         """See `Runner.unbind`."""
         self._forward = None
+        if self.mirror is not None:
+            self.mirror.close()
 
     @torch.inference_mode()
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
@@ -143,13 +161,16 @@ class TorchRunner:
         assert batch.slices, "an empty batch has nothing to run"
         forward = self._forward
         assert forward is not None, "bind comes before run"
+        if self.mirror is not None:
+            sink = self.mirror.begin(batch, sink)
         x_TE = forward.forward(batch, sink)
         ends = accumulate(s.stop - s.start for s in batch.slices)
         drawn = [(s, end - 1) for s, end in zip(batch.slices, ends, strict=True) if s.sample]
         if not drawn:
             return StepResult()
-        rows_B = torch.tensor([row for _, row in drawn], device=self.device)
-        logits_BV = forward.logits(x_TE[rows_B])
+        if len(drawn) < len(x_TE):
+            x_TE = x_TE[torch.tensor([row for _, row in drawn], device=self.device)]
+        logits_BV = forward.logits(x_TE)
         params = [s.params for s, _ in drawn]
         tokens_B = sample(
             logits_BV,
@@ -168,6 +189,8 @@ class TorchRunner:
     def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
         """As `run`, but returns the scores of every token of the batch instead of drawing -> [T, V]. For evaluation."""
         assert self._forward is not None, "bind comes before score"
+        if self.mirror is not None:
+            sink = self.mirror.begin(batch, sink)
         return self._forward.logits(self._forward.forward(batch, sink)).clone()
 
     def _may_be_native(self) -> bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampler_ways import sample
 
-from engine.sampler import filtered_scores, gumbel_noise, noise_bits, row_key, sample
+from engine.sampler import filtered_scores, gumbel_noise, noise_bits, row_key
 from engine.types import SamplingParams
 
 SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
@@ -48,9 +50,10 @@ def test_greedy_ignores_the_filters() -> None:
 def test_a_greedy_batch_makes_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only greedy rows: the cost of the noise is not paid."""
 
-    def no_noise(*_: object) -> torch.Tensor:
+    def no_noise(*_: object) -> Any:
         raise AssertionError("noise for a greedy batch")
 
+    monkeypatch.setattr("engine.sampler.draw_kernel", no_noise)
     monkeypatch.setattr("engine.sampler.gumbel_noise", no_noise)
     assert draw([[0.0, 1.0]], [GREEDY], [0]) == [1]
     with pytest.raises(AssertionError, match="noise for a greedy batch"):

@@ -13,11 +13,12 @@ import torch
 import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampler_ways import sample, sample_by_torch
 
 from engine.filters import best_ranked, filtered_scores
 from engine.logprobs import token_logprobs
-from engine.penalties import adjust
-from engine.sampler import gumbel_noise, gumbel_noise_of, row_key, sample
+from engine.penalties import adjusted_scores
+from engine.sampler import gumbel_noise, gumbel_noise_of, row_key
 from engine.types import SamplingParams
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
@@ -187,7 +188,7 @@ def logits_2V() -> torch.Tensor:
 
 def adjusted(logits: torch.Tensor, params: SamplingParams, output_count: int) -> torch.Tensor:
     scores = logits.clone()
-    adjust(scores, [params] * 2, ids_2T.tolist(), [output_count] * 2, EOS)
+    adjusted_scores(logits, [params] * 2, ids_2T.tolist(), [output_count] * 2, EOS).put(scores)
     return scores
 
 
@@ -235,15 +236,15 @@ def test_parameters_that_are_off_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
     def not_here(*_: object) -> None:
         raise AssertionError("not for these rows")
 
-    monkeypatch.setattr("engine.sampler.adjust", not_here)
+    monkeypatch.setattr("engine.sampler.adjusted_scores", not_here)
     monkeypatch.setattr("engine.sampler.candidates", not_here)
     monkeypatch.setattr("engine.logprobs.best_ranked", not_here)
     logits = torch.tensor([[0.0, 3.0], [2.0, 0.0]])
-    tokens = sample(logits, [OFF, replace(OFF, temperature=0.0, min_tokens=2)], [0, 2])
+    tokens = sample_by_torch(logits, [OFF, replace(OFF, temperature=0.0, min_tokens=2)], [0, 2])
     assert tokens.tolist()[1] == 0
     assert token_logprobs(logits, tokens, [OFF, OFF]) == {}
     with pytest.raises(AssertionError, match="not for these rows"):
-        sample(logits, [OFF, replace(OFF, min_tokens=3)], [0, 2], tokens=[[1], [1, 1, 1]])
+        sample_by_torch(logits, [OFF, replace(OFF, min_tokens=3)], [0, 2], tokens=[[1], [1, 1, 1]])
 
 
 def test_logprobs_are_of_the_model_s_own_scores() -> None:

@@ -1,0 +1,39 @@
+"""`engine.sampler.sample` by the kernel and by PyTorch's operations: one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import pytest
+import torch
+
+from engine import sampler
+from engine.types import SamplingParams
+
+
+def sample_by_torch(
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    *,
+    tokens: Sequence[Sequence[int]] = (),
+    eos_token_ids: Collection[int] = (),
+) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.sampler.draw_kernel", lambda: None)
+        return sampler.sample(logits_BV, params, output_indices, tokens=tokens, eos_token_ids=eos_token_ids)
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    *,
+    tokens: Sequence[Sequence[int]] = (),
+    eos_token_ids: Collection[int] = (),
+) -> torch.Tensor:
+    """What both ways say; a difference is an error. Where there is no C compiler, both are PyTorch's."""
+    drawn_B = sampler.sample(logits_BV, params, output_indices, tokens=tokens, eos_token_ids=eos_token_ids)
+    expected_B = sample_by_torch(logits_BV, params, output_indices, tokens=tokens, eos_token_ids=eos_token_ids)
+    assert drawn_B.tolist() == expected_B.tolist()
+    return drawn_B
