@@ -57,7 +57,7 @@ class SendQueue:
 
     `post` may be called from any thread, `take` from the sending threads, the rest from the loop's. What is small, and
     finds a stream that stands idle, is lent to whoever posts it, who sends it without waiting and gives it back; so no
-    thread has to be woken. The queue has no limit of its own: whoever posts bounds the bytes that are not yet completed.
+    thread has to be woken. The queue has no limit of its own: whoever posts bounds what is not yet completed.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class SendQueue:
         return self._streams[index].next_sequence
 
     def acknowledged(self, index: int, sequence: int, *, landed: bool) -> None:
-        """The receiver has taken in everything up to `sequence` on this stream. Tells of batches that this completes."""
+        """The receiver has taken in all up to `sequence` on this stream. Tells of batches that this completes."""
         unacked = self._streams[index].unacked
         over = []
         with self._wake:

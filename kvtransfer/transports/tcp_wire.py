@@ -36,9 +36,8 @@ GRANT_BYTES = 16
 SEGMENT_BYTES = 16
 """Of one entry of a DATA message's table."""
 FRAME_BYTES_MAX = 1 << 23
-"""A frame's payload: what one system call may move."""
+"""A frame's payload, which takes several system calls: what a frame costs beside them is to be little."""
 FRAME_SEGMENTS_MAX = 4096
-"""Half of the kernel's IOV_MAX, so that a frame with its head fits one system call."""
 STREAMS_MAX = 64
 """A seal names its streams by the bits of one word."""
 
