@@ -27,9 +27,14 @@ class Taken:
     item: Frame | SealToSend
     sent_nbytes: int = 0
 
+    @property
+    def frame(self) -> Frame | None:
+        """None: it is a seal."""
+        return self.item if isinstance(self.item, Frame) else None
+
     def after(self, head_nbytes: int, sent_nbytes: int) -> Taken | None:
         """What is left when so many bytes have been sent; its first message has `head_nbytes`."""
-        frame = self.item if isinstance(self.item, Frame) else None
+        frame = self.frame
         total_nbytes = head_nbytes + (frame.table_S2.nbytes + frame.payload_nbytes if frame is not None else 0)
         assert sent_nbytes <= total_nbytes
         return replace(self, sent_nbytes=sent_nbytes) if sent_nbytes < total_nbytes else None

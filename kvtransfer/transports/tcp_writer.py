@@ -243,10 +243,8 @@ class TcpWriterLink:
             call_loop(self._loop, self._sender_left, stream, failure)
 
     def _send_one(self, sock: socket.socket, taken: Taken) -> None:
-        source_U8 = self._source_U8
-        assert source_U8 is not None
-        frame = taken.item if isinstance(taken.item, Frame) else None
-        send_frame(sock, self._head(taken), frame, source_U8, taken.sent_nbytes)
+        assert self._source_U8 is not None
+        send_frame(sock, self._head(taken), taken.frame, self._source_U8, taken.sent_nbytes)
 
     def _head(self, taken: Taken) -> bytes:
         item = taken.item
@@ -268,12 +266,9 @@ class TcpWriterLink:
         """Never waits. The stream's thread, which does not end before `give_back`, meets an error of the socket too."""
         rest: Taken | None = taken
         try:
-            source_U8 = self._source_U8
-            assert source_U8 is not None
-            frame = taken.item if isinstance(taken.item, Frame) else None
-            head = self._head(taken)
-            sent_nbytes = send_at_once(self._streams[taken.index].sock, head, frame, source_U8)
-            rest = taken.after(len(head), sent_nbytes)
+            assert self._source_U8 is not None
+            head, sock = self._head(taken), self._streams[taken.index].sock
+            rest = taken.after(len(head), send_at_once(sock, head, taken.frame, self._source_U8))
         finally:
             self._queue.give_back(taken.index, rest)
 
