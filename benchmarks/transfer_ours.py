@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from baton.ids import Epoch, GrantId, Incarnation, Pair
+from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from benchmarks.transfer_side import REGION_BYTES, Plan, serve
+from kvtransfer.layout import kv_layout
+from kvtransfer.ranges import RecordRanges
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriterLink
 from kvtransfer.transports.shm import ShmReceiverPort, ShmWriterConfig, ShmWriterLink
@@ -28,23 +30,23 @@ EPOCH = Epoch(1)
 GRANT = GrantId(bytes(16))
 
 
-class Everything:
-    """A grant that may write anywhere."""
-
-    def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
-        return bool(((dst_S >= 0) & (dst_S + nbytes_S <= REGION_BYTES)).all())
+def everything() -> RecordRanges:
+    """A grant of every record: what a receiver checks each frame against."""
+    layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=128, block_size=32, dtype="bfloat16", dtype_bytes=2)
+    blocks = REGION_BYTES // layout.record_bytes
+    return RecordRanges(layout, blocks, map(BlockId, range(blocks)))
 
 
 class Events:
     """Of both sides; the sender waits for `done`."""
 
     def __init__(self) -> None:
-        self.done: asyncio.Future[None] | None = None
+        self.done: asyncio.Future[float] | None = None
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         assert copied
         assert self.done is not None
-        self.done.set_result(None)
+        self.done.set_result(time.perf_counter())
 
     def writes_adrift(self, grant: GrantId) -> None:
         raise AssertionError(grant)
@@ -82,7 +84,7 @@ class OurSide:
                 self._port = UcxReceiverPort(**common, config=UcxReceiverConfig(tls="tcp"))
             else:
                 self._port = TcpReceiverPort(**common)
-            self._port.allow(PAIR, EPOCH, GRANT, Everything())
+            self._port.allow(PAIR, EPOCH, GRANT, everything())
             return self._port.expect(PAIR, EPOCH)
 
         endpoint: DataEndpoint = self._call(listen())
@@ -113,24 +115,24 @@ class OurSide:
         self._call(self._post(prepared))
 
     def move_each(self, prepared: list[WriteOps]) -> list[float]:
-        """Microseconds from each post to its completion, both on the loop's thread."""
+        """Microseconds from each post to the call that tells of its completion, both on the loop's thread."""
 
         async def all_of_them() -> list[float]:
             took = []
             for ops in prepared:
                 start = time.perf_counter()
-                await self._post(ops)
-                took.append((time.perf_counter() - start) * 1e6)
+                took.append((await self._post(ops) - start) * 1e6)
             return took
 
         result: list[float] = self._call(all_of_them())
         return result
 
-    async def _post(self, ops: WriteOps) -> None:
+    async def _post(self, ops: WriteOps) -> float:
+        """When it was completed."""
         assert self._link is not None
         self._events.done = self._loop.create_future()
         self._link.post(GRANT, ops)
-        await self._events.done
+        return await self._events.done
 
 
 if __name__ == "__main__":

@@ -98,9 +98,11 @@ def serve(side: Side, replies: TextIO = sys.stdout) -> None:
             case "address":
                 reply: Any = side.address()
             case "connect":
-                reply = side.connect(command["address"])
+                side.connect(command["address"])
+                reply = None
             case "fill":
-                reply = fill(side.region_U8)
+                fill(side.region_U8)
+                reply = None
             case "move":
                 reply = _move(side, plan_of(command["size"], command["seed"]))
             case "ping":

@@ -5,6 +5,7 @@ Shape suffixes: B = blocks of the grant, rising; S = segments of a write.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 
 import numpy as np
@@ -26,9 +27,9 @@ class RecordRanges:
         self._num_blocks = num_blocks
         named = sorted(blocks)
         assert not named or (named[0] >= 0 and named[-1] < num_blocks), num_blocks
-        self._blocks = frozenset(named)
+        assert len(set(named)) == len(named), "a block was named twice"
+        self._blocks = named
         self._blocks_B = np.array(named, np.int64)
-        assert len(self._blocks) == len(named), "a block was named twice"
 
     def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
         """See `WriteRanges.cover`. A segment may run through neighbouring records, if all of them are open."""
@@ -44,8 +45,12 @@ class RecordRanges:
     def _covers(self, dst: int, nbytes: int) -> bool:
         if nbytes <= 0 or dst < 0 or dst + nbytes > self._num_records * self._record_bytes:
             return False
-        records = range(dst // self._record_bytes, (dst + nbytes - 1) // self._record_bytes + 1)
-        return all(record % self._num_blocks in self._blocks for record in records)
+        first, end = dst // self._record_bytes, (dst + nbytes - 1) // self._record_bytes + 1
+        return self._open_below_one(end) - self._open_below_one(first) == end - first
+
+    def _open_below_one(self, record: int) -> int:
+        layer, block = divmod(record, self._num_blocks)
+        return layer * len(self._blocks) + bisect.bisect_left(self._blocks, block)
 
     def _open_below(self, record_S: np.ndarray) -> np.ndarray:
         """How many open records have a smaller index."""

@@ -47,7 +47,7 @@ class WriteOps:
 
     @property
     def total_bytes(self) -> int:
-        return int(self.nbytes.sum())
+        return int(self.nbytes.sum()) if len(self.nbytes) != 1 else int(self.nbytes[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

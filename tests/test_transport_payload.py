@@ -13,7 +13,7 @@ import pytest
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.transports import tcp_payload
 from kvtransfer.transports.tcp_frames import Batch, Frame, cut_frames
-from kvtransfer.transports.tcp_payload import Scatter, moved_by, send_frame
+from kvtransfer.transports.tcp_payload import Scatter, moved_by, send_at_once, send_frame
 from tests.shm_harness import DEADLINE_S, grant_of, ops_of
 
 REGION_NBYTES = 1 << 17
@@ -42,9 +42,13 @@ def frame_of(src: list[int], dst: list[int], nbytes: list[int]) -> Frame:
 
 def take(sock: socket.socket, nbytes: int) -> bytes:
     sock.settimeout(DEADLINE_S)
-    data = sock.recv(nbytes, socket.MSG_WAITALL)
+    data = bytearray()
+    while len(data) < nbytes:
+        part = sock.recv(nbytes - len(data))
+        assert part
+        data += part
     sock.setblocking(False)
-    return data
+    return bytes(data)
 
 
 def receive_all(scatter: Scatter, sock: socket.socket) -> None:
@@ -115,6 +119,47 @@ def test_an_interrupted_receive_takes_nothing(sockets: tuple[socket.socket, sock
     interrupt.value = 0
     assert scatter.receive() is Received.ALL
     assert region_U8.tobytes() == b"abc"
+
+
+def test_the_rest_of_a_frame_is_sent_from_any_byte_on(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """In the head, in the table, at their borders, in a segment, between two, at the end; and of a head alone."""
+    ours, theirs = sockets
+    source_U8 = np.arange(100, 130, dtype=np.uint8)
+    frame = frame_of([0, 20], [50, 0], [7, 5])
+    whole = HEAD + frame.table_S2.tobytes() + bytes([*range(100, 107), *range(120, 125)])
+    for sent in range(len(whole) + 1):
+        send_frame(ours, HEAD, frame, source_U8, sent)
+        assert take(theirs, len(whole) - sent) == whole[sent:]
+    for sent in (0, 1, len(HEAD) - 1):
+        send_frame(ours, HEAD, None, source_U8, sent)
+        assert take(theirs, len(HEAD) - sent) == HEAD[sent:]
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+
+
+def test_sending_at_once_takes_what_fits_and_never_waits(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """A frame larger than the socket's buffer: part of it; then nothing; the rest follows when somebody reads."""
+    ours, theirs = sockets
+    source_U8 = np.random.default_rng(2).integers(0, 256, 1 << 22, dtype=np.uint8)
+    frame = Frame(
+        batch=Batch(grant=grant_of(1), ops=ops_of([0], [0], [1 << 22]), total_bytes=1 << 22),
+        src_S=np.array([0]),
+        nbytes_S=np.array([1 << 22]),
+        table_S2=np.array([[0, 1 << 22]], "<i8"),
+        payload_nbytes=1 << 22,
+    )
+    whole = HEAD + frame.table_S2.tobytes() + source_U8.tobytes()
+    sent = send_at_once(ours, HEAD, frame, source_U8)
+    assert 0 < sent < len(whole)
+    while (more := send_at_once(ours, HEAD, None, source_U8)) > 0:
+        assert more <= len(HEAD)
+        sent, whole = sent + more, whole[:sent] + HEAD[:more] + whole[sent:]
+    sender = threading.Thread(target=send_frame, args=(ours, whole[sent:], None, source_U8))
+    sender.start()
+    assert take(theirs, len(whole)) == whole
+    sender.join()
+    theirs.close()
+    assert send_at_once(ours, HEAD, frame, source_U8) == 0
 
 
 def test_a_broken_connection_is_an_error(sockets: tuple[socket.socket, socket.socket]) -> None:

@@ -162,6 +162,64 @@ def test_a_seal_counts_when_it_has_come_down_every_stream() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("cut_nbytes", [1, 7, 79, 81, 1 << 20])
+def test_messages_are_told_apart_however_the_network_cuts_them(cut_nbytes: int) -> None:
+    """Seals before and after frames of one and of three segments, in pieces of any size: each is what it was."""
+
+    def seal_message(sequence: int) -> bytes:
+        seal = Seal(grant=GRANT, epoch=EPOCH, writes=sequence, bytes_written=0)
+        return wire.encode(wire.SealFrame(sequence=sequence, seal=seal, streams_mask=1))
+
+    three = head(3, segments=3) + table((2000, 500), (1000, 300), (3000, 200)) + PAYLOAD
+    stream = b"".join([seal_message(0), GOOD[:8] + (1).to_bytes(8, "little") + GOOD[16:], seal_message(2), three])
+    stream += seal_message(4) + wire.encode(wire.Bye(sequence=5, epoch=EPOCH))
+
+    async def test() -> None:
+        async with receiving() as r, raw(r) as writer:
+            r.port.allow(PAIR, EPOCH, GRANT, First(4096))
+            for at in range(0, len(stream), cut_nbytes):
+                await writer.send(stream[at : at + cut_nbytes])
+            await r.events.until(lambda e: len(e.seals) == 3)
+            assert [seal.writes for _, seal in r.events.seals] == [0, 2, 4]
+            region = r.region.array_U8.tobytes()
+            assert region[:1000] == PAYLOAD
+            assert region[2000:2500] + region[1000:1300] + region[3000:3200] == PAYLOAD
+            await wait_until(lambda: not r.port._streams(PAIR))
+            assert (r.refused, r.events.gone) == ({}, [])
+
+    run(test())
+
+
+def test_posting_never_waits_for_a_receiver_that_does_not_read() -> None:
+    """Far more small batches than the sockets hold, and a seal of another grant: every call returns while nothing is
+    received; then all of it lands, each batch completes once, and the seal arrives."""
+    batches = 400
+
+    async def test() -> None:
+        async with receiving() as r:
+            source_U8 = np.random.default_rng(3).integers(0, 256, REGION_NBYTES, dtype=np.uint8)
+            events, loop, other = Recorder(), asyncio.get_running_loop(), grant_of(8)
+            link = await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, loop)
+            r.port.allow(PAIR, EPOCH, GRANT, Everything())
+            streams = r.port._streams(PAIR)
+            with streams[0]._landing, streams[1]._landing:
+                for i in range(batches):
+                    at = i * 65536 % REGION_NBYTES
+                    link.post(GRANT, ops_of([at], [at], [65536]))
+                seal = Seal(grant=other, epoch=EPOCH, writes=0, bytes_written=0)
+                link.seal(seal)
+                assert link._queue.on_the_way(GRANT)
+            await events.until(lambda e: len(e.completed) == batches)
+            await r.events.until(lambda e: bool(e.seals))
+            assert events.completed == [(GRANT, 1, 65536, True)] * batches
+            assert r.events.seals == [(PAIR, seal)]
+            assert np.array_equal(r.region.array_U8, source_U8)
+            await link.close()
+            assert events.lost == []
+
+    run(test())
+
+
 def test_an_unread_acknowledgement_ends_the_stream() -> None:
     """A writer that sends and never reads: past the limit of unread acknowledgements it is refused."""
     limits = StreamLimits(ack_frames_max=1, outbox_bytes_max=1)

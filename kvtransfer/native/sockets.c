@@ -47,12 +47,14 @@ static int fill_iov(struct iovec *iov, int room, uint8_t *base, const int64_t *s
     return used;
 }
 
-/* Send `prefix`, then `count` segments: `nbytes[i]` > 0 bytes from `base + src[i]`. The socket blocks. 0, or an error. */
+/* Send `prefix`, `table`, then `count` segments: `nbytes[i]` > 0 bytes from `base + src[i]`; of all that, what follows
+ * the first `done` bytes. The socket blocks. 0, or an error. */
 int baton_send(int fd, const uint8_t *prefix, int64_t prefix_nbytes, const uint8_t *table, int64_t table_nbytes,
-               const uint8_t *base, const int64_t *src, const int64_t *nbytes, int64_t count) {
+               const uint8_t *base, const int64_t *src, const int64_t *nbytes, int64_t count, int64_t done) {
     struct iovec iov[CALL_SEGMENTS_MAX];
-    int64_t head_nbytes = prefix_nbytes + table_nbytes, head_done = 0;
+    int64_t head_nbytes = prefix_nbytes + table_nbytes, head_done = done < head_nbytes ? done : head_nbytes;
     struct place at = {0, 0};
+    advance(&at, nbytes, 1, count, done - head_done);
     while (head_done < head_nbytes || at.segment < count) {
         int used = 0;
         if (head_done < prefix_nbytes) {
@@ -60,9 +62,9 @@ int baton_send(int fd, const uint8_t *prefix, int64_t prefix_nbytes, const uint8
             iov[used++].iov_len = (size_t)(prefix_nbytes - head_done);
         }
         if (head_done < head_nbytes && table_nbytes) {
-            int64_t done = head_done > prefix_nbytes ? head_done - prefix_nbytes : 0;
-            iov[used].iov_base = (void *)(uintptr_t)(table + done);
-            iov[used++].iov_len = (size_t)(table_nbytes - done);
+            int64_t of_table = head_done > prefix_nbytes ? head_done - prefix_nbytes : 0;
+            iov[used].iov_base = (void *)(uintptr_t)(table + of_table);
+            iov[used++].iov_len = (size_t)(table_nbytes - of_table);
         }
         used += fill_iov(iov + used, CALL_SEGMENTS_MAX - used, (uint8_t *)(uintptr_t)base, src, nbytes, 1, count, at);
         struct msghdr message = {.msg_iov = iov, .msg_iovlen = (size_t)used};

@@ -35,7 +35,7 @@ class NativeSockets:
     def __init__(self, handle: ctypes.CDLL) -> None:
         pointer, int64 = ctypes.c_void_p, ctypes.c_int64
         send = ctypes.CFUNCTYPE(
-            ctypes.c_int, ctypes.c_int, ctypes.c_char_p, int64, pointer, int64, pointer, pointer, pointer, int64
+            ctypes.c_int, ctypes.c_int, ctypes.c_char_p, int64, pointer, int64, pointer, pointer, pointer, int64, int64
         )
         receive = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, pointer, pointer, int64, pointer, pointer)
         self._send = send(("baton_send", handle))
@@ -49,8 +49,11 @@ class NativeSockets:
         source_U8: np.ndarray,
         src_S: np.ndarray,
         nbytes_S: np.ndarray,
+        done_nbytes: int = 0,
     ) -> None:
-        """Send prefix, table and segments over a blocking socket, whole. All arrays but the source are int64.
+        """Send prefix, table and segments over a blocking socket, but for the first `done_nbytes` of it all.
+
+        All arrays but the source are int64.
 
         The caller has checked the segments against the source. Raises OSError.
         """
@@ -66,6 +69,7 @@ class NativeSockets:
             src_S.ctypes.data,
             nbytes_S.ctypes.data,
             len(src_S),
+            done_nbytes,
         )
         if code:
             raise OSError(-code, os.strerror(-code))

@@ -19,6 +19,10 @@ class TcpWriterConfig:
     """Limits of one link."""
 
     streams: int = field(default=2, metadata={"help": "connections to each receiver, with a sending thread for each"})
+    at_once_bytes_max: int = field(
+        default=1 << 16,
+        metadata={"help": "batches up to this size are sent by whoever posts them, as far as the socket takes them"},
+    )
     connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
     abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
     seals_waiting_max: int = field(

@@ -13,34 +13,64 @@ import numpy as np
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.transports.tcp_frames import Frame
 
+CALL_SEGMENTS_MAX = 1024
+"""Of one system call in Python: IOV_MAX of Linux."""
+
+SMALL_BYTES_MAX = 1 << 16
+"""A single segment of at most so many bytes takes longer to prepare for a native call than to receive in Python."""
+
 
 def moved_by() -> str:
     """How payload is sent and received in this process, for people."""
     return "Python: no native library" if native_sockets() is None else "native"
 
 
-def send_frame(sock: socket.socket, head: bytes, frame: Frame, source_U8: np.ndarray) -> None:
-    """Send head, table and payload of a frame over a blocking socket. Raises OSError."""
+def send_frame(
+    sock: socket.socket, head: bytes, frame: Frame | None, source_U8: np.ndarray, sent_nbytes: int = 0
+) -> None:
+    """Send head, table and payload of a frame over a blocking socket, from byte `sent_nbytes` on. Raises OSError.
+
+    Without a frame the head is all there is.
+    """
     native = native_sockets()
-    if native is not None:
-        native.send(sock.fileno(), head, frame.table_S2, source_U8, frame.src_S, frame.nbytes_S)
+    if native is None:
+        send_by_python(sock, head, frame, source_U8, sent_nbytes)
+    elif frame is None:
+        sock.sendall(memoryview(head)[sent_nbytes:])
     else:
-        send_by_python(sock, head, frame, source_U8)
+        native.send(sock.fileno(), head, frame.table_S2, source_U8, frame.src_S, frame.nbytes_S, sent_nbytes)
 
 
-def send_by_python(sock: socket.socket, head: bytes, frame: Frame, source_U8: np.ndarray) -> None:
+def send_by_python(
+    sock: socket.socket, head: bytes, frame: Frame | None, source_U8: np.ndarray, sent_nbytes: int = 0
+) -> None:
     """What `send_frame` does where there is no native library."""
-    source = source_U8.data
-    payload = (source[s : s + n] for s, n in zip(frame.src_S.tolist(), frame.nbytes_S.tolist(), strict=True))
-    views = [memoryview(head + frame.table_S2.tobytes()), *payload]
-    first = 0
-    while first < len(views):
-        sent = sock.sendmsg(views[first:])
-        while first < len(views) and sent >= len(views[first]):
-            sent -= len(views[first])
+    views = _views(head, frame, source_U8)
+    first, sent = 0, sent_nbytes
+    while True:
+        while first < len(views) and sent >= views[first].nbytes:
+            sent -= views[first].nbytes
             first += 1
-        if sent:
-            views[first] = views[first][sent:]
+        if first == len(views):
+            return
+        views[first] = views[first][sent:]
+        sent = sock.sendmsg(views[first : first + CALL_SEGMENTS_MAX])
+
+
+def send_at_once(sock: socket.socket, head: bytes, frame: Frame | None, source_U8: np.ndarray) -> int:
+    """Send what one call takes without waiting; how many bytes that was. An error will come again: 0 for now."""
+    try:
+        return sock.sendmsg(_views(head, frame, source_U8)[:CALL_SEGMENTS_MAX], (), socket.MSG_DONTWAIT)
+    except OSError:
+        return 0
+
+
+def _views(head: bytes, frame: Frame | None, source_U8: np.ndarray) -> list[memoryview]:
+    if frame is None:
+        return [memoryview(head)]
+    source = source_U8.data
+    payload = [source[s : s + n] for s, n in zip(frame.src_S.tolist(), frame.nbytes_S.tolist(), strict=True)]
+    return [memoryview(head + frame.table_S2.tobytes()), *payload]
 
 
 class Scatter:
@@ -62,6 +92,8 @@ class Scatter:
 
     def receive(self) -> Received:
         """Go on until all has landed, nothing more has come, or somebody interrupts. Raises OSError."""
+        if len(self._table_S2) == 1 and self._table_S2[0, 1] <= SMALL_BYTES_MAX:
+            return self._receive_small()
         if self._native is not None:
             return self._native.receive(
                 self._sock.fileno(), self._region_U8, self._table_S2, self._place, self._interrupt
@@ -74,6 +106,21 @@ class Scatter:
         segment, done = self._place.tolist()
         return int(self._table_S2[segment:, 1].sum()) - done
 
+    def _receive_small(self) -> Received:
+        """One segment, by one system call."""
+        if self._interrupt.value:
+            return Received.INTERRUPTED
+        dst, nbytes = self._table_S2[0].tolist()
+        done = int(self._place[1])
+        try:
+            count = self._sock.recv_into(self._region_U8.data[dst + done : dst + nbytes])
+        except BlockingIOError:
+            return Received.NOTHING_YET
+        if count == 0:
+            return Received.EOF
+        self._place[1] = done + count
+        return Received.ALL if done + count == nbytes else Received.NOTHING_YET
+
     def _receive_by_python(self) -> Received:
         segment, done = self._place.tolist()
         region = self._region_U8.data
@@ -81,7 +128,7 @@ class Scatter:
         while views and not self._interrupt.value:
             views[0] = views[0][done:]
             try:
-                count = self._sock.recvmsg_into(views)[0]
+                count = self._sock.recvmsg_into(views[:CALL_SEGMENTS_MAX])[0]
             except BlockingIOError:
                 return Received.NOTHING_YET
             if count == 0:

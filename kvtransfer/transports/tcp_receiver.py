@@ -25,8 +25,9 @@ from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.acceptor import Acceptor
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_fences import NotAdmitted, PortFences
+from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
 from kvtransfer.transports.tcp_socket import tune
-from kvtransfer.transports.tcp_stream import ReceiveStream, TcpReceiverConfig
+from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
 
 

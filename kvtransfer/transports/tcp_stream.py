@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,68 +28,16 @@ from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_payload import Scatter
-from kvtransfer.transports.tcp_socket import TcpSocketOptions
+from kvtransfer.transports.tcp_receiver_config import StreamLimits
 from kvtransfer.transports.tcp_wire import RefusalReason
 
 SCRATCH_BYTES = 1 << 16
 """Where dropped payload goes; each stream has its own."""
 INTERRUPTED_PAUSE_S = 50e-6
 """After an interrupt: long enough for the one who did it to get the lock, which is not a fair one."""
+_TABLE_DTYPE = np.dtype("<i8")
 WAKE_BYTES_MAX = 1 << 18
 """In the middle of a payload the thread is woken for so many bytes, not for each segment that the network delivers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLimits:
-    frame_bytes_max: int = field(default=wire.FRAME_BYTES_MAX, metadata={"help": "bytes of one frame"})
-    frame_segments_max: int = field(
-        default=256, metadata={"help": "pieces of the region that one frame may be scattered to"}
-    )
-    ack_frames_max: int = field(
-        default=16, metadata={"help": "frames taken in before an acknowledgement is sent even though more are waiting"}
-    )
-    outbox_bytes_max: int = field(
-        default=1 << 16, metadata={"help": "bytes of acknowledgements that a writer may leave unread"}
-    )
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.frame_bytes_max > wire.FRAME_BYTES_MAX:
-            raise ValueError(f"frame_bytes_max must not exceed {wire.FRAME_BYTES_MAX}")
-        if self.frame_segments_max > wire.FRAME_SEGMENTS_MAX:
-            raise ValueError(f"frame_segments_max must not exceed {wire.FRAME_SEGMENTS_MAX}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TcpReceiverConfig:
-    """Limits of one port. `connections_max`: proved connections; strangers can only fill `handshakes_max`."""
-
-    connections_max: int = field(default=256, metadata={"help": "proved connections at a time"})
-    handshakes_max: int = field(
-        default=64, metadata={"help": "connections at a time that have not proved themselves yet"}
-    )
-    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
-    handshake_ms_max: int = field(default=2000, metadata={"help": "how long a handshake may take"})
-    accepts_per_wake_max: int = field(
-        default=16, metadata={"help": "connections accepted in one go before others get their turn"}
-    )
-    accept_pause_ms: int = field(
-        default=100,
-        metadata={"help": "how long no connection is accepted after the process ran out of file descriptors"},
-    )
-    seals_partial_max: int = field(
-        default=4096, metadata={"help": "seals that have come on some of their streams and not yet on all"}
-    )
-    stream: StreamLimits = field(default_factory=StreamLimits)
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
 
 
 class StreamEnded(Exception):
@@ -137,7 +84,9 @@ class ReceiveStream:
         self._allowed: dict[GrantId, WriteRanges] = {}
         self._stopped = False
         self._fence_epoch: Epoch | None = None
-        self._head = bytearray(wire.MESSAGE_BYTES)
+        # A head is read together with the first entry of its table, if it has one: one system call less.
+        self._head = bytearray(wire.MESSAGE_BYTES + wire.SEGMENT_BYTES)
+        self._head_have = 0
         self._table = bytearray(limits.frame_segments_max * wire.SEGMENT_BYTES)
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._next_sequence = 0
@@ -145,6 +94,7 @@ class ReceiveStream:
         self._frames_unacked = 0
         self._outbox = bytearray()
         self._low_water_nbytes = 1
+        self._polls_for = select.POLLIN
         self._poll = select.poll()
         self._thread = threading.Thread(
             target=self._run, name=f"tcp-receive-{hello.pair.writer:x}-{hello.stream}", daemon=True
@@ -213,11 +163,7 @@ class ReceiveStream:
             call_loop(self._loop, self._ended, self)
 
     def _take_message(self) -> None:
-        self._read(memoryview(self._head), between_messages=True)
-        try:
-            message = wire.decode(self._head)
-        except wire.MalformedMessage as error:
-            raise StreamEnded(str(error), error.reason) from error
+        message = self._take_head()
         match message:
             case wire.Data():
                 self._check_order(message.sequence, message.epoch)
@@ -235,6 +181,21 @@ class ReceiveStream:
             case _:
                 raise StreamEnded(f"{type(message).__name__} out of order", RefusalReason.OUT_OF_ORDER)
 
+    def _take_head(self) -> wire.Message:
+        """The next message. Up to one entry of a table, or the beginning of the message after it, has come with it."""
+        into = memoryview(self._head)
+        while self._head_have < wire.MESSAGE_BYTES:
+            between_messages = self._head_have == 0
+            self._head_have += self._read_some(into[self._head_have :], between_messages=between_messages)
+        try:
+            message = wire.decode(into[: wire.MESSAGE_BYTES])
+        except wire.MalformedMessage as error:
+            raise StreamEnded(str(error), error.reason) from error
+        self._head_have -= wire.MESSAGE_BYTES
+        if self._head_have:
+            self._head[: self._head_have] = self._head[wire.MESSAGE_BYTES : wire.MESSAGE_BYTES + self._head_have]
+        return message
+
     def _check_order(self, sequence: int, epoch: Epoch) -> None:
         if epoch != self.hello.epoch:
             raise StreamEnded(f"epoch {epoch} on a connection of {self.hello.epoch}", RefusalReason.EPOCH)
@@ -245,22 +206,10 @@ class ReceiveStream:
 
     def _take_frame(self, frame: wire.Data) -> bool:
         """Take in table and payload. True if all of it has landed, False if some or all went to scratch."""
-        limits = self._limits
-        if not (0 < frame.segments <= limits.frame_segments_max and 0 < frame.payload_nbytes <= limits.frame_bytes_max):
-            text = f"a frame of {frame.segments} segments and {frame.payload_nbytes} bytes"
-            raise StreamEnded(text, RefusalReason.OVERSIZED)
-        table = memoryview(self._table)[: frame.segments * wire.SEGMENT_BYTES]
-        self._read(table)
-        table_S2 = np.frombuffer(table, dtype="<i8").reshape(-1, 2)
-        dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
-        # Compared so that no sum can overflow.
-        bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
-        bad_S |= (dst_S < 0) | (dst_S > self._region_nbytes - nbytes_S)
-        if bad_S.any() or int(nbytes_S.sum()) != frame.payload_nbytes:
-            raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
+        table_S2 = self._take_table(frame)
         with self._landing:
             ranges = self._allowed.get(frame.grant)
-        if ranges is not None and not ranges.cover(dst_S, nbytes_S):
+        if ranges is not None and not ranges.cover(table_S2[:, 0], table_S2[:, 1]):
             raise StreamEnded("a frame that reaches outside its grant's blocks", RefusalReason.OUT_OF_GRANT)
         left = frame.payload_nbytes
         if ranges is not None:
@@ -272,6 +221,31 @@ class ReceiveStream:
         self.frames_landed += 1
         self.bytes_landed += frame.payload_nbytes
         return True
+
+    def _take_table(self, frame: wire.Data) -> np.ndarray:
+        """Destination and length of each segment, int64, found to agree with the head and the region."""
+        limits = self._limits
+        if not (0 < frame.segments <= limits.frame_segments_max and 0 < frame.payload_nbytes <= limits.frame_bytes_max):
+            text = f"a frame of {frame.segments} segments and {frame.payload_nbytes} bytes"
+            raise StreamEnded(text, RefusalReason.OVERSIZED)
+        table = memoryview(self._table)[: frame.segments * wire.SEGMENT_BYTES]
+        have = self._head_have
+        table[:have] = self._head[:have]
+        self._head_have = 0
+        self._read(table[have:])
+        table_S2 = np.frombuffer(table, dtype=_TABLE_DTYPE).reshape(-1, 2)
+        # Compared so that no sum can overflow.
+        if frame.segments == 1:
+            dst, nbytes = table_S2[0].tolist()
+            bad = nbytes != frame.payload_nbytes or not 0 <= dst <= self._region_nbytes - nbytes
+        else:
+            dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
+            bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
+            bad_S |= (dst_S < 0) | (dst_S > self._region_nbytes - nbytes_S)
+            bad = bool(bad_S.any()) or int(nbytes_S.sum()) != frame.payload_nbytes
+        if bad:
+            raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
+        return table_S2
 
     def _scatter(self, grant: GrantId, table_S2: np.ndarray) -> int:
         """Receive straight into the region for as long as the grant may write. Returns the bytes still to come."""
@@ -296,11 +270,11 @@ class ReceiveStream:
         while left:
             left -= self._read_some(self._scratch[: min(left, len(self._scratch))])
 
-    def _read(self, into: memoryview, *, between_messages: bool = False) -> None:
+    def _read(self, into: memoryview) -> None:
         """Fill `into`, which is not the region."""
         have = 0
         while have < len(into):
-            have += self._read_some(into[have:], between_messages=between_messages and have == 0)
+            have += self._read_some(into[have:])
 
     def _read_some(self, into: memoryview, *, between_messages: bool = False) -> int:
         while True:
@@ -330,7 +304,10 @@ class ReceiveStream:
             self._low_water_nbytes = wanted_nbytes
         if self._stopped:
             raise StreamEnded("stopped by this receiver")
-        self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        polls_for = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+        if polls_for != self._polls_for:
+            self._poll.modify(self._sock, polls_for)
+            self._polls_for = polls_for
         self._poll.poll()
 
     def _acknowledge(self, ack: wire.Ack) -> None:

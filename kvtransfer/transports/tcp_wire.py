@@ -35,10 +35,9 @@ PROOF_BYTES = 32
 GRANT_BYTES = 16
 SEGMENT_BYTES = 16
 """Of one entry of a DATA message's table."""
-FRAME_BYTES_MAX = 1 << 20
-"""A frame's payload: what one system call may move."""
-FRAME_SEGMENTS_MAX = 512
-"""Half of the kernel's IOV_MAX, so that a frame with its head fits one system call."""
+FRAME_BYTES_MAX = 1 << 23
+"""A frame's payload, which takes several system calls: what a frame costs beside them is to be little."""
+FRAME_SEGMENTS_MAX = 4096
 STREAMS_MAX = 64
 """A seal names its streams by the bits of one word."""
 
@@ -177,6 +176,7 @@ _BODIES = {
     _Kind.ACK: struct.Struct("<QQ"),
     _Kind.FENCE: struct.Struct("<Q"),
 }
+_PADDING = {kind: bytes(MESSAGE_BYTES - _HEADER.size - body.size) for kind, body in _BODIES.items()}
 assert all(_HEADER.size + body.size <= MESSAGE_BYTES for body in _BODIES.values())
 
 
@@ -192,7 +192,12 @@ def receiver_proof(secret: bytes, hello: Hello, nonce: bytes) -> bytes:
 
 def encode(message: Message) -> bytes:
     """The MESSAGE_BYTES of a message."""
-    match message:
+    match message:  # the frequent ones first
+        case Data(sequence=sequence, epoch=epoch, grant=grant):
+            assert len(grant) == GRANT_BYTES, len(grant)
+            return _pack(_Kind.DATA, sequence, epoch, grant, message.segments, message.payload_nbytes)
+        case Ack(sequence=sequence, landed=landed):
+            return _pack(_Kind.ACK, sequence, int(landed))
         case Hello(pair=pair, epoch=epoch, link=link, stream=stream):
             return _pack(_Kind.HELLO, pair.receiver, pair.writer, epoch, link, stream)
         case Challenge(nonce=nonce):
@@ -207,21 +212,16 @@ def encode(message: Message) -> bytes:
             return _pack(_Kind.WELCOME, proof, message.region_nbytes, *limits)
         case Refused(reason=reason):
             return _pack(_Kind.REFUSED, reason.value)
-        case Data(sequence=sequence, epoch=epoch, grant=grant):
-            assert len(grant) == GRANT_BYTES, len(grant)
-            return _pack(_Kind.DATA, sequence, epoch, grant, message.segments, message.payload_nbytes)
         case SealFrame(sequence=sequence, seal=seal, streams_mask=mask):
             assert len(seal.grant) == GRANT_BYTES, len(seal.grant)
             return _pack(_Kind.SEAL, sequence, seal.epoch, seal.grant, seal.writes, seal.bytes_written, mask)
         case Bye(sequence=sequence, epoch=epoch):
             return _pack(_Kind.BYE, sequence, epoch)
-        case Ack(sequence=sequence, landed=landed):
-            return _pack(_Kind.ACK, sequence, int(landed))
         case Fence(epoch=epoch):
             return _pack(_Kind.FENCE, epoch)
 
 
-def decode(packet: bytes | bytearray) -> Message:
+def decode(packet: bytes | bytearray | memoryview) -> Message:
     """The message in MESSAGE_BYTES bytes.
 
     Raises:
@@ -230,10 +230,14 @@ def decode(packet: bytes | bytearray) -> Message:
     assert len(packet) == MESSAGE_BYTES, len(packet)
     kind = _kind_of(packet)
     body = _BODIES[kind]
-    if any(packet[_HEADER.size + body.size :]):
+    if packet[_HEADER.size + body.size :] != _PADDING[kind]:
         raise MalformedMessage(f"{kind.name} with bytes after its end")
     f = body.unpack_from(packet, _HEADER.size)
-    match kind:
+    match kind:  # the frequent ones first
+        case _Kind.DATA:
+            return Data(sequence=f[0], epoch=Epoch(f[1]), grant=GrantId(f[2]), segments=f[3], payload_nbytes=f[4])
+        case _Kind.ACK:
+            return Ack(sequence=f[0], landed=bool(_at_most(f[1], 1)))
         case _Kind.HELLO:
             pair = Pair(receiver=Incarnation(f[0]), writer=Incarnation(f[1]))
             return Hello(pair=pair, epoch=Epoch(f[2]), link=f[3], stream=_at_most(f[4], STREAMS_MAX - 1))
@@ -253,15 +257,11 @@ def decode(packet: bytes | bytearray) -> Message:
             )
         case _Kind.REFUSED:
             return Refused(reason=_reason_of(f[0]))
-        case _Kind.DATA:
-            return Data(sequence=f[0], epoch=Epoch(f[1]), grant=GrantId(f[2]), segments=f[3], payload_nbytes=f[4])
         case _Kind.SEAL:
             seal = Seal(grant=GrantId(f[2]), epoch=Epoch(f[1]), writes=f[3], bytes_written=f[4])
             return SealFrame(sequence=f[0], seal=seal, streams_mask=f[5])
         case _Kind.BYE:
             return Bye(sequence=f[0], epoch=Epoch(f[1]))
-        case _Kind.ACK:
-            return Ack(sequence=f[0], landed=bool(_at_most(f[1], 1)))
         case _Kind.FENCE:
             return Fence(epoch=Epoch(f[0]))
 
@@ -271,7 +271,7 @@ def _pack(kind: _Kind, *fields: int | bytes) -> bytes:
     return packet.ljust(MESSAGE_BYTES, b"\0")
 
 
-def _kind_of(packet: bytes | bytearray) -> _Kind:
+def _kind_of(packet: bytes | bytearray | memoryview) -> _Kind:
     magic, version, code = _HEADER.unpack_from(packet)
     if magic != _MAGIC:
         raise MalformedMessage(f"magic {magic!r}")

@@ -1,7 +1,8 @@
 """The writing side of tcp: sends straight from the source region over one or several connections, until told to stop.
 
 A sending thread for each stream; acknowledgements are read on the control thread. A frame goes from the region to the
-kernel by one native call, mostly of one gathering system call. A batch is complete when all its frames are
+kernel by one native call. What is small is sent by whoever posts it, without waiting, while no thread sends on that
+stream; what the socket does not take then is left to the stream's thread. A batch is complete when all its frames are
 acknowledged, or when the link is over: then every socket is closed and every thread joined, so nothing reads the source
 any more (DESIGN I1).
 
@@ -15,7 +16,7 @@ import asyncio
 import os
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -27,8 +28,9 @@ from kvtransfer.transports.link_end import LinkEnd
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
 from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream
-from kvtransfer.transports.tcp_frames import Frame, SealToSend, SendQueue
-from kvtransfer.transports.tcp_payload import moved_by, send_frame
+from kvtransfer.transports.tcp_frames import Frame
+from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
+from kvtransfer.transports.tcp_queue import SendQueue, Taken
 
 _RECV_BYTES = 1 << 12
 
@@ -38,7 +40,8 @@ class _Stream:
     index: int
     sock: socket.socket
     thread: threading.Thread | None = None
-    received: bytearray = field(default_factory=bytearray)
+    received: bytes = b""
+    """The beginning of a message."""
     sending: bool = False
     """Its thread has begun, and not told of its end yet."""
     reading: bool = False
@@ -79,6 +82,7 @@ class TcpWriterLink:
             dst_nbytes=welcome.region_nbytes,
             frame_bytes_max=welcome.frame_bytes_max,
             frame_segments_max=welcome.frame_segments_max,
+            at_once_bytes_max=config.at_once_bytes_max,
             abandoned_grants_max=config.abandoned_grants_max,
             loop=loop,
             completed=events.writes_completed,
@@ -155,7 +159,9 @@ class TcpWriterLink:
         Raises:
             WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
         """
-        self._queue.post(grant, ops)
+        taken = self._queue.post(grant, ops)
+        if taken is not None:
+            self._send_at_once(taken)
 
     def seal(self, seal: Seal) -> None:
         """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
@@ -167,7 +173,8 @@ class TcpWriterLink:
             self._end(f"the receiver does not read: {waiting} seals wait")
             return
         self._seals += 1
-        self._queue.seal(seal)
+        for taken in self._queue.seal(seal):
+            self._send_at_once(taken)
 
     def abandon(self, grant: GrantId) -> None:
         """See `WriterLink.abandon`. Frames on their way complete when acknowledged, within `drain_ms_max`."""
@@ -228,7 +235,7 @@ class TcpWriterLink:
         failure = "a sending thread failed"
         try:
             while (taken := self._queue.take(stream.index)) is not None:
-                self._send_one(stream.sock, *taken)
+                self._send_one(stream.sock, taken)
             if not self._cut:
                 bye = wire.Bye(sequence=self._queue.bye_sequence(stream.index), epoch=self._epoch)
                 stream.sock.sendall(wire.encode(bye))
@@ -238,20 +245,35 @@ class TcpWriterLink:
         finally:
             call_loop(self._loop, self._sender_left, stream, failure)
 
-    def _send_one(self, sock: socket.socket, sequence: int, item: Frame | SealToSend) -> None:
-        if isinstance(item, SealToSend):
-            sock.sendall(wire.encode(wire.SealFrame(sequence=sequence, seal=item.seal, streams_mask=item.streams_mask)))
-            return
-        source_U8 = self._source_U8
-        assert source_U8 is not None
-        head = wire.Data(
-            sequence=sequence,
-            epoch=self._epoch,
-            grant=item.batch.grant,
-            segments=len(item.src_S),
-            payload_nbytes=item.payload_nbytes,
+    def _send_one(self, sock: socket.socket, taken: Taken) -> None:
+        assert self._source_U8 is not None
+        send_frame(sock, self._head(taken), taken.frame, self._source_U8, taken.sent_nbytes)
+
+    def _head(self, taken: Taken) -> bytes:
+        item = taken.item
+        if not isinstance(item, Frame):
+            return wire.encode(wire.SealFrame(sequence=taken.sequence, seal=item.seal, streams_mask=item.streams_mask))
+        return wire.encode(
+            wire.Data(
+                sequence=taken.sequence,
+                epoch=self._epoch,
+                grant=item.batch.grant,
+                segments=len(item.src_S),
+                payload_nbytes=item.payload_nbytes,
+            )
         )
-        send_frame(sock, wire.encode(head), item, source_U8)
+
+    # Any thread.
+
+    def _send_at_once(self, taken: Taken) -> None:
+        """Never waits. The stream's thread, which does not end before `give_back`, meets an error of the socket too."""
+        rest: Taken | None = taken
+        try:
+            assert self._source_U8 is not None
+            head, sock = self._head(taken), self._streams[taken.index].sock
+            rest = taken.after(len(head), send_at_once(sock, head, taken.frame, self._source_U8))
+        finally:
+            self._queue.give_back(taken.index, rest)
 
     # Control thread.
 
@@ -271,13 +293,14 @@ class TcpWriterLink:
             self._end("the receiver closed the connection or died")
             self._finish_if_over()
             return
-        stream.received += data
-        whole = len(stream.received) // wire.MESSAGE_BYTES * wire.MESSAGE_BYTES
+        if stream.received:
+            data = stream.received + data
+        whole = len(data) // wire.MESSAGE_BYTES * wire.MESSAGE_BYTES
+        stream.received = data[whole:]
         for start in range(0, whole, wire.MESSAGE_BYTES):
-            self._handle(stream, stream.received[start : start + wire.MESSAGE_BYTES])
-        del stream.received[:whole]
+            self._handle(stream, data[start : start + wire.MESSAGE_BYTES])
 
-    def _handle(self, stream: _Stream, packet: bytearray) -> None:
+    def _handle(self, stream: _Stream, packet: bytes) -> None:
         try:
             message = wire.decode(packet)
         except wire.MalformedMessage as error:
