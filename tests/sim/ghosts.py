@@ -52,8 +52,8 @@ def watch_receiver(process: Process, receiver: Receiver) -> None:
     let_go_of: OrderedDict[tuple[Pair, ReserveNumber], None] = OrderedDict()
     reserve, let_go = receiver.reserve, receiver.let_go
 
-    def watched_let_go(pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber) -> None:
-        let_go(pair, number, lowest_live)
+    async def watched_let_go(pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, adrift: bool) -> None:
+        await let_go(pair, number, lowest_live, adrift=adrift)
         let_go_of[pair, number] = None
         if len(let_go_of) > REMEMBERED_MAX:
             let_go_of.popitem(last=False)
