@@ -101,7 +101,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     spec = ClusterSpec(
         prefill=1, decode=1, threads=1, blocks=BLOCKS,
         model=None if mock else str(args.model_dir), engine=EngineKind.MOCK if mock else None,
-        flags={Service.ROUTER: {"prefix_blocks_max": REMEMBERED}, Service.PREFILL: places, Service.DECODE: {**places, "requests_max": args.requests}},
+        flags={
+            Service.ROUTER: {"prefix_blocks_max": REMEMBERED},
+            Service.PREFILL: places,
+            Service.DECODE: {**places, "requests_max": args.requests},
+        },
     )  # fmt: skip
     channels = Channels(limits=ChannelLimits())
     samples: dict[str, list[tuple[float, int]]] = {}

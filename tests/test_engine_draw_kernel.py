@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_ways import sample, sample_by_torch
 
 from engine.native.draw import draw_kernel
 from engine.types import SamplingParams
+from tests.sampler_ways import sample, sample_by_torch
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
 VOCAB = 1_301

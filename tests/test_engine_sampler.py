@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sampler_ways import sample
 
 from engine.sampler import filtered_scores, gumbel_noise, noise_bits, row_key
 from engine.types import SamplingParams
+from tests.sampler_ways import sample
 
 SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
 GREEDY = replace(SAMPLED, temperature=0.0)

@@ -13,13 +13,13 @@ import torch
 import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sampler_ways import sample, sample_by_torch
 
 from engine.filters import best_ranked, filtered_scores
 from engine.logprobs import token_logprobs
 from engine.penalties import adjusted_scores
 from engine.sampler import gumbel_noise, gumbel_noise_of, row_key
 from engine.types import SamplingParams
+from tests.sampler_ways import sample, sample_by_torch
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
 VOCAB = 13
