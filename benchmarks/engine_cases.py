@@ -75,12 +75,12 @@ def weight_bytes(model: str) -> int:
     hidden, head = m["hidden_size"], m["head_dim"]
     attention = 2 * hidden * head * (m["num_attention_heads"] + m["num_key_value_heads"])
     mlp = 3 * hidden * m["intermediate_size"]
-    return 2 * (m["num_hidden_layers"] * (attention + mlp) + m["vocab_size"] * hidden)
+    return int(2 * (m["num_hidden_layers"] * (attention + mlp) + m["vocab_size"] * hidden))
 
 
 def kv_bytes(model: str, tokens: int) -> int:
     m = MODELS[model]
-    return 2 * 2 * tokens * m["num_hidden_layers"] * m["num_key_value_heads"] * m["head_dim"]
+    return int(2 * 2 * tokens * m["num_hidden_layers"] * m["num_key_value_heads"] * m["head_dim"])
 
 
 def measure(model: str, generate: Generate) -> dict[str, float]:
