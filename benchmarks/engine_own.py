@@ -1,8 +1,7 @@
-"""Our side of benchmarks/engine.py: `python -m benchmarks.engine_own MODEL FOLDER THREADS BITS`; JSON."""
+"""Our side of benchmarks/engine.py: `python -m benchmarks.engine_own MODEL FOLDER THREADS`. See `serve`."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from baton.ids import Attempt, RequestId, RequestKey
-from benchmarks.engine_cases import measure, write_config
+from benchmarks.engine_cases import serve, write_config
 from cachestore.device_pool import layout_of
 from engine.block_manager import BlockManager, growth_blocks
 from engine.core import Engine
@@ -116,11 +115,10 @@ class OwnEngine:
         )
 
 
-def read_bytes_s() -> float:
-    """How fast memory is read by the same threads: the best of five passes over 1 GiB in huge pages."""
-    block = huge_pages(READ_BYTES).view(torch.int32).fill_(1)
+def read_bytes_s(block: torch.Tensor) -> float:
+    """How fast memory is read by the same threads: the best of ten passes over a block in huge pages."""
     times = []
-    for _ in range(5):
+    for _ in range(10):
         started = time.perf_counter()
         block.max()
         times.append(time.perf_counter() - started)
@@ -130,12 +128,13 @@ def read_bytes_s() -> float:
 def main() -> None:
     model, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     configure_threads(threads)
-    before = read_bytes_s()
     engine = OwnEngine(write_config(folder, model))
-    found = measure(model, engine.generate)
-    found["read_bytes_s"] = max(before, read_bytes_s())
-    found["outside_runner_s"] = float(np.median(engine.outside_s))
-    print(json.dumps(found))
+    block = huge_pages(READ_BYTES).view(torch.int32).fill_(1)
+
+    def more() -> dict[str, float]:
+        return {"read_bytes_s": read_bytes_s(block), "outside_runner_s": float(np.median(engine.outside_s))}
+
+    serve(model, engine.generate, more)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""vLLM's side of benchmarks/engine.py, run by the interpreter of vLLM's own environment; JSON on the last line."""
+"""vLLM's side of benchmarks/engine.py, run by the interpreter of vLLM's own environment; see `serve`."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.environ["BENCHMARK_ROOT"])
 
-from benchmarks.engine_cases import measure, write_config
+from benchmarks.engine_cases import serve, write_config
 
 
 def main() -> None:
@@ -43,7 +42,7 @@ def main() -> None:
             ends.append(time.perf_counter() - started)
         return ends
 
-    print(json.dumps(measure(model, generate)))
+    serve(model, generate)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prfchw")
 
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
 
@@ -340,14 +340,19 @@ API int64_t baton_linear_scratch(int64_t m, int64_t k, int bits) {
 
 /* ---------------------------------------------------------------- norm, rotation */
 
-/* out = x / rms(x) * weight, `n` of each. */
-INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, float eps) {
+/* 1 / rms(x) */
+INLINE float norm_scale(const bf16 *x, int64_t n, float eps) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i += 16) {
         __m512 v = widen(load16(x + i, n - i));
         sum = _mm512_fmadd_ps(v, v, sum);
     }
-    __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)n + eps));
+    return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)n + eps);
+}
+
+/* out = x / rms(x) * weight, `n` of each. */
+INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, float eps) {
+    __m512 scale = _mm512_set1_ps(norm_scale(x, n, eps));
     for (int64_t i = 0; i < n; i += 16) {
         __m512 v = rounded(_mm512_mul_ps(widen(load16(x + i, n - i)), scale));
         store16(out + i, n - i, narrow(_mm512_mul_ps(v, widen(load16(weight + i, n - i)))));
@@ -373,17 +378,23 @@ API void baton_rms_norm(const bf16 *x, const bf16 *weight, bf16 *out, int64_t ro
     parallel(norm_tasks, &a, rows > 32 ? threads : 1);
 }
 
-/* Pair (i, i + d/2) of one head turned, each product rounded as the plain way rounds it. */
-INLINE void rotate_head(bf16 *x, const bf16 *cosines, const bf16 *sines, int64_t d) {
+/* One head normed, where `norm` is not NULL, and turned: pairs (i, i + d/2). Rounded where the plain way rounds. */
+INLINE void turn_head(const bf16 *x, const bf16 *norm, float scale, const bf16 *cosines, const bf16 *sines, bf16 *out,
+                      int64_t d) {
     int64_t half = d / 2;
+    __m512 factor = _mm512_set1_ps(scale);
     for (int64_t i = 0; i < half; i += 16) {
         int64_t left = half - i;
         __m512 a = widen(load16(x + i, left)), b = widen(load16(x + half + i, left));
+        if (norm) {
+            a = rounded(_mm512_mul_ps(rounded(_mm512_mul_ps(a, factor)), widen(load16(norm + i, left))));
+            b = rounded(_mm512_mul_ps(rounded(_mm512_mul_ps(b, factor)), widen(load16(norm + half + i, left))));
+        }
         __m512 c = widen(load16(cosines + i, left)), s = widen(load16(sines + i, left));
         __m512 first = _mm512_sub_ps(rounded(_mm512_mul_ps(a, c)), rounded(_mm512_mul_ps(b, s)));
         __m512 second = _mm512_add_ps(rounded(_mm512_mul_ps(b, c)), rounded(_mm512_mul_ps(a, s)));
-        store16(x + i, left, narrow(first));
-        store16(x + half + i, left, narrow(second));
+        store16(out + i, left, narrow(first));
+        store16(out + half + i, left, narrow(second));
     }
 }
 
@@ -397,38 +408,63 @@ typedef struct {
     float eps;
 } Store;
 
+INLINE bf16 *record_of(const Store *s, int64_t t) {
+    return s->layer + (s->blocks[t] * 2 * s->kv_heads * s->block_size + s->slots[t]) * s->d;
+}
+
+/* The lines that a token's keys and values will be written to, asked for with the right to write. */
+INLINE void own_record(const Store *s, int64_t t, int64_t d) {
+    const char *row = (const char *)record_of(s, t);
+    for (int64_t h = 0; h < 2 * s->kv_heads; h++, row += s->block_size * d * 2)
+        for (int64_t i = 0; i < 2 * d; i += 64) __builtin_prefetch(row + i, 1, 3);
+}
+
+INLINE void store_token(const Store *s, int64_t t, int64_t d) {
+    bf16 *row = s->qkv + t * (s->heads + 2 * s->kv_heads) * d, *record = record_of(s, t);
+    const bf16 *cosines = s->cosines + t * (d / 2), *sines = s->sines + t * (d / 2);
+    int64_t run = s->block_size * d;
+    for (int64_t h = 0; h < s->heads; h++) {
+        float scale = s->q_norm ? norm_scale(row + h * d, d, s->eps) : 1.0f;
+        turn_head(row + h * d, s->q_norm, scale, cosines, sines, row + h * d, d);
+    }
+    row += s->heads * d;
+    for (int64_t h = 0; h < s->kv_heads; h++) {
+        float scale = s->k_norm ? norm_scale(row + h * d, d, s->eps) : 1.0f;
+        turn_head(row + h * d, s->k_norm, scale, cosines, sines, record + h * run, d);
+    }
+    for (int64_t h = s->kv_heads; h < 2 * s->kv_heads; h++) memcpy(record + h * run, row + h * d, (size_t)d * 2);
+}
+
 static void store_tasks(void *arg) {
     Store *s = arg;
-    int64_t width = (s->heads + 2 * s->kv_heads) * s->d, d = s->d, run = s->block_size * d;
-    for (int64_t first; (first = 8 * take(&s->counter)) < s->t;) {
-        for (int64_t t = first; t < s->t && t < first + 8; t++) {
-            bf16 *row = s->qkv + t * width;
-            for (int64_t h = 0; h < s->heads + s->kv_heads; h++) {
-                const bf16 *norm = h < s->heads ? s->q_norm : s->k_norm;
-                if (norm) norm_row(row + h * d, norm, row + h * d, d, s->eps);
-                rotate_head(row + h * d, s->cosines + t * (d / 2), s->sines + t * (d / 2), d);
+    int64_t many = s->t > 64 ? 8 : 1;
+    for (int64_t first; (first = many * take(&s->counter)) < s->t;) {
+        for (int64_t t = first; t < s->t && t < first + many; t++) {
+            if (t == first) own_record(s, t, s->d);
+            if (t + 1 < s->t && t + 1 < first + many) own_record(s, t + 1, s->d);
+            switch (s->d) { /* two sizes known to the compiler */
+                case 64: store_token(s, t, 64); break;
+                case 128: store_token(s, t, 128); break;
+                default: store_token(s, t, s->d);
             }
-            bf16 *record = s->layer + s->blocks[t] * 2 * s->kv_heads * run + s->slots[t] * d;
-            for (int64_t h = 0; h < 2 * s->kv_heads; h++)
-                memcpy(record + h * run, row + (s->heads + h) * d, (size_t)d * 2);
         }
     }
 }
 
-/* Norms and turns q and k in place and writes k and v of each token to its slot of the layer. */
+/* Norms and turns q and k, q in place, and writes k and v of each token to its slot of the layer. */
 API void baton_rotate_store(bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines, const bf16 *sines,
                             bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t, int64_t heads,
                             int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
     Store s = {.qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .cosines = cosines, .sines = sines, .layer = layer,
                .blocks = blocks, .slots = slots, .t = t, .heads = heads, .kv_heads = kv_heads,
                .block_size = block_size, .d = d, .eps = eps};
-    parallel(store_tasks, &s, t > 16 ? threads : 1);
+    parallel(store_tasks, &s, t > 3 ? threads : 1);
 }
 
 /* ---------------------------------------------------------------- attention */
 
 #define D_MAX 256
-#define GROUP_MAX 16
+#define AHEAD 48
 #define CHUNK 256 /* keys between two updates of the running maximum, where many rows are computed */
 
 typedef struct {
@@ -464,103 +500,144 @@ INLINE __m512 sums16(__m512 *v) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
-/* One token of one sequence against all its keys, for the query heads of one KV head. */
-INLINE void attend_one(const Attention *a, const int64_t *table, int64_t context, int64_t row, int64_t head, int parts) {
-    int64_t d = a->d, group = a->heads / a->kv_heads, value_off = a->kv_heads * a->block_size * d;
-    for (int64_t g = 0; g < group; g++) {
-        int64_t h = head * group + g;
-        const bf16 *q = a->q + row * a->q_stride + h * d;
-        __m512i query[D_MAX / 32];
-        __m512 even[D_MAX / 32], odd[D_MAX / 32];
+/* What a thread reads next: asked for from memory while it still computes on what is here. */
+typedef struct {
+    const int64_t *table;
+    int64_t head, context;
+} Reading;
+
+/* Keys from `first` on that lie together, at most 16 and not past the context. */
+INLINE int64_t tile_keys(const Attention *a, int64_t first, int64_t context) {
+    int64_t n = a->block_size - first % a->block_size;
+    if (n > 16) n = 16;
+    return n > context - first ? context - first : n;
+}
+
+/* One token of one sequence against all its keys, for `G` query heads from `h` on, which share a KV head. Keys
+ * and values are asked for AHEAD keys before their turn, at the end those of `next`. */
+INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *next, int64_t row, int64_t h, int parts,
+                         int G) {
+    int64_t d = a->d, context = now->context, value_off = a->kv_heads * a->block_size * d;
+    __m512i query[G][parts];
+    __m512 even[G][parts], odd[G][parts];
+    float top[G], sum[G], weights[G][16];
+    UNROLL for (int g = 0; g < G; g++) {
+        top[g] = -__builtin_inff(), sum[g] = 0.0f;
         UNROLL for (int i = 0; i < parts; i++) {
-            query[i] = load32(q + 32 * i, d - 32 * i);
-            even[i] = odd[i] = _mm512_setzero_ps();
+            query[g][i] = load32(a->q + row * a->q_stride + (h + g) * d + 32 * i, d - 32 * i);
+            even[g][i] = odd[g][i] = _mm512_setzero_ps();
         }
-        float top = -__builtin_inff(), sum = 0.0f;
-        for (int64_t first = 0; first < context;) {
-            int64_t n = a->block_size - first % a->block_size;
-            if (n > 16) n = 16;
-            if (n > context - first) n = context - first;
-            const bf16 *keys = key_at(a, table, head, first), *values = keys + value_off;
+    }
+    for (int64_t first = 0, n; first < context; first += n) {
+        n = tile_keys(a, first, context);
+        const bf16 *keys = key_at(a, now->table, now->head, first), *values = keys + value_off, *ahead = NULL;
+        int64_t at = first + AHEAD;
+        if (at < context) ahead = key_at(a, now->table, now->head, at);
+        else if (next && (at = (at - context) / 16 * 16) < next->context) ahead = key_at(a, next->table, next->head, at);
+        __mmask16 mask = (__mmask16)((1u << n) - 1);
+        UNROLL for (int g = 0; g < G; g++) {
             __m512 dots[16];
             UNROLL for (int j = 0; j < 16; j++) {
                 const bf16 *key = keys + (j < n ? j : 0) * d;
                 __m512 dot = _mm512_setzero_ps();
                 UNROLL for (int i = 0; i < parts; i++)
-                    dot = _mm512_dpbf16_ps(dot, (__m512bh)query[i], (__m512bh)load32(key + 32 * i, d - 32 * i));
+                    dot = _mm512_dpbf16_ps(dot, (__m512bh)query[g][i], (__m512bh)load32(key + 32 * i, d - 32 * i));
                 dots[j] = dot;
+                if (g > 0 || !ahead) continue;
+                UNROLL for (int i = 0; i < parts; i++) {
+                    _mm_prefetch(ahead + j * d + 32 * i, _MM_HINT_T0);
+                    _mm_prefetch(ahead + value_off + j * d + 32 * i, _MM_HINT_T0);
+                }
             }
-            __mmask16 mask = (__mmask16)((1u << n) - 1);
             __m512 scores = _mm512_mul_ps(sums16(dots), _mm512_set1_ps(a->scale));
             float best = _mm512_mask_reduce_max_ps(mask, scores);
-            if (best > top) {
-                __m512 shrink = exp512(_mm512_set1_ps(top - best));
+            if (best > top[g]) {
+                __m512 shrink = exp512(_mm512_set1_ps(top[g] - best));
                 if (first == 0) shrink = _mm512_setzero_ps();
-                sum *= _mm512_cvtss_f32(shrink);
+                sum[g] *= _mm512_cvtss_f32(shrink);
                 UNROLL for (int i = 0; i < parts; i++) {
-                    even[i] = _mm512_mul_ps(even[i], shrink);
-                    odd[i] = _mm512_mul_ps(odd[i], shrink);
+                    even[g][i] = _mm512_mul_ps(even[g][i], shrink);
+                    odd[g][i] = _mm512_mul_ps(odd[g][i], shrink);
                 }
-                top = best;
+                top[g] = best;
             }
-            float weights[16];
-            __m512 p = _mm512_maskz_mov_ps(mask, exp512(_mm512_sub_ps(scores, _mm512_set1_ps(top))));
-            sum += _mm512_reduce_add_ps(p);
-            _mm512_storeu_ps(weights, p);
-            for (int64_t j = 0; j < n; j++) {
-                __m512 w = _mm512_set1_ps(weights[j]);
-                UNROLL for (int i = 0; i < parts; i++) {
-                    __m512i v = load32(values + j * d + 32 * i, d - 32 * i);
-                    even[i] = _mm512_fmadd_ps(w, _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)), even[i]);
-                    odd[i] = _mm512_fmadd_ps(
-                        w, _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000))), odd[i]);
-                }
-            }
-            first += n;
+            __m512 p = _mm512_maskz_mov_ps(mask, exp512(_mm512_sub_ps(scores, _mm512_set1_ps(top[g]))));
+            sum[g] += _mm512_reduce_add_ps(p);
+            _mm512_storeu_ps(weights[g], p);
         }
-        __m512 share = _mm512_set1_ps(1.0f / sum);
-        bf16 *out = a->out + (row * a->heads + h) * d;
+        for (int64_t j = 0; j < n; j++) {
+            UNROLL for (int i = 0; i < parts; i++) {
+                __m512i v = load32(values + j * d + 32 * i, d - 32 * i);
+                __m512 v0 = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+                __m512 v1 = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
+                UNROLL for (int g = 0; g < G; g++) {
+                    __m512 w = _mm512_set1_ps(weights[g][j]);
+                    even[g][i] = _mm512_fmadd_ps(w, v0, even[g][i]);
+                    odd[g][i] = _mm512_fmadd_ps(w, v1, odd[g][i]);
+                }
+            }
+        }
+    }
+    UNROLL for (int g = 0; g < G; g++) {
+        __m512 share = _mm512_set1_ps(1.0f / sum[g]);
+        bf16 *out = a->out + (row * a->heads + h + g) * d;
         UNROLL for (int i = 0; i < parts; i++) {
-            __m512i low = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(even[i], share)));
-            __m512i high = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(odd[i], share)));
-            __m512i both = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
-            int64_t left = d - 32 * i;
-            store32(out + 32 * i, left, both);
+            __m512i low = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(even[g][i], share)));
+            __m512i high = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(odd[g][i], share)));
+            store32(out + 32 * i, d - 32 * i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
         }
     }
 }
 
-static void attend_few(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head) {
-    const int64_t *table = a->tables + a->table_at[b];
+/* Two heads at once where their sums fit into registers: keys and values are widened for both. */
+INLINE void attend_one(const Attention *a, const Reading *now, const Reading *next, int64_t row, int parts) {
+    int64_t group = a->heads / a->kv_heads, h = now->head * group, end = h + group;
+    if (parts <= 4)
+        for (; h + 2 <= end; h += 2) attend_heads(a, now, h + 2 == end ? next : NULL, row, h, parts, 2);
+    for (; h < end; h++) attend_heads(a, now, h + 1 == end ? next : NULL, row, h, parts, 1);
+}
+
+static void attend_few(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head, const Reading *next) {
+    Reading now = {.table = a->tables + a->table_at[b], .head = head};
     int64_t rows = a->rows_at[b + 1] - a->rows_at[b];
     for (int64_t i = first; i < first + count; i++) {
-        int64_t context = a->contexts[b] - (rows - 1 - i), row = a->rows_at[b] + i;
+        int64_t row = a->rows_at[b] + i;
+        const Reading *after = i + 1 == first + count ? next : &now;
+        now.context = a->contexts[b] - (rows - 1 - i);
         switch ((a->d + 31) / 32) {
-            case 1: attend_one(a, table, context, row, head, 1); break;
-            case 2: attend_one(a, table, context, row, head, 2); break;
-            case 3: attend_one(a, table, context, row, head, 3); break;
-            case 4: attend_one(a, table, context, row, head, 4); break;
-            default: attend_one(a, table, context, row, head, 8); break;
+            case 1: attend_one(a, &now, after, row, 1); break;
+            case 2: attend_one(a, &now, after, row, 2); break;
+            case 3: attend_one(a, &now, after, row, 3); break;
+            case 4: attend_one(a, &now, after, row, 4); break;
+            default: attend_one(a, &now, after, row, 8); break;
         }
     }
 }
 
 #define P_STRIDE (CHUNK / 2 + 16)
 
+static const bf16 ZEROS[D_MAX] = {0};
+
+/* 16 rows of `d` -> pair i of row r at to[i * wide + r], for the first `columns` rows. */
+INLINE void pack_rows(const bf16 *const *rows, int64_t d, uint32_t *to, int64_t wide, int columns) {
+    for (int64_t i = 0; i < d / 2; i += 16) {
+        __m512i v[16];
+        UNROLL for (int r = 0; r < 16; r++) v[r] = load32(rows[r] + 2 * i, d - 2 * i);
+        transpose16(v);
+        UNROLL for (int j = 0; j < 16; j++)
+            if (i + j < d / 2) _mm512_mask_storeu_epi32(to + (i + j) * wide, (__mmask16)((1u << columns) - 1), v[j]);
+    }
+}
+
 /* Keys packed as panels of 32 keys over pairs of d; values as panels of 32 d over pairs of keys. Keys past the context
  * are zero, so that unused memory is never multiplied, not even by zero. */
 static void pack_keys(const Attention *a, const int64_t *table, int64_t head, int64_t context, bf16 *keys, bf16 *values) {
     int64_t d = a->d, d_panels = (d + 31) / 32, value_off = a->kv_heads * a->block_size * d;
     int64_t padded = (context + 31) / 32 * 32;
-    uint32_t *to = (uint32_t *)keys;
-    for (int64_t j = 0; j < padded; j++) {
-        uint32_t *panel = to + j / 32 * (d / 2) * 32 + j % 32;
-        const bf16 *key = j < context ? key_at(a, table, head, j) : NULL;
-        for (int64_t i = 0; i < d / 2; i++) {
-            uint32_t pair = 0;
-            if (key) memcpy(&pair, key + 2 * i, 4);
-            panel[i * 32] = pair;
-        }
+    for (int64_t j = 0; j < padded; j += 16) {
+        const bf16 *rows[16];
+        for (int r = 0; r < 16; r++) rows[r] = j + r < context ? key_at(a, table, head, j + r) : ZEROS;
+        pack_rows(rows, d, (uint32_t *)keys + j / 32 * (d / 2) * 32 + j % 32, 32, 16);
     }
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -600,36 +677,57 @@ static void tile_scores(Tile *t, const bf16 *keys, int64_t first, int64_t n, int
     }
 }
 
-/* Scores -> weights in bfloat16, with what was summed so far scaled to the new maximum (Milakov & Gimelshein 2018). */
+/* 2^x for x <= 0, to 4e-6 of it: more than enough for what becomes bfloat16 (Taylor's series on [-1/2, 1/2]). */
+INLINE __m512 exp2_512(__m512 x) {
+    __m512 n = _mm512_roundscale_ps(x, 8);
+    x = _mm512_sub_ps(x, n);
+    __m512 y = _mm512_set1_ps(1.33335581e-3f);
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(9.61812911e-3f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(5.55041087e-2f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(2.40226507e-1f));
+    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(6.93147181e-1f));
+    return _mm512_scalef_ps(_mm512_fmadd_ps(y, x, _mm512_set1_ps(1.0f)), n);
+}
+
+/* Scores -> weights in bfloat16, with what was summed so far scaled to the new maximum (Milakov & Gimelshein 2018).
+ * `scale` is that of the scores times log2(e): powers are of two. */
 static void tile_softmax(Tile *t, int rows, int64_t first, int64_t n, float scale, int64_t d) {
     for (int r = 0; r < rows; r++) {
         int64_t seen = t->sees[r] - first;
         if (seen > n) seen = n;
+        const float *s = t->s[r];
         uint32_t *p = t->p + r * P_STRIDE;
         if (seen <= 0) {
             memset(p, 0, (size_t)n * 2);
             continue;
         }
+        int64_t whole = seen / 16 * 16;
+        __mmask16 rest = (__mmask16)((1u << (seen - whole)) - 1);
         __m512 best = _mm512_set1_ps(-__builtin_inff());
-        for (int64_t c = 0; c < seen; c += 16) {
-            __mmask16 mask = seen - c >= 16 ? 0xffff : (__mmask16)((1u << (seen - c)) - 1);
-            best = _mm512_mask_max_ps(best, mask, best, _mm512_loadu_ps(t->s[r] + c));
-        }
+        for (int64_t c = 0; c < whole; c += 16) best = _mm512_max_ps(best, _mm512_loadu_ps(s + c));
+        if (rest) best = _mm512_mask_max_ps(best, rest, best, _mm512_loadu_ps(s + whole));
         float top = _mm512_reduce_max_ps(best) * scale;
         if (top < t->top[r]) top = t->top[r];
         __m512 sum = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(-top);
-        for (int64_t c = 0; c < n; c += 16) {
-            __mmask16 mask = seen - c >= 16 ? 0xffff : seen <= c ? 0 : (__mmask16)((1u << (seen - c)) - 1);
-            __m512 e = exp512(_mm512_fmadd_ps(_mm512_loadu_ps(t->s[r] + c), factor, shift));
-            e = _mm512_maskz_mov_ps(mask, e);
+        for (int64_t c = 0; c < whole; c += 16) {
+            __m512 e = exp2_512(_mm512_fmadd_ps(_mm512_loadu_ps(s + c), factor, shift));
             sum = _mm512_add_ps(sum, e);
             _mm256_storeu_si256((__m256i *)(p + c / 2), narrow(e));
         }
-        __m512 shrink = first == 0 ? _mm512_setzero_ps() : exp512(_mm512_set1_ps(t->top[r] - top));
-        t->sum[r] = t->sum[r] * _mm512_cvtss_f32(shrink) + _mm512_reduce_add_ps(sum);
+        for (int64_t c = whole; c < n; c += 16, rest = 0) {
+            __m512 e = exp2_512(_mm512_fmadd_ps(_mm512_loadu_ps(s + c), factor, shift));
+            e = _mm512_maskz_mov_ps(rest, e);
+            sum = _mm512_add_ps(sum, e);
+            _mm256_storeu_si256((__m256i *)(p + c / 2), narrow(e));
+        }
+        if (top > t->top[r] && first > 0) {
+            __m512 shrink = exp2_512(_mm512_set1_ps(t->top[r] - top));
+            t->sum[r] *= _mm512_cvtss_f32(shrink);
+            for (int64_t i = 0; i < d; i += 16)
+                _mm512_storeu_ps(t->o[r] + i, _mm512_mul_ps(_mm512_loadu_ps(t->o[r] + i), shrink));
+        }
+        t->sum[r] += _mm512_reduce_add_ps(sum);
         t->top[r] = top;
-        for (int64_t i = 0; i < d; i += 16)
-            _mm512_storeu_ps(t->o[r] + i, _mm512_mul_ps(_mm512_loadu_ps(t->o[r] + i), shrink));
     }
 }
 
@@ -652,28 +750,31 @@ static void tile_values(Tile *t, const bf16 *values, int64_t first, int64_t n, i
 static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head, char *scratch) {
     int64_t d = a->d, group = a->heads / a->kv_heads, rows = a->rows_at[b + 1] - a->rows_at[b];
     int64_t start = a->contexts[b] - rows, context = start + first + count, padded = (context + 31) / 32 * 32;
+    int64_t wide = (d + 31) / 32 * 32;
     Tile *t = (Tile *)scratch;
     bf16 *keys = (bf16 *)(scratch + (sizeof(Tile) + 63) / 64 * 64), *values = keys + padded * d;
     pack_keys(a, a->tables + a->table_at[b], head, context, keys, values);
     memset(t->p, 0, sizeof t->p);
+    memset(t->o, 0, sizeof t->o);
     for (int64_t at = 0; at < count * group; at += ROWS_MAX) {
         int n_rows = count * group - at < ROWS_MAX ? (int)(count * group - at) : ROWS_MAX;
         int64_t most = 0;
-        memset(t->q, 0, sizeof t->q);
-        memset(t->o, 0, sizeof t->o);
+        const bf16 *queries[16];
+        for (int r = 0; r < 16; r++) queries[r] = ZEROS;
         for (int r = 0; r < n_rows; r++) {
             int64_t token = first + (at + r) / group, h = head * group + (at + r) % group;
-            const bf16 *q = a->q + (a->rows_at[b] + token) * a->q_stride + h * d;
-            for (int64_t i = 0; i < d / 2; i++) memcpy(t->q + i * ROWS_MAX + r, q + 2 * i, 4);
+            queries[r] = a->q + (a->rows_at[b] + token) * a->q_stride + h * d;
             t->sees[r] = most = start + token + 1;
             t->top[r] = -__builtin_inff();
             t->sum[r] = 0.0f;
+            memset(t->o[r], 0, (size_t)wide * 4);
         }
+        pack_rows(queries, d, t->q, ROWS_MAX, ROWS_MAX);
         for (int64_t key = 0; key < most; key += CHUNK) {
             int64_t n = (most - key + 31) / 32 * 32;
             if (n > CHUNK) n = CHUNK;
             tile_scores(t, keys, key, n, d / 2);
-            tile_softmax(t, n_rows, key, n, a->scale, d);
+            tile_softmax(t, n_rows, key, n, a->scale * 1.44269504f, d);
             tile_values(t, values, key, n, padded, d);
         }
         for (int r = 0; r < n_rows; r++) {
@@ -690,11 +791,19 @@ static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t co
 static void attention_tasks(void *arg) {
     Attention *a = arg;
     char *scratch = a->scratch + take(&a->next_scratch) * a->scratch_bytes;
-    for (int64_t task; (task = take(&a->counter)) < a->num_tasks * a->kv_heads;) {
-        const int64_t *t = a->tasks + task / a->kv_heads * 3;
+    int64_t tasks = a->num_tasks * a->kv_heads;
+    for (int64_t task = take(&a->counter), after; task < tasks; task = after) {
+        after = take(&a->counter);
+        const int64_t *t = a->tasks + task / a->kv_heads * 3, *n = a->tasks + after / a->kv_heads * 3;
         int64_t head = task % a->kv_heads;
-        if (t[2] < 4) attend_few(a, t[0], t[1], t[2], head);
-        else attend_many(a, t[0], t[1], t[2], head, scratch);
+        if (t[2] >= 4) {
+            attend_many(a, t[0], t[1], t[2], head, scratch);
+            continue;
+        }
+        Reading next;
+        if (after < tasks)
+            next = (Reading){a->tables + a->table_at[n[0]], after % a->kv_heads, a->contexts[n[0]]};
+        attend_few(a, t[0], t[1], t[2], head, after < tasks ? &next : NULL);
     }
 }
 

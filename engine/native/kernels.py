@@ -156,7 +156,7 @@ class Kernels:
         plan: AttentionPlan,
         eps: float,
     ) -> None:
-        """Norm and turn the queries and keys of `qkv_TX` in place; write keys and values to their slots."""
+        """Norm and turn the queries of `qkv_TX` in place, and its keys; write keys and values to their slots."""
         _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
         self._rotate_store(
             qkv_TX.data_ptr(),
