@@ -15,8 +15,8 @@ from kvtransfer.transport import TransportName
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
 DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.RDMA, TransportName.TCP)
-"""rdma is left out, without a word, where there is no device (`rdma_offer`). ucx is used where a configuration names it:
-ARCHITECTURE.md says why."""
+"""rdma is left out, without a word, where there is no device (`rdma_offer`). ucx is used where a configuration names it
+(ARCHITECTURE.md says why)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

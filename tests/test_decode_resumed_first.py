@@ -67,14 +67,14 @@ def test_a_resumed_request_has_the_room_that_comes() -> None:
             assert asker.ask(2, id_of(2), blocks=15, output=5).busy.reason == (
                 "its blocks are set aside for other requests"
             )
-            decode.receiver.let_go(pair, ReserveNumber(1), ReserveNumber(2))
+            await decode.receiver.let_go(pair, ReserveNumber(1), ReserveNumber(2), adrift=False)
             refused = asker.ask(3, id_of(3), blocks=2)
             assert refused.busy.reason == "answers that have lost their node go first"
             assert refused.busy.retry_after_ms > 0
             assert asker.ask(4, id_of(2), blocks=15, output=5).HasField("granted")
             assert asker.ask(5, id_of(3), blocks=2).HasField("granted")
             for number in (4, 5):
-                decode.receiver.let_go(pair, ReserveNumber(number), ReserveNumber(6))
+                await decode.receiver.let_go(pair, ReserveNumber(number), ReserveNumber(6), adrift=False)
 
     asyncio.run(scenario())
 

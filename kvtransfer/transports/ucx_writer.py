@@ -77,6 +77,7 @@ class UcxWriterLink:
             dst_nbytes=connected.region_nbytes,
             loop=loop,
             completed=events.writes_completed,
+            adrift=events.writes_adrift,
             wake=self._wake.set,
         )
         self._seals_waiting: deque[Seal] = deque()
