@@ -35,7 +35,7 @@ class Job:
     output: list[int] = field(default_factory=list)
     """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
     avoid: set[Incarnation] = field(default_factory=set)
-    """Prefill processes that did not answer this request."""
+    """Prefill processes that did not answer this request, or had no decode node for it."""
     avoid_decode: set[Incarnation] = field(default_factory=set)
     """Decode processes that this router could not reach with this request; a prefill node may."""
     token_times_s: list[float] = field(default_factory=list)

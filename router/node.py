@@ -31,7 +31,7 @@ from router.job import Job, TokenPart, Try, finished_event, started_event, token
 from router.observer import RequestObserver
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest, check_request
-from router.retries import ASK_ANOTHER, RESUMABLE, ResumptionPace, Retries, Verdict
+from router.retries import ASK_ANOTHER, GONE, RESUMABLE, ResumptionPace, Retries, Verdict
 from router.slow_client import unread_limit
 from router.stop_strings import StopStrings
 from router.subscriptions import Inbox
@@ -160,7 +160,7 @@ class RouterNode:
 
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
         """The answer's tokens in order, each index once, from as many attempts as it takes, one at a time."""
-        looks = 0
+        looks = rounds = 0
         for number in range(1 << 30):
             key = RequestKey(request=job.id, attempt=Attempt(number))
             attempt = Try(inbox=Inbox(key=key, first_index=len(job.output)), began_s=self._loop.time())
@@ -177,7 +177,7 @@ class RouterNode:
                 tell = log.debug if looks and verdict is Verdict.PLACE_AGAIN else log.info
                 tell(verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message)
             if verdict is Verdict.RESUME:
-                looks = 0
+                looks = rounds = 0
                 job.stats.resumptions += 1
                 job.observed.resumed()
                 corrupt = error_reason is Reason.DATA_CORRUPT
@@ -185,8 +185,9 @@ class RouterNode:
                     job.avoid_decode.add(attempt.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
-                await self._pause(looks, RESUMED_DOUBLINGS_MAX if job.output else PLACEMENT_DOUBLINGS_MAX)
+                await self._pause(rounds, RESUMED_DOUBLINGS_MAX if job.output else PLACEMENT_DOUBLINGS_MAX)
                 looks += 1
+                rounds += not (error_reason in GONE and self._prefill_nodes.untried(job))
 
     async def _pause(self, looks: int, doublings_max: int = PLACEMENT_DOUBLINGS_MAX) -> None:
         pause_ms = self.config.placement_retry_ms << min(looks, doublings_max)

@@ -50,13 +50,20 @@ class PrefillNodes:
         tokens = (*job.checked.prompt, *job.output)
         hashes = chain_hashes(tokens, model.block_size, job.checked.cache_salt)
         job.block_size = model.block_size
-        fit = [r for r in self.ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
-        fit = [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
+        fit = self._fit(model)
         untried = [r for r in fit if r.incarnation not in job.avoid]
         if not untried:
             job.avoid.clear()
         record = self._placement.pick(untried or fit, hashes, len(tokens))
         return record, self._placement.sent(record, key, hashes, len(tokens))
+
+    def untried(self, job: Job) -> bool:
+        """Whether there is one that has not failed this request since all had."""
+        return bool(self.ready()) and any(r.incarnation not in job.avoid for r in self._fit(self.model()))
+
+    def _fit(self, model: ModelInfo) -> list[NodeRecord]:
+        fit = [r for r in self.ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
+        return [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
 
     def refused(self, record: NodeRecord) -> None:
         """It takes no work, whatever this record says: its own answer counts until a later record says otherwise."""

@@ -37,10 +37,14 @@ ASK_ANOTHER = frozenset(
         Reason.NODE_DRAINING,
         Reason.PEER_UNREACHABLE,
         Reason.INCARNATION_MISMATCH,
+        Reason.NO_DECODE_NODE,  # that it knows of; it may have come up while the directory was lost
         Reason.DATA_CORRUPT,  # or the decode node's: both are avoided
     }
 )
 """The prefill node's own trouble: the next try goes to another one where there is one."""
+GONE = frozenset({Reason.NODE_DRAINING, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH})
+"""Of these, those that say nothing about the load of the others: the next one is asked without a longer pause, or a
+request's time runs out among the dead of a list that no directory keeps up to date."""
 LOST_WAITING = frozenset(
     {
         Reason.NODE_DRAINING,
