@@ -91,7 +91,7 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=95),
+    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=29),
     "fence: a lease that has run out frees the blocks": Mutant(
         replaced=lambda: _receiver(machines.FreeOnTimeout), seed=47
     ),
@@ -102,7 +102,7 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: _writer(machines.LetGoUndrained), seed=24
     ),
     "epoch: never rises": Mutant(replaced=lambda: [(ReceiverGrants, "epoch", _same_epoch)], seed=13),
-    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=6),
+    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=15),
     "tombstone: none for cancelled attempts": Mutant(replaced=lambda: _receiver(machines.NoDeadAttempts), seed=4),
     "dedupe: token indices are not looked at": Mutant(replaced=lambda: [(Inbox, "put", _put_all)], seed=6),
     "resolve: leaves no tombstone": Mutant(replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=16),
