@@ -149,8 +149,8 @@ def test_a_batch_lands_and_its_seal_follows_by_both_ways(agents: Agents) -> None
                 assert r.events.seals == [(PAIR, SEAL)]
                 wanted = source_bytes(1, REGION_NBYTES)[5:105]
                 assert np.array_equal(r.region.array_U8[50:150], wanted)
-            await settled(r, lambda: r.describe("connections_writing") == 0)
-            assert (events.lost, r.events.gone, agents.alive) == ([], [], {})
+            await settled(r, lambda: not agents.alive)
+            assert (events.lost, r.events.gone, r.describe("connections_writing")) == ([], [], 0)
 
     run(case())
 
