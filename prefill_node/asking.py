@@ -35,6 +35,9 @@ ASK_ELSEWHERE = frozenset(
         Reason.TOO_MANY_CALLS,
     }
 )
+NOT_REACHED = frozenset({Reason.DEADLINE, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH, Reason.NODE_DRAINING})
+"""Of a decode node (DEADLINE: the call's own, not the client's). Passed on as they are, the router would take them for
+this node's own end."""
 """What one decode node may answer without ending the request: the next one is asked."""
 
 
@@ -96,7 +99,8 @@ class DecodeNodes:
                 raise
             # Processes that are known to have ended are in the directory for a while yet: nobody there is full.
             lost = error.reason is Reason.DECODE_FULL and not behind
-            return Refused(error=error, reasons=frozenset({Reason.PEER_UNREACHABLE if lost else error.reason}))
+            reasons = frozenset({Reason.PEER_UNREACHABLE if lost else error.reason})
+            return Refused(error=_nobody_reached(error) if lost else error, reasons=reasons)
         self.affinity.keep_only({record.incarnation for record in records})
         refusals: list[BatonError] = []
         for record in candidates:
@@ -116,9 +120,8 @@ class DecodeNodes:
         # several, the one that expects room first.
         full = [e for e in refusals if e.reason is Reason.DECODE_FULL]
         told = min(full, key=lambda e: e.retry_after_ms or 0) if full else refusals[-1]
-        if told.reason is Reason.DEADLINE:
-            # The call's own limit, not the client's deadline: the router is to look further.
-            told = BatonError(Reason.PEER_UNREACHABLE, f"No decode node answered in time. {told.message}")
+        if told.reason in NOT_REACHED:
+            told = _nobody_reached(told)
         return Refused(error=told, reasons=frozenset(e.reason for e in refusals))
 
     def _request(self, job: Job) -> transfer_pb2.ReserveRequest:
@@ -141,6 +144,15 @@ class DecodeNodes:
         if not has_room:
             behind.append(record)
         return has_room
+
+
+def _nobody_reached(error: BatonError) -> BatonError:
+    """It is this node that reaches no decode node. Another one may."""
+    return BatonError(
+        Reason.NO_DECODE_NODE,
+        f"No decode node takes it from here. {error.message}",
+        retry_after_ms=error.retry_after_ms,
+    )
 
 
 def _named(record: NodeRecord, error: BatonError) -> BatonError:

@@ -49,6 +49,9 @@ class PrefillConfig:
         default=65_536, metadata={"help": "prompt blocks remembered as sent to decode nodes, all of these together"}
     )
     busy_retry_ms: int = field(default=200, metadata={"help": "a full queue is worth another try after this at least"})
+    rate_age_ms_max: int = field(
+        default=10_000, metadata={"help": "how long a measured rate is told to the routers; afterwards it is unknown"}
+    )
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
     )
@@ -64,6 +67,7 @@ class PrefillConfig:
             "decode_tries_max",
             "affinity_blocks_max",
             "busy_retry_ms",
+            "rate_age_ms_max",
             "drain_ms_max",
             "stop_grace_ms",
         )

@@ -84,6 +84,7 @@ class PrefillNode:
         self._queue: WaitingLine[Job] = WaitingLine(overtakes_max=config.engine.overtakes_max)
         self._admitted: dict[RequestKey, Job] = {}
         self._tokens_per_s = 0.0
+        self._measured_s = 0.0
         self._requests_taken = 0
 
     async def prefill(
@@ -398,7 +399,7 @@ class PrefillNode:
             running_requests=sum(job.local is None for job in self._admitted.values()),
             waiting_tokens=sum(len(job.tokens) for job in (*self._queue, *self._admitted.values())),
             blocks=block_load(self.ledger),
-            prefill_tokens_per_s=self._tokens_per_s,
+            prefill_tokens_per_s=0.0 if self._rate_is_old() else self._tokens_per_s,
             requests_taken=self._requests_taken,
         )
 
@@ -410,9 +411,15 @@ class PrefillNode:
         """
         if 2 * sink.tokens < self.config.engine.tokens_per_step_max:
             return
-        seconds = self._loop.time() - sink.began_s
-        rate = sink.tokens / max(seconds, 1e-6)
-        self._tokens_per_s = rate if self._tokens_per_s == 0 else 0.9 * self._tokens_per_s + 0.1 * rate
+        now_s = self._loop.time()
+        rate = sink.tokens / max(now_s - sink.began_s, 1e-6)
+        afresh = self._tokens_per_s == 0 or self._rate_is_old()
+        self._tokens_per_s = rate if afresh else 0.9 * self._tokens_per_s + 0.1 * rate
+        self._measured_s = now_s
+
+    def _rate_is_old(self) -> bool:
+        """A node that was slow once would be given nothing that shows otherwise: its rate is forgotten."""
+        return self._loop.time() - self._measured_s > self.config.rate_age_ms_max / 1000
 
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
         check_request(request, runner=self._runner, blocks=self._blocks)

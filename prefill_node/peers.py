@@ -182,10 +182,10 @@ class Peers:
             return
         records = self._runtime.membership.nodes(Role.DECODE)
         owners = {record.endpoint: record.incarnation for record in records}
-        present = set(owners.values())
+        present = {record.incarnation for record in records}
         for incarnation, peer in list(self._peers.items()):
             replaced = owners.get(peer.address.endpoint, incarnation) != incarnation
-            if replaced or (incarnation not in present and not peer.linked):
+            if incarnation not in present and (replaced or not peer.linked):
                 peer.peer_gone()
         self.close_gone()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
@@ -16,6 +16,9 @@ from router.config import RouterConfig
 from router.subscriptions import DecodeSubscription, Inbox
 
 log = get_log("router")
+
+LOST_RETRY_MS: Final = 1_000
+"""Between two tries at a lost stream that no news of the directory calls for."""
 
 
 class DecodeStreams:
@@ -63,10 +66,16 @@ class DecodeStreams:
         """Whether one of them goes there."""
         return any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
 
-    @property
     def out_of_reach(self) -> set[Incarnation]:
-        """Processes that this router has lost and not reached since. Their streams are tried again and again, at each
-        news of the directory: what is sent there meanwhile would be lost with the next try."""
+        """Processes that this router has lost and not reached since: what is sent there would be lost with the next try.
+
+        Their streams are tried again at each news of the directory, and by this question `LOST_RETRY_MS` apart:
+        without a directory nobody else would.
+        """
+        now_s = self._clock.monotonic_s()
+        for stream in self._subscriptions.values():
+            if stream.out_of_reach and stream.lost and now_s - stream.lost_s >= LOST_RETRY_MS / 1000:
+                stream.open()
         return {incarnation for incarnation, stream in self._subscriptions.items() if stream.out_of_reach}
 
     def follow(self, records: Sequence[NodeRecord]) -> None:
@@ -78,7 +87,7 @@ class DecodeStreams:
         for record in decode_nodes:
             self.get(record.name, record.endpoint, record.incarnation).open()
         for incarnation, subscription in list(self._subscriptions.items()):
-            if owners.get(subscription.endpoint, incarnation) != incarnation:
+            if incarnation not in alive and owners.get(subscription.endpoint, incarnation) != incarnation:
                 subscription.restarted()
             if incarnation not in alive and subscription.idle:
                 del self._subscriptions[incarnation]
@@ -120,7 +129,7 @@ class DecodeStreams:
                     if error.reason is Reason.INCARNATION_MISMATCH:
                         return
                     why = error.message
-            tell = log.info if subscription.lost else log.warning
+            tell = log.info if subscription.out_of_reach else log.warning
             tell(
                 "cancel unanswered", request=key.request, node=subscription.name, tries=limits.cancel_tries_max, why=why
             )

@@ -404,5 +404,5 @@ class RouterNode:
             sampling=job.checked.sampling,
             router=self._incarnation,
             cache_salt=job.checked.cache_salt,
-            avoid_decode=job.avoid_decode | self._streams.out_of_reach,
+            avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
         )

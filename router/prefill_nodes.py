@@ -18,7 +18,7 @@ class PrefillNodes:
     def __init__(self, known: Callable[[], Sequence[NodeRecord]], *, blocks_max: int) -> None:
         """`known` is what the directory says at each call; `blocks_max` as for `Placement`."""
         self._known = known
-        self._looked_at: Sequence[NodeRecord] = ()
+        self._looked_at: Sequence[NodeRecord] | None = None
         self._ready: list[NodeRecord] = []
         """Of `_looked_at`: looked through when the directory says something else, not for each request."""
         self._placement = Placement(blocks_max=blocks_max)
@@ -72,7 +72,7 @@ class PrefillNodes:
     def follow(self) -> set[str]:
         """New load reports. The endpoints of all that are there."""
         records = self._known()
-        self._looked_at = ()
+        self._looked_at = None
         self._placement.update(records)
         sequences = {record.incarnation: record.sequence for record in records}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}

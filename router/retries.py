@@ -52,6 +52,7 @@ LOST_WAITING = frozenset(
         Reason.PAIR_FENCING,
         Reason.PEER_UNREACHABLE,
         Reason.INCARNATION_MISMATCH,
+        Reason.NO_DECODE_NODE,  # the prefill node stayed, and those that it would have handed over to did not
     }
 )
 """A node had taken it into its queue, and is no longer one for it. Its wait there was no search for a node."""

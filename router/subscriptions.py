@@ -110,6 +110,7 @@ class DecodeSubscription:
         self.incarnation = incarnation
         self._own = own
         self._stub = decode_pb2_grpc.DecodeStub(channels.get(endpoint))
+        self._clock = clock
         self._reach = Reach(endpoint, liveness, clock)
         self._live = live
         self._inboxes: dict[RequestKey, Inbox] = {}
@@ -119,6 +120,8 @@ class DecodeSubscription:
         self.out_of_reach = False
         """Lost, and not connected since: whether it can be reached again, nobody knows while that is tried. The log has
         been told; streams to a dead process are tried until the directory drops it."""
+        self.lost_s = 0.0
+        """When the last stream ended for good, by the clock's monotonic time."""
         self.users = 0
         """Attempts that may still have something to ask of the node or to tell it; counted by the router."""
 
@@ -176,8 +179,9 @@ class DecodeSubscription:
         self._inboxes.clear()
 
     def restarted(self) -> None:
-        """Another process has this one's address, by the directory's word."""
+        """Another process has this one's address, by the directory's word or by its own."""
         self.out_of_reach = True
+        self.lost_s = self._clock.monotonic_s()
         self.fail_all(_lost(self.name, "it has restarted"))
 
     async def _run(self) -> None:
@@ -212,6 +216,7 @@ class DecodeSubscription:
                 if not self.out_of_reach:
                     log.warning("node lost", node=self.name, why=self._reach.why)
                 self.out_of_reach = True
+                self.lost_s = self._clock.monotonic_s()
                 self.fail_all(_lost(self.name, self._reach.why))
                 return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -14,9 +15,11 @@ import pytest
 from batonpb import decode_pb2, decode_pb2_grpc, transfer_pb2
 
 from baton.errors import BatonError, Reason
+from baton.ids import Incarnation, NodeName
 from cli.supervisor import ROUTER_NAME
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
+from router.decode_streams import DecodeStreams
 from router.retries import ResumptionPace
 from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
 from tests.inprocess_cluster import InProcessCluster, inprocess
@@ -144,6 +147,69 @@ def test_new_requests_stay_away_from_a_lost_node_until_it_is_reached() -> None:
             await until(cluster, "the stream", lambda: not stream.out_of_reach)
             await cluster.client.generate(random_prompt(random.Random(6), 40), max_tokens=20)
             assert cut.reserved == [(CUT_OFF, 0)]
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_without_a_directory_requests_have_a_lost_node_tried_again() -> None:
+    """The directory says nothing any more. The router has lost a decode node, whose link heals: the next request goes
+    elsewhere and has the stream tried, and those behind it go to the node again."""
+
+    async def scenario() -> None:
+        async with cuttable() as (cluster, cut):
+            stream = cut.stream
+            with (
+                patch.object(DecodeStreams, "follow", lambda *_: None),
+                patch("router.decode_streams.LOST_RETRY_MS", 0),
+            ):
+                cut.at_next_token = True
+                await cluster.client.generate(random_prompt(random.Random(7), 40), max_tokens=20)
+                await until(cluster, "the try to fail", lambda: stream.lost)
+                cut.heal()
+                cut.reserved.clear()
+                await cluster.client.generate(random_prompt(random.Random(8), 40), max_tokens=20)
+                await until(cluster, "the stream", lambda: not stream.out_of_reach)
+                await cluster.client.generate(random_prompt(random.Random(9), 40), max_tokens=20)
+                assert cut.reserved == [(OTHER, 0), (CUT_OFF, 0)]
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_a_node_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
+    """A decode node has started at the address of another, whose record has not run out yet and comes last. The living
+    one's answer goes on, and requests are not kept away from it."""
+
+    async def scenario() -> None:
+        async with cuttable() as (cluster, cut):
+            records = cluster.runtimes[ROUTER_NAME].membership.nodes()
+            (living,) = [r for r in records if r.name == CUT_OFF]
+            dead = dataclasses.replace(living, name=NodeName("z"), incarnation=Incarnation(1))
+            prompt = random_prompt(random.Random(10), 40)
+            call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=200))
+            await until(cluster, "an answer", lambda: bool(cut.stream._inboxes))
+            cluster.router.follow_directory([*records, dead])
+            assert not cut.stream.out_of_reach
+            answer = await call
+            assert (answer.ids, answer.stats.resumptions) == (mock_tokens(prompt, 200), 0)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_a_rate_measured_long_ago_is_not_told() -> None:
+    """A prefill node has measured how fast it computes. Long idle, it says that it does not know: one slow step would
+    else keep requests, and with them any better measure, away from it for good."""
+
+    async def scenario() -> None:
+        async with cuttable() as (cluster, _):
+            (node,) = cluster.prefill.values()
+            half_a_step = node.config.engine.tokens_per_step_max // 2
+            await cluster.client.generate(random_prompt(random.Random(11), half_a_step), max_tokens=1)
+            assert node.load().prefill_tokens_per_s > 0
+            with patch.object(node, "_measured_s", node._measured_s - node.config.rate_age_ms_max / 1000 - 30):
+                assert node.load().prefill_tokens_per_s == 0
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

@@ -67,10 +67,22 @@ def test_the_wait_in_the_queue_of_a_lost_node_was_no_search(reason: Reason) -> N
     if reason in LOST_WAITING:
         assert job.judge(failed(reason), granted=False, now_s=24.0, began_s=4.0) is Verdict.PLACE_AGAIN
         assert job.judge(failed(reason), granted=False, now_s=29.9, began_s=29.9) is Verdict.PLACE_AGAIN
-        assert job.give_up_s == 30.0
+        now_s, began_s = 30.0, 30.0
+    else:
+        now_s, began_s = 24.0, 4.0
     with pytest.raises(BatonError) as refused:
-        job.judge(failed(reason), granted=False, now_s=30.0, began_s=30.0)
+        job.judge(failed(reason), granted=False, now_s=now_s, began_s=began_s)
     assert refused.value.reason is reason
+    assert job.give_up_s == (30.0 if reason in LOST_WAITING else 10.0)
+
+
+@pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS, Reason.DECODE_FULL])
+def test_the_wait_at_a_node_without_room_counts(reason: Reason) -> None:
+    """The node is there and has no room: a request that has waited there for longer than it may look is told so."""
+    job = retries()
+    with pytest.raises(BatonError) as refused:
+        job.judge(failed(reason), granted=False, now_s=24.0, began_s=4.0)
+    assert (refused.value.reason, job.give_up_s) == (reason, 10.0)
 
 
 @pytest.mark.parametrize("granted", [False, True])
