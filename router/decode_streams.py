@@ -67,7 +67,7 @@ class DecodeStreams:
         return any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
 
     def out_of_reach(self) -> set[Incarnation]:
-        """Processes that this router has lost and not reached since: what is sent there would be lost with the next try.
+        """Processes that this router has lost and not reached since: what is sent there may well be lost too.
 
         Their streams are tried again at each news of the directory, and by this question `LOST_RETRY_MS` apart:
         without a directory nobody else would.
