@@ -90,6 +90,9 @@ class MixedConfig:
     busy_retry_ms: int = field(
         default=200, metadata={"help": "a full queue or node is worth another try after this at least"}
     )
+    rate_age_ms_max: int = field(
+        default=10_000, metadata={"help": "how long a measured rate is told to the routers; afterwards it is unknown"}
+    )
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
     )
