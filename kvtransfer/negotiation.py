@@ -46,6 +46,12 @@ def check_transports(transports: Sequence[TransportName]) -> None:
         raise InvalidField("transports", "must name at least one transport, none of them twice")
 
 
+def check_some_work(working: Sequence[TransportName]) -> None:
+    """Raises InvalidField where none is left of several that may be missing. Of one alone its own check tells why."""
+    if not working:
+        raise InvalidField("transports", "names none that works on this machine; `baton doctor` tells why")
+
+
 def host_identity(proc: Path = Path("/proc")) -> str:
     """The same for two processes that can share memory: one boot of one machine, one user, and the namespaces that the
     shm transport meets in (network, for its sockets) and watches its writers in (process ids)."""
