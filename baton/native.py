@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import shutil
 import stat
 import subprocess
@@ -136,5 +138,16 @@ def _check_owner(path: Path, source: Path) -> None:
         trusted.add(source.stat().st_uid)
     for place in (path, path.parent):
         status = place.stat()
-        if status.st_uid not in trusted or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        writable = bool(status.st_mode & stat.S_IWOTH)
+        writable |= bool(status.st_mode & stat.S_IWGRP) and not _is_private(status.st_gid, status.st_uid)
+        if status.st_uid not in trusted or writable:
             raise NotBuilt(f"{place} belongs to, or may be written by, another user")
+
+
+def _is_private(group: int, owner: int) -> bool:
+    """The group has the owner alone, as most distributions make one for each user, whose umask is 002 then."""
+    try:
+        user, members = pwd.getpwuid(owner), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group == user.pw_gid and members.gr_name == user.pw_name and set(members.gr_mem) <= {user.pw_name}

@@ -16,6 +16,7 @@ from baton.rpc_client import Channels
 from cachestore.device_pool import DevicePool
 from decode_node.config import DecodeConfig
 from kvtransfer.checksum_thread import ChecksumThread
+from kvtransfer.negotiation import check_some_work
 from kvtransfer.receiver import Receiver, ReceiverHost
 from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
@@ -67,6 +68,7 @@ def open_ports(
             _open_ucx_port(config, pool, ports)
         else:
             ports.add(_open_port(transport, config, pool, ports))
+    check_some_work(ports.transports)
 
 
 def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from baton.errors import BatonError, Reason
 from baton.wire import ModelInfo
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
-"""Versions of the Transfer protocol that this build speaks."""
+PROTOCOL_MIN = 2
+PROTOCOL_MAX = 2
+"""Versions of the Transfer protocol that this build speaks. 2: `writes_adrift` of LetGo and Revoke, which a receiver
+must understand before it believes a writer's word."""
 
 
 def differences(own: ModelInfo, peer: ModelInfo) -> list[str]:

@@ -14,6 +14,9 @@ from kvtransfer.transport import TransportName
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
+DATA_GOES_ELSEWHERE = frozenset({TransportName.RDMA, TransportName.UCX})
+"""Their links are made over a TCP connection: that one could be made says nothing of the devices' way to each other."""
+
 DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """rdma is left out, without a word, where there is no device (`rdma_offer`). ucx is used where a configuration names it
 (ARCHITECTURE.md says why)."""
@@ -41,6 +44,12 @@ def check_transports(transports: Sequence[TransportName]) -> None:
         raise InvalidField("transports", "has cuda_ipc, but this node's region is in host memory: use shm, tcp")
     if not transports or len(set(transports)) != len(transports):
         raise InvalidField("transports", "must name at least one transport, none of them twice")
+
+
+def check_some_work(working: Sequence[TransportName]) -> None:
+    """Raises InvalidField where none is left of several that may be missing. Of one alone its own check tells why."""
+    if not working:
+        raise InvalidField("transports", "names none that works on this machine; `baton doctor` tells why")
 
 
 def host_identity(proc: Path = Path("/proc")) -> str:
@@ -73,17 +82,20 @@ class Offers:
     def names(self) -> list[str]:
         return [transport.value for transport in self._offered]
 
-    def failed(self, transport: TransportName, now_s: float) -> bool:
+    def failed(self, transport: TransportName, now_s: float, *, worked: bool = True) -> bool:
         """A link of this transport could not be made, or broke. True if it has just been given up for the next best.
 
-        The last that is left is never given up.
+        `worked` False: writes were posted on it and none arrived. Where that is how devices look that do not reach each
+        other, it is given up at once. The last that is left is never given up.
         """
         if transport not in self._offered:
             return False
         failures = self._failures.setdefault(transport, deque(maxlen=self._config.failures_max))
         failures.append(now_s)
         recent = now_s - failures[0] <= self._config.failure_window_ms / 1000
-        if len(failures) < self._config.failures_max or not recent or transport is self._offered[-1]:
+        hopeless = not worked and transport in DATA_GOES_ELSEWHERE
+        often = recent and len(failures) == self._config.failures_max
+        if not (hopeless or often) or transport is self._offered[-1]:
             return False
         self._offered.remove(transport)
         self.dropped.append(transport)

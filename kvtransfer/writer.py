@@ -301,6 +301,7 @@ class WriterPeer:
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         handoff = self._by_grant[grant]
+        self._link.completed(copied=copied)
         if copied:
             self.bytes_moved += bytes_written
         else:

@@ -180,7 +180,8 @@ class Errands:
         handoff = self._host.handoff(number)
         if handoff is None:
             return
-        log.warning("call failed", peer=self._address.name, request=handoff.key.request, error=error.message)
+        tell = log.debug if handoff.retries else log.warning
+        tell("call failed", peer=self._address.name, request=handoff.key.request, error=error.message)
         pause_ms = min(self._config.retry_ms_max, self._config.retry_ms_min << min(handoff.retries, 16))
         handoff.retries += 1
         await asyncio.sleep(pause_ms / 1000)

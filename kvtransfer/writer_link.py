@@ -57,6 +57,7 @@ class PairLink:
         self._replaced = replaced
         self._loop = loop
         self._connecting: asyncio.Task[None] | None = None
+        self._landed = self._lost_writes = False
 
     async def ensure(self) -> None:
         """Connect if there is no connection. All who wait share one try. Raises BatonError."""
@@ -70,6 +71,13 @@ class PairLink:
         if not connecting.cancelled():
             connecting.result()
 
+    def completed(self, *, copied: bool) -> None:
+        """A batch that was posted on the connection has completed."""
+        if copied:
+            self._landed = True
+        else:
+            self._lost_writes = True
+
     def lost(self, reason: str) -> Epoch | None:
         """The connection has ended by itself: its epoch. None: it was not in use any more."""
         link, self.now = self.now, None
@@ -77,7 +85,7 @@ class PairLink:
             return None
         if not link.fenced:
             assert self.transport is not None
-            self._count_failure(self.transport, reason)
+            self._count_failure(self.transport, reason, worked=self._landed or not self._lost_writes)
         return link.epoch
 
     def stop_connecting(self) -> None:
@@ -121,12 +129,20 @@ class PairLink:
             self._count_failure(endpoint.transport, error.message)
             raise
         self.transport, self.epoch = endpoint.transport, endpoint.epoch
+        self._landed = self._lost_writes = False
         log.info("data link", peer=self._address.name, transport=reply.transport, epoch=reply.epoch)
 
-    def _count_failure(self, transport: TransportName, reason: str) -> None:
+    def _count_failure(self, transport: TransportName, reason: str, *, worked: bool = True) -> None:
         """At some point the next best transport is used instead."""
         self.failures += 1
-        if self.offers.failed(transport, self._loop.time()):
+        if not worked:
+            log.warning(
+                "link lost before anything arrived",
+                peer=self._address.name,
+                transport=transport.value,
+                reason=reason,
+            )
+        if self.offers.failed(transport, self._loop.time(), worked=worked):
             log.warning(
                 "transport given up",
                 peer=self._address.name,

@@ -17,7 +17,7 @@ from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.checksum_thread import ChecksumThread
-from kvtransfer.negotiation import Offers, host_identity
+from kvtransfer.negotiation import Offers, check_some_work, host_identity
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.rdma import RdmaConnectError, RdmaWriterLink
@@ -46,7 +46,7 @@ class Peers:
         observer: HandoffObserver | None = None,
         lent: LentRegistration | None = None,
     ) -> None:
-        """Registers the region for rdma itself, unless that is `lent`."""
+        """Registers the region for rdma itself, unless that is `lent`. Raises InvalidField."""
         self._runtime = runtime
         self._observer = observer
         self._config = config
@@ -65,6 +65,7 @@ class Peers:
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
         self.transports = tuple(t for t in config.transports if works.get(t, True))
         """Offered to decode nodes, best first."""
+        check_some_work(self.transports)  # none: nothing has been registered either
         self._peers: dict[Incarnation, WriterPeer] = {}
         self._attendances: dict[Incarnation, WriterAttendance] = {}
         self._closing_peers: set[Incarnation] = set()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import grp
 import itertools
 import os
+import pwd
 import shutil
 import subprocess
 import threading
@@ -28,6 +30,7 @@ from tests.shm_harness import DEADLINE_S, grant_of, ops_of
 SRC_NBYTES, DST_NBYTES = 300, 200
 SOURCE = Path(shm_copy.__file__).parents[1] / "native" / "copy.c"
 GUARD = 0xA5
+USER = "someone"
 
 Copy = Callable[[np.ndarray, np.ndarray, WriteOps], None]
 
@@ -264,11 +267,36 @@ def test_a_damaged_library_is_built_anew(tmp_path: Path, damage: str) -> None:
     assert len(built.read_bytes()) == len(whole)
 
 
+def set_group(monkeypatch: pytest.MonkeyPatch, *, name: str, members: list[str]) -> None:
+    """What the accounts say of the group of every file here, which is the user's first one."""
+    account = pwd.struct_passwd((USER, "x", os.geteuid(), os.getegid(), "", "/", ""))
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: account)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members)))
+
+
+def test_a_folder_that_the_owners_private_group_may_write_to_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """umask 002 and a group for each user: so the package was installed with its library, and nothing can be built."""
+    source = tmp_path / "copy.c"
+    source.write_bytes(SOURCE.read_bytes())
+    built = build(source, tmp_path)
+    tmp_path.chmod(0o775)
+    built.chmod(0o775)
+    monkeypatch.setattr(native_module, "COMPILERS", ())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    set_group(monkeypatch, name=USER, members=[])
+    assert load(source).status == f"loaded from {built}"
+    set_group(monkeypatch, name="staff", members=[])
+    assert load(source).handle is None
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_a_library_that_another_user_may_change_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
     """In a folder that everybody or a group may write to it is not loaded; the one in the user's own cache is."""
+    set_group(monkeypatch, name=USER, members=["another"])
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(mode)

@@ -15,10 +15,12 @@ from kvtransfer.layout import kv_layout
 from kvtransfer.negotiation import FallbackConfig, Offers
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
 from kvtransfer.writer import PeerAddress, WriterConfig, WriterPeer
+from kvtransfer.writer_calls import ReceiverCalls
 from kvtransfer.writer_grants import WriterGrants
+from kvtransfer.writer_link import PairLink
 from tests.shm_harness import pair_of
 
-SHM, TCP = TransportName.SHM, TransportName.TCP
+SHM, RDMA, TCP = TransportName.SHM, TransportName.RDMA, TransportName.TCP
 PAIR = pair_of(2)
 KEY = RequestKey(request=RequestId("r"), attempt=Attempt(0))
 
@@ -138,5 +140,52 @@ def test_links_that_break_count_and_fences_do_not(fenced: bool, transport: Trans
         assert peer.transport is transport
         assert peer.link_failures == (0 if fenced else 2)
         await peer.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("transports", "completions", "left"),
+    [
+        ((RDMA, TCP), [False], ["tcp"]),
+        ((RDMA, TCP), [True, False], ["rdma", "tcp"]),
+        ((RDMA, TCP), [], ["rdma", "tcp"]),
+        ((SHM, TCP), [False], ["shm", "tcp"]),
+        ((TCP, RDMA), [False], ["tcp", "rdma"]),
+        ((RDMA,), [False], ["rdma"]),
+    ],
+)
+def test_a_link_on_which_nothing_arrived_is_the_last_of_a_transport_with_a_way_of_its_own(
+    transports: tuple[TransportName, ...], completions: list[bool], left: list[str]
+) -> None:
+    """Two hosts have RDMA devices that do not reach each other: the first write is lost, and rdma given up with it. Not
+    so once something has arrived, for a link that broke unused, where making a link has proved the way, or where there
+    is nothing else."""
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        return FakeLink(fenced=False)
+
+    async def test() -> None:
+        channels = FakeChannels()
+        link = PairLink(
+            address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
+            calls=ReceiverCalls(
+                address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
+                channels=channels,  # type: ignore[arg-type]
+                reserve_ms_max=1000,
+                call_ms_max=1000,
+            ),
+            request=transfer_pb2.ConnectRequest(),
+            make_link=make_link,
+            offers=Offers(transports, FallbackConfig()),
+            events=None,  # type: ignore[arg-type]
+            replaced=lambda: None,
+            loop=asyncio.get_running_loop(),
+        )
+        await link.ensure()
+        for copied in completions:
+            link.completed(copied=copied)
+        assert link.lost("retries exceeded") == 0
+        assert link.offers.names == left
 
     asyncio.run(test())

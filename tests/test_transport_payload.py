@@ -6,6 +6,7 @@ import ctypes
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,3 +169,42 @@ def test_a_broken_connection_is_an_error(sockets: tuple[socket.socket, socket.so
     theirs.close()
     with pytest.raises(BrokenPipeError):
         send_frame(ours, HEAD, frame_of([0], [0], [5]), np.zeros(9, np.uint8))
+
+
+def test_python_moves_no_more_in_a_call_than_c_does(
+    sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wants the landing lock waits for one system call: a segment of 3 MiB goes and comes in several."""
+    ours, theirs = sockets
+    nbytes = 3 * tcp_payload.CALL_BYTES_MAX
+    monkeypatch.setattr(tcp_payload, "native_sockets", lambda: None)
+    called: list[int] = []
+
+    class Counting(socket.socket):
+        def sendmsg(self, buffers: Any, *rest: Any) -> int:
+            buffers = list(buffers)
+            called.append(sum(memoryview(b).nbytes for b in buffers))
+            return super().sendmsg(buffers, *rest)
+
+        def recvmsg_into(self, buffers: Any, *rest: Any) -> Any:
+            buffers = list(buffers)
+            called.append(sum(memoryview(b).nbytes for b in buffers))
+            return super().recvmsg_into(buffers, *rest)
+
+    source_U8 = np.random.default_rng(2).integers(0, 256, nbytes, dtype=np.uint8)
+    region_U8 = np.zeros(nbytes, np.uint8)
+    frame = Frame(
+        batch=Batch(grant=grant_of(1), ops=ops_of([0], [0], [nbytes]), total_bytes=nbytes),
+        src_S=np.zeros(1, np.int64),
+        nbytes_S=np.array([nbytes]),
+        table_S2=np.array([[0, nbytes]]),
+        payload_nbytes=nbytes,
+    )
+    with Counting(fileno=ours.detach()) as sending, Counting(fileno=theirs.detach()) as receiving:
+        sender = threading.Thread(target=send_frame, args=(sending, HEAD, frame, source_U8))
+        sender.start()
+        take(receiving, len(HEAD) + frame.table_S2.nbytes)
+        receive_all(Scatter(receiving, region_U8, frame.table_S2, ctypes.c_int32(0)), receiving)
+        sender.join(DEADLINE_S)
+    assert np.array_equal(region_U8, source_U8)
+    assert max(called) == tcp_payload.CALL_BYTES_MAX

@@ -33,8 +33,8 @@ MESSAGES = st.one_of(
         wire.Welcome,
         proof=BYTES32,
         region_nbytes=st.integers(0, 2**63 - 1),
-        frame_bytes_max=st.integers(1, wire.FRAME_BYTES_MAX),
-        frame_segments_max=st.integers(1, wire.FRAME_SEGMENTS_MAX),
+        frame_bytes_max=st.integers(1, 2**64 - 1),
+        frame_segments_max=st.integers(1, 2**64 - 1),
     ),
     st.builds(wire.Refused, reason=st.sampled_from(wire.RefusalReason)),
     st.builds(wire.Data, sequence=U64, epoch=EPOCHS, grant=GRANTS, segments=U64, payload_nbytes=U64),
@@ -51,6 +51,16 @@ def test_a_message_survives_the_wire(message: wire.Message) -> None:
     packet = wire.encode(message)
     assert len(packet) == wire.MESSAGE_BYTES
     assert wire.decode(packet) == message
+
+
+def test_a_receiver_may_take_larger_frames_than_this_writer_makes() -> None:
+    """Its limits are of another version: the smaller one of both holds."""
+    allowed = wire.Welcome(proof=bytes(32), region_nbytes=1, frame_bytes_max=1 << 40, frame_segments_max=1 << 40)
+    told = wire.decode(wire.encode(allowed))
+    assert isinstance(told, wire.Welcome)
+    assert told.limits_here == (wire.FRAME_BYTES_MAX, wire.FRAME_SEGMENTS_MAX)
+    fewer = wire.Welcome(proof=bytes(32), region_nbytes=1, frame_bytes_max=7, frame_segments_max=5)
+    assert fewer.limits_here == (7, 5)
 
 
 @given(st.binary(min_size=wire.MESSAGE_BYTES, max_size=wire.MESSAGE_BYTES), MESSAGES, st.integers(0, 63))

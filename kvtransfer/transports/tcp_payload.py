@@ -16,6 +16,9 @@ from kvtransfer.transports.tcp_frames import Frame
 CALL_SEGMENTS_MAX = 1024
 """Of one system call in Python: IOV_MAX of Linux."""
 
+CALL_BYTES_MAX = 1 << 20
+"""Of one system call in Python, as of a native one: who wants the landing lock waits for one call."""
+
 SMALL_BYTES_MAX = 1 << 16
 """A single segment of at most so many bytes takes longer to prepare for a native call than to receive in Python."""
 
@@ -54,13 +57,13 @@ def send_by_python(
         if first == len(views):
             return
         views[first] = views[first][sent:]
-        sent = sock.sendmsg(views[first : first + CALL_SEGMENTS_MAX])
+        sent = sock.sendmsg(_of_one_call(views, first))
 
 
 def send_at_once(sock: socket.socket, head: bytes, frame: Frame | None, source_U8: np.ndarray) -> int:
     """Send what one call takes without waiting; how many bytes that was. An error will come again: 0 for now."""
     try:
-        return sock.sendmsg(_views(head, frame, source_U8)[:CALL_SEGMENTS_MAX], (), socket.MSG_DONTWAIT)
+        return sock.sendmsg(_of_one_call(_views(head, frame, source_U8)), (), socket.MSG_DONTWAIT)
     except OSError:
         return 0
 
@@ -71,6 +74,17 @@ def _views(head: bytes, frame: Frame | None, source_U8: np.ndarray) -> list[memo
     source = source_U8.data
     payload = [source[s : s + n] for s, n in zip(frame.src_S.tolist(), frame.nbytes_S.tolist(), strict=True)]
     return [memoryview(head + frame.table_S2.tobytes()), *payload]
+
+
+def _of_one_call(views: list[memoryview], first: int = 0) -> list[memoryview]:
+    """The views from `first` on that one system call moves; the last of them may be the beginning of one."""
+    taken, left = [], CALL_BYTES_MAX
+    for view in views[first : first + CALL_SEGMENTS_MAX]:
+        taken.append(view[:left])
+        left -= taken[-1].nbytes
+        if not left:
+            break
+    return taken
 
 
 class Scatter:
@@ -128,7 +142,7 @@ class Scatter:
         while views and not self._interrupt.value:
             views[0] = views[0][done:]
             try:
-                count = self._sock.recvmsg_into(views[:CALL_SEGMENTS_MAX])[0]
+                count = self._sock.recvmsg_into(_of_one_call(views))[0]
             except BlockingIOError:
                 return Received.NOTHING_YET
             if count == 0:

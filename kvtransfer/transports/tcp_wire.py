@@ -98,12 +98,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """What a frame may hold at most comes from the receiver's configuration."""
+    """What a frame may hold at most comes from the receiver's configuration, perhaps of a version that takes more."""
 
     proof: bytes
     region_nbytes: int
     frame_bytes_max: int
     frame_segments_max: int
+
+    @property
+    def limits_here(self) -> tuple[int, int]:
+        """Bytes and segments of a frame: what the receiver takes, and no more than this version makes."""
+        return min(self.frame_bytes_max, FRAME_BYTES_MAX), min(self.frame_segments_max, FRAME_SEGMENTS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,14 +251,13 @@ def decode(packet: bytes | bytearray | memoryview) -> Message:
         case _Kind.ANSWER:
             return Answer(proof=f[0])
         case _Kind.WELCOME:
-            limits = _at_most(f[2], FRAME_BYTES_MAX), _at_most(f[3], FRAME_SEGMENTS_MAX)
-            if not min(limits):
+            if not min(f[2], f[3]):
                 raise MalformedMessage("a frame limit of 0")
             return Welcome(
                 proof=f[0],
                 region_nbytes=_at_most(f[1], _I64_MAX),
-                frame_bytes_max=limits[0],
-                frame_segments_max=limits[1],
+                frame_bytes_max=f[2],
+                frame_segments_max=f[3],
             )
         case _Kind.REFUSED:
             return Refused(reason=_reason_of(f[0]))

@@ -76,12 +76,13 @@ class TcpWriterLink:
         self._loop = loop
         self._config = config
         self._source_U8: np.ndarray | None = source_region_U8
+        frame_bytes_max, frame_segments_max = welcome.limits_here
         self._queue = SendQueue(
             streams=len(socks),
             src_nbytes=len(source_region_U8),
             dst_nbytes=welcome.region_nbytes,
-            frame_bytes_max=welcome.frame_bytes_max,
-            frame_segments_max=welcome.frame_segments_max,
+            frame_bytes_max=frame_bytes_max,
+            frame_segments_max=frame_segments_max,
             at_once_bytes_max=config.at_once_bytes_max,
             abandoned_grants_max=config.abandoned_grants_max,
             loop=loop,
