@@ -261,6 +261,32 @@ def test_a_writer_keeps_its_source_until_its_queue_pairs_are_gone() -> None:
     run(test())
 
 
+def test_a_link_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
+    """The device refuses for good. The link says so and ends without BYE; its hold leaves the device open."""
+
+    async def test() -> None:
+        async with receiving() as r:
+            theirs = set(DoubleQueuePairs.alive)
+            source_U8, loop, events = source_bytes(1, REGION_NBYTES), asyncio.get_running_loop(), Recorder()
+            memory = RdmaMemory(region=lambda: source_U8, config=CONFIG, loop=loop, remote_writes=False)
+            limits = RdmaWriterConfig(rdma=CONFIG, connect_ms_max=2_000)
+            link = await RdmaWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, memory, events, loop, limits)
+            device: Any = memory.device
+            own = link._qps
+            DoubleQueuePairs.fails_to_destroy = 1 << 20
+            async with asyncio.timeout(DEADLINE_S):
+                await link.close()
+            await memory.close()
+            assert not device.closed
+            DoubleQueuePairs.fails_to_destroy = 0
+            own.destroy()
+            device.close()  # as the process's end does
+            await r.events.until(lambda e: bool(e.gone))
+            assert set(DoubleQueuePairs.alive) == theirs
+
+    run(test())
+
+
 def test_a_port_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
     """The device refuses for good. The port says so, ends, and leaves the device open and the region registered."""
 

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,7 @@ from baton.ids import Epoch, Incarnation, Pair
 from kvtransfer.transport import DataEndpoint, Seal, TransportName
 from kvtransfer.transports import shm_wire
 from kvtransfer.transports.shm import RefusalReason, ShmConnectError, ShmReceiverConfig, ShmWriterLink, TooManyPairs
+from kvtransfer.transports.shm_connect import ShmWriterConfig
 from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Receiver, Recorder, grant_of, linked, pair_of, receiver, run
 from tests.shm_harness import LINK_EPOCH as EPOCH
 from tests.shm_harness import LINK_PAIR as PAIR
@@ -388,5 +390,30 @@ def test_without_descriptors_accepting_pauses_and_goes_on() -> None:
             refused = r.port.describe()["refused"]
             assert isinstance(refused, dict)
             assert refused["DESCRIPTORS"] >= 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_writer_without_a_thread_to_copy_with_leaves_with_bye(monkeypatch: pytest.MonkeyPatch, started: int) -> None:
+    """The region is unmapped before that: so the word is true, and the next fence of the pair waits for nobody."""
+    real, left = threading.Thread.start, [started]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("shm-copy-"):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+    async def test() -> None:
+        async with receiver() as r:
+            with pytest.raises(ShmConnectError, match="no thread to copy with: can't start new thread"):
+                async with linked(r, ShmWriterConfig(copy_threads=2)):
+                    raise AssertionError("there is no link")
+            r.port.fence(PAIR, EPOCH)
+            await r.events.until(lambda e: bool(e.gone))
 
     run(test())

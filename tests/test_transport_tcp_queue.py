@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,6 +121,26 @@ def test_what_is_not_small_or_finds_no_idle_stream_is_left_to_the_threads() -> N
             assert taken is not None
             assert isinstance(taken.item, Frame)
             assert taken.item.payload_nbytes == ops.total_bytes
+
+
+def test_an_error_in_one_completion_loses_no_other() -> None:
+    """One acknowledgement completes three batches, and whoever is told of the first fails: the others are told of, in
+    order, and then the error comes."""
+    with sending() as s:
+        told: list[int] = []
+
+        def completed(grant: GrantId, writes: int, nbytes: int, copied: bool) -> None:
+            told.append(nbytes)
+            if len(told) == 1:
+                raise RuntimeError("the first")
+
+        s.queue._completed = completed
+        for nbytes in (10, 20, 30):
+            s.queue.post(GRANT, ops_of([0], [0], [nbytes]))
+            s.take(0).result(DEADLINE_S)
+        with pytest.raises(RuntimeError, match="the first"):
+            s.queue.acknowledged(0, 2, landed=True)
+        assert told == [10, 20, 30]
 
 
 def test_the_rest_of_what_was_lent_comes_before_everything_else() -> None:

@@ -39,6 +39,8 @@ log = get_log("rdma")
 SLEEP_MS_MAX = 1000
 """The posting thread looks about at least this often."""
 DESTROY_RETRY_MS = 1000
+DESTROY_TRIES_MAX = 3
+"""Once the link is to be closed; before, it is tried for as long as it takes."""
 _RECV_BYTES = 1 << 12
 
 
@@ -122,6 +124,7 @@ class RdmaWriterLink:
         self._outbox = bytearray()
         self._ending = LinkEnd(pair=pair, events=events, loop=loop)
         self._closing_timer: asyncio.TimerHandle | None = None
+        self._tries_left: int | None = None
         self._draining = False
         self._cut = False
         self._thread = threading.Thread(target=self._post_all, name=f"rdma-post-{pair.receiver:x}", daemon=True)
@@ -221,7 +224,13 @@ class RdmaWriterLink:
         self._queue.forget(grant)
 
     async def close(self) -> None:
-        """See `WriterLink.close`. Returns when the thread has ended, the queue pairs are destroyed, all is done."""
+        """See `WriterLink.close`. Returns when the thread has ended, the queue pairs are destroyed, all is done.
+
+        Queue pairs that cannot be destroyed are tried again a few times, then logged and left to the process's end;
+        what was posted on them never completes, for the device may still read it.
+        """
+        if self._tries_left is None:
+            self._tries_left = DESTROY_TRIES_MAX
         self._ending.ask()
         self._end("closed", orderly=True)
         await self._ending.wait()
@@ -370,15 +379,32 @@ class RdmaWriterLink:
             self._qps.destroy()
         except QueuePairFailed as error:
             log.error("RDMA link keeps its source blocks", peer=self._address, reason=str(error))
+            if self._tries_left is not None:
+                if not self._tries_left:
+                    self._leave_behind()
+                    return
+                self._tries_left -= 1
             self._loop.call_later(DESTROY_RETRY_MS / 1000, lambda: self._destroy(say_bye=say_bye))
             return
         self._queue.lose_all()
         if say_bye:
             self._send(wire.Bye(epoch=self._epoch))
+        self._hold.release()
+        self._let_go()
+
+    def _leave_behind(self) -> None:
+        log.error(
+            "queue pairs are left to the end of the process: they cannot be destroyed",
+            peer=self._address,
+            tries=DESTROY_TRIES_MAX,
+        )
+        self._hold.leave_behind()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._loop.remove_writer(self._sock)
         self._sock.close()
         self._waker.close()
-        self._hold.release()
         # Behind the completions, which the queue has just handed to the loop.
         self._loop.call_soon(self._ending.finish)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import socket
+import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -176,8 +177,14 @@ class ShmWriterLink:
                 turns=turns or config.turns(),
             )
         except BaseException as error:
-            # No thread could be started. The region may still be mapped, so no BYE.
-            sock.close()
+            # No thread could be started. What still sees the region are the frames that the error has come through.
+            traceback.clear_frames(error.__traceback__)
+            try:
+                mapping.close()
+            except BaseException:
+                sock.close()  # it is still mapped, so no BYE
+                raise
+            give_up(sock, endpoint, handshake.nonce)
             if isinstance(error, RuntimeError):
                 raise ShmConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
             raise

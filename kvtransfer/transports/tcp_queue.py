@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -227,8 +228,9 @@ class SendQueue:
                     self._discount(frame.batch)
                     over.append(frame.batch)
         # Without a detour by way of the loop's queue, which would cost another turn of the loop.
-        for batch in over:
-            self._completed(batch.grant, len(batch.ops.src), batch.total_bytes, batch.copied)
+        with contextlib.ExitStack() as every:  # each is told, whatever another's completion raises
+            for batch in reversed(over):
+                every.callback(self._completed, batch.grant, len(batch.ops.src), batch.total_bytes, batch.copied)
 
     def lose_unacknowledged(self) -> None:
         """The streams are closed and nothing is being sent: complete what was on its way, uncopied."""

@@ -13,6 +13,7 @@ receiver takes no byte of one before it has found the grant among those that it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -174,8 +175,9 @@ class TcpWriterLink:
             self._end(f"the receiver does not read: {waiting} seals wait")
             return
         self._seals += 1
-        for taken in self._queue.seal(seal):
-            self._send_at_once(taken)
+        with contextlib.ExitStack() as every:  # an error on one stream leaves none of the others lent
+            for taken in reversed(self._queue.seal(seal)):
+                every.callback(self._send_at_once, taken)
 
     def abandon(self, grant: GrantId) -> None:
         """See `WriterLink.abandon`. Frames on their way complete when acknowledged, within `drain_ms_max`."""
@@ -267,12 +269,16 @@ class TcpWriterLink:
     # Any thread.
 
     def _send_at_once(self, taken: Taken) -> None:
-        """Never waits. The stream's thread, which does not end before `give_back`, meets an error of the socket too."""
+        """Never waits. The stream's thread, which does not end before `give_back`, meets an error of the socket too, or
+        finds the memory that there was none of here."""
         rest: Taken | None = taken
         try:
             assert self._source_U8 is not None
             head, sock = self._head(taken), self._streams[taken.index].sock
-            rest = taken.after(len(head), send_at_once(sock, head, taken.frame, self._source_U8))
+            sent_nbytes = 0
+            with contextlib.suppress(MemoryError):
+                sent_nbytes = send_at_once(sock, head, taken.frame, self._source_U8)
+            rest = taken.after(len(head), sent_nbytes)
         finally:
             self._queue.give_back(taken.index, rest)
 
