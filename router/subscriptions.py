@@ -180,9 +180,7 @@ class DecodeSubscription:
 
     def restarted(self) -> None:
         """Another process has this one's address, by the directory's word or by its own."""
-        self.out_of_reach = True
-        self.lost_s = self._clock.monotonic_s()
-        self.fail_all(_lost(self.name, "it has restarted"))
+        self._gone("it has restarted")
 
     async def _run(self) -> None:
         """Stream until closed. Lost, or another process by now: every request here fails."""
@@ -215,10 +213,13 @@ class DecodeSubscription:
             if await self._reach.lost():
                 if not self.out_of_reach:
                     log.warning("node lost", node=self.name, why=self._reach.why)
-                self.out_of_reach = True
-                self.lost_s = self._clock.monotonic_s()
-                self.fail_all(_lost(self.name, self._reach.why))
+                self._gone(self._reach.why)
                 return
+
+    def _gone(self, why: str) -> None:
+        self.out_of_reach = True
+        self.lost_s = self._clock.monotonic_s()
+        self.fail_all(_lost(self.name, why))
 
     def _take(self, batch: decode_pb2.TokenBatch) -> None:
         for message in batch.requests:

@@ -16,15 +16,12 @@ from baton.lifecycle import Lifecycle
 from baton.rpc import RpcLimits, RpcServer
 from baton.rpc_client import ChannelLimits, Channels
 from baton.tracing import Traceparent
-from baton.wire import ModelInfo, NodeRecord, Role
+from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.node import RouterNode
+from tests.router_records import MODEL
 
 WAIT_S_MAX = 30.0
-MODEL = ModelInfo(
-    name="m", fingerprint="f", vocab_size=1000, context_len_max=100, eos_token_ids=(0,), layout_hash="l",
-    block_size=16, protocol_min=1, protocol_max=1,
-)  # fmt: skip
 
 
 class Cluster(prefill_pb2_grpc.PrefillServicer):

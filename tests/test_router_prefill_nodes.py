@@ -7,13 +7,10 @@ import pytest
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
-from baton.wire import ModelInfo, NodeRecord, Role
+from baton.wire import NodeRecord, Role
 from router.prefill_nodes import PrefillNodes
+from tests.router_records import MODEL
 
-MODEL = ModelInfo(
-    name="m", fingerprint="f", vocab_size=1000, context_len_max=100, eos_token_ids=(0,), layout_hash="l",
-    block_size=16, protocol_min=1, protocol_max=1,
-)  # fmt: skip
 RECORD = NodeRecord(
     name=NodeName("prefill-1"), role=Role.PREFILL, incarnation=Incarnation(1), sequence=1,
     endpoint="127.0.0.1:1", lifecycle=Lifecycle.READY, model=MODEL,

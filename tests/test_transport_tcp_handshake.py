@@ -17,7 +17,7 @@ from kvtransfer.transports.tcp import (
     TcpWriterConfig,
     TcpWriterLink,
 )
-from kvtransfer.transports.tcp_socket import TcpSocketOptions
+from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection
 from tests.shm_harness import REGION_NBYTES, Recorder, pair_of, run
 from tests.tcp_harness import (
     EPOCH,
@@ -45,7 +45,7 @@ def test_a_bad_handshake_is_refused(name: str) -> None:
 
     async def test() -> None:
         async with receiving() as r:
-            sock = await tcp_connect._connect(r.endpoint, asyncio.get_running_loop())
+            sock = await open_connection(r.endpoint.address, asyncio.get_running_loop())
             with sock:
                 stranger = Raw(sock)
                 await stranger.send(packet)
@@ -66,7 +66,7 @@ def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
         async with receiving() as r:
             loop, nonces, answers, socks = asyncio.get_running_loop(), [], [], []
             for _ in range(2):
-                socks.append(await tcp_connect._connect(r.endpoint, loop))
+                socks.append(await open_connection(r.endpoint.address, loop))
                 peer = Raw(socks[-1])
                 await peer.send(wire.encode(hello))
                 challenge = await peer.receive()
@@ -90,7 +90,7 @@ def test_a_silent_stranger_is_dropped_and_others_are_limited() -> None:
     async def test() -> None:
         async with receiving(config) as r:
             loop = asyncio.get_running_loop()
-            socks = [await tcp_connect._connect(r.endpoint, loop) for _ in range(3)]
+            socks = [await open_connection(r.endpoint.address, loop) for _ in range(3)]
             answers = [await Raw(sock).receive() for sock in socks]
             for sock in socks:
                 sock.close()

@@ -14,9 +14,7 @@ from baton.ids import Pair
 from kvtransfer.transport import DataEndpoint
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs, RdmaConfig, RdmaDevice
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
-
-_RECV_BYTES = 1 << 12
+from kvtransfer.transports.tcp_socket import RECV_BYTES, TcpSocketOptions, open_connection, tune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,7 @@ async def connect(
         qps = QueuePairs(device, config.rdma.qps, os.urandom, sends=True)
         link = int.from_bytes(os.urandom(8))
         hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, ends=qps.ends)
-        sock = await _open(region, loop)
+        sock = await open_connection(region.listens, loop)
         tune(sock, config.socket)
         welcome = await _shake_hands(sock, endpoint, hello, loop)
         if len(welcome.ends.qps) != len(qps.ends.qps):
@@ -120,23 +118,6 @@ async def connect(
         ):
             raise RdmaConnectError(f"{endpoint.address}: {error}") from error
         raise
-
-
-async def _open(region: RegionAddress, loop: asyncio.AbstractEventLoop) -> socket.socket:
-    host, port = split_endpoint(region.listens)
-    failure: OSError | None = None
-    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-        try:
-            await loop.sock_connect(sock, address)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-    raise failure or OSError(f"{host} has no address")
 
 
 async def _shake_hands(
@@ -163,7 +144,7 @@ async def _shake_hands(
 async def _receive(sock: socket.socket, inbox: wire.Inbox, loop: asyncio.AbstractEventLoop) -> wire.Message:
     """The next message: the receiver says one at a time until it has welcomed us."""
     while True:
-        data = await loop.sock_recv(sock, _RECV_BYTES)
+        data = await loop.sock_recv(sock, RECV_BYTES)
         if not data:
             raise RdmaConnectError("the receiver closed the connection")
         for message in inbox.feed(data):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from dataclasses import dataclass, field
 
@@ -14,7 +13,6 @@ from kvtransfer.transports.rdma_memory import Hold
 from kvtransfer.transports.rdma_wire import RefusalReason
 from kvtransfer.transports.tcp_socket import TcpSocketOptions
 
-RECV_BYTES = 1 << 12
 _NUMBER_MASK = 0xFFFF_FFFF
 """An immediate has 32 bits of a seal's number."""
 
@@ -116,11 +114,3 @@ class Connection:
     qps: QueuePairs | None = None
     hold: Hold | None = None
     seals: SealGather | None = None
-
-
-def close_politely(sock: socket.socket) -> None:
-    """With bytes left unread the kernel would answer by a reset, which takes what we sent last from the peer."""
-    with contextlib.suppress(OSError):
-        while sock.recv(RECV_BYTES):
-            pass
-    sock.close()

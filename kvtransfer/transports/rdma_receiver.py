@@ -25,19 +25,17 @@ from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.rdma_connect import RegionAddress
 from kvtransfer.transports.rdma_connection import (
-    RECV_BYTES,
     Connection,
     RdmaReceiverConfig,
     SealGather,
     SealRefused,
-    close_politely,
 )
 from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.rdma_wire import RefusalReason
-from kvtransfer.transports.tcp_socket import tune
+from kvtransfer.transports.tcp_socket import RECV_BYTES, close_politely, tune
 
 log = get_log("rdma")
 

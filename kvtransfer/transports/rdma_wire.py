@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import partial
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal
+from kvtransfer.transports.message_stream import Framing, MessageStream
 
 PROTOCOL_VERSION = 1
 NONCE_BYTES = 32
@@ -36,8 +37,6 @@ QPS_MAX = 16
 """Queue pairs of one link."""
 BODY_BYTES_MAX = 512
 
-_MAGIC = b"BtRd"
-_HEADER = struct.Struct("<4sHHI")
 _END = struct.Struct(f"<{GID_BYTES}sHBBHH")
 _QP = struct.Struct("<II")
 
@@ -173,6 +172,16 @@ _BODIES = {
 _WITH_ENDS = frozenset({_Kind.HELLO, _Kind.WELCOME})
 
 
+_FRAMING = Framing(
+    magic=b"BtRd",
+    version=PROTOCOL_VERSION,
+    kinds=_Kind,
+    body_bytes_max=BODY_BYTES_MAX,
+    malformed=MalformedMessage,
+    other_version=partial(MalformedMessage, reason=RefusalReason.VERSION),
+)
+
+
 def writer_proof(secret: bytes, hello: Hello, nonce: bytes) -> bytes:
     """What the writer shows in its ANSWER."""
     return hmac.digest(secret, b"baton rdma writer" + encode(hello) + nonce, "sha256")
@@ -210,41 +219,11 @@ def encode(message: Message) -> bytes:
             return _pack(_Kind.BYE, epoch)
 
 
-class Inbox:
-    """Cuts a stream of bytes into messages. Not thread-safe."""
+class Inbox(MessageStream[_Kind, Message]):
+    """See `MessageStream`. `feed` raises MalformedMessage."""
 
     def __init__(self) -> None:
-        self._received = bytearray()
-
-    @property
-    def empty(self) -> bool:
-        """No beginning of a message waits for the rest of it."""
-        return not self._received
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are whole now. Raises MalformedMessage, after which the stream is of no use."""
-        self._received += data
-        while len(self._received) >= _HEADER.size:
-            kind, nbytes = _head(self._received)
-            if len(self._received) < _HEADER.size + nbytes:
-                return
-            body = bytes(self._received[_HEADER.size : _HEADER.size + nbytes])
-            del self._received[: _HEADER.size + nbytes]
-            yield _decode(kind, body)
-
-
-def _head(received: bytearray) -> tuple[_Kind, int]:
-    magic, version, code, nbytes = _HEADER.unpack_from(received)
-    if magic != _MAGIC:
-        raise MalformedMessage(f"magic {magic!r}")
-    if version != PROTOCOL_VERSION:
-        raise MalformedMessage(f"protocol version {version}, ours is {PROTOCOL_VERSION}", RefusalReason.VERSION)
-    if nbytes > BODY_BYTES_MAX:
-        raise MalformedMessage(f"a body of {nbytes} bytes, at most {BODY_BYTES_MAX} are possible")
-    try:
-        return _Kind(code), nbytes
-    except ValueError as error:
-        raise MalformedMessage(f"kind {code}") from error
+        super().__init__(_FRAMING, _decode)
 
 
 def _decode(kind: _Kind, body: bytes) -> Message:
@@ -297,9 +276,7 @@ def _decode_ends(body: bytes) -> LinkEnds:
 
 
 def _pack(kind: _Kind, *fields: int | bytes, ends: LinkEnds | None = None) -> bytes:
-    body = _BODIES[kind].pack(*fields) + (_encode_ends(ends) if ends is not None else b"")
-    assert len(body) <= BODY_BYTES_MAX, len(body)
-    return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body)) + body
+    return _FRAMING.pack(kind, _BODIES[kind].pack(*fields) + (_encode_ends(ends) if ends is not None else b""))
 
 
 def _reason_of(code: int) -> RefusalReason:

@@ -33,6 +33,7 @@ from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_poster import DeviceBroken, Poster
 from kvtransfer.transports.rdma_queue import ChainQueue, QueueLimits, SealPart
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.tcp_socket import RECV_BYTES
 
 log = get_log("rdma")
 
@@ -41,7 +42,6 @@ SLEEP_MS_MAX = 1000
 DESTROY_RETRY_MS = 1000
 DESTROY_TRIES_MAX = 3
 """Once the link is to be closed; before, it is tried for as long as it takes."""
-_RECV_BYTES = 1 << 12
 
 
 class Waker:
@@ -299,7 +299,7 @@ class RdmaWriterLink:
 
     def _read(self) -> None:
         try:
-            data = self._sock.recv(_RECV_BYTES)
+            data = self._sock.recv(RECV_BYTES)
         except BlockingIOError:
             return
         except OSError as error:

@@ -7,11 +7,10 @@ import hmac
 import socket
 from dataclasses import dataclass, field
 
-from baton.endpoint import split_endpoint
 from baton.errors import BatonError
 from kvtransfer.transport import DataEndpoint
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
+from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, tune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ async def connect_stream(
     """
     sock: socket.socket | None = None
     try:
-        sock = await _connect(endpoint, loop)
+        sock = await open_connection(endpoint.address, loop)
         tune(sock, options)
         welcome = await _shake_hands(sock, endpoint, hello, loop)
         sock.setblocking(True)
@@ -75,24 +74,6 @@ async def connect_stream(
         if isinstance(error, (OSError, BatonError, wire.MalformedMessage)) and not isinstance(error, TimeoutError):
             raise TcpConnectError(f"{endpoint.address}: {error}") from error
         raise
-
-
-async def _connect(endpoint: DataEndpoint, loop: asyncio.AbstractEventLoop) -> socket.socket:
-    host, port = split_endpoint(endpoint.address)
-    addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    failure: OSError | None = None
-    for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-        try:
-            await loop.sock_connect(sock, address)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-    raise failure or OSError(f"{host} has no address")
 
 
 async def _shake_hands(

@@ -17,12 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.acceptor import Acceptor
+from kvtransfer.transports.acceptor import Acceptor, listen_on
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
@@ -94,16 +93,7 @@ class TcpReceiverPort:
         self._counts: Counter[str] = Counter()
         self._refused: Counter[RefusalReason] = Counter()
         self._closed = False
-        host, port = split_endpoint(listen)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=self._config.handshakes_max)
-        try:
-            listener.setblocking(False)
-            self.address = join_endpoint(advertise_host or host, listener.getsockname()[1])
-            check_reachable(self.address)
-        except BaseException:
-            listener.close()
-            raise
+        listener, self.address = listen_on(listen, advertise_host, backlog=self._config.handshakes_max)
         self._acceptor = Acceptor(
             listener,
             loop=loop,

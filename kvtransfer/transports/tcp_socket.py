@@ -1,12 +1,19 @@
-"""What both sides of the tcp transport ask of their sockets.
+"""What both sides of a tcp connection ask of their sockets: those of tcp, and those for the words of rdma and ucx.
 
 Buffer sizes are left to the kernel: setting one would switch off its own tuning, which knows the path better.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 from dataclasses import dataclass, field
+
+from baton.endpoint import split_endpoint
+
+RECV_BYTES = 1 << 12
+"""Read in one go where only words are expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +44,34 @@ def tune(sock: socket.socket, options: TcpSocketOptions) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, options.keepalive_interval_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, options.keepalive_probes_max)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, options.user_timeout_ms)
+
+
+async def open_connection(address: str, loop: asyncio.AbstractEventLoop) -> socket.socket:
+    """A non-blocking connection to the first address of `address` (host:port) that takes one; the caller's.
+
+    Raises:
+        BatonError: BAD_ENDPOINT.
+        OSError: none takes one.
+    """
+    host, port = split_endpoint(address)
+    failure: OSError | None = None
+    for family, kind, protocol, _, at in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+        try:
+            await loop.sock_connect(sock, at)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure or OSError(f"{host} has no address")
+
+
+def close_politely(sock: socket.socket) -> None:
+    """With bytes left unread the kernel would answer by a reset, which takes what we sent last from the peer."""
+    with contextlib.suppress(OSError):
+        while sock.recv(RECV_BYTES):
+            pass
+    sock.close()

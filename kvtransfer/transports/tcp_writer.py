@@ -32,8 +32,7 @@ from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, 
 from kvtransfer.transports.tcp_frames import Frame
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
 from kvtransfer.transports.tcp_queue import SendQueue, Taken
-
-_RECV_BYTES = 1 << 12
+from kvtransfer.transports.tcp_socket import RECV_BYTES
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -286,7 +285,7 @@ class TcpWriterLink:
 
     def _read(self, stream: _Stream) -> None:
         try:
-            data = stream.sock.recv(_RECV_BYTES, socket.MSG_DONTWAIT)
+            data = stream.sock.recv(RECV_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import socket
@@ -11,16 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from baton.endpoint import split_endpoint
 from baton.errors import BatonError
 from baton.ids import Pair
 from kvtransfer.negotiation import host_identity
 from kvtransfer.transport import DataEndpoint
 from kvtransfer.transports import ucx_wire as wire
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, tune
+from kvtransfer.transports.tcp_socket import RECV_BYTES, TcpSocketOptions, close_politely, open_connection, tune
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable
 
-RECV_BYTES = 1 << 12
 TLS_HELP = "UCX transports to use: all, or one by name (tcp, rc, ...); UCX_TLS counts where it is set"
 
 
@@ -95,7 +94,7 @@ async def connect(
     sock: socket.socket | None = None
     try:
         async with asyncio.timeout(config.connect_ms_max / 1000):
-            sock = await _open(endpoint, loop)
+            sock = await open_connection(endpoint.address, loop)
             tune(sock, config.socket)
             welcome = await _shake_hands(sock, endpoint, hello, loop)
             agent = await asyncio.shield(making)
@@ -130,23 +129,6 @@ async def _until_over(work: asyncio.Future[Any]) -> asyncio.CancelledError | Non
         except asyncio.CancelledError as error:
             cancelled = error
     return cancelled
-
-
-async def _open(endpoint: DataEndpoint, loop: asyncio.AbstractEventLoop) -> socket.socket:
-    host, port = split_endpoint(endpoint.address)
-    failure: OSError | None = None
-    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-        try:
-            await loop.sock_connect(sock, address)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-    raise failure or OSError(f"{host} has no address")
 
 
 async def _shake_hands(
@@ -184,12 +166,6 @@ async def _receive(sock: socket.socket, inbox: wire.Inbox, loop: asyncio.Abstrac
 
 def take_leave(sock: socket.socket, bye: wire.Bye) -> None:
     """The last word, if the connection takes it, and its end."""
-    try:
+    with contextlib.suppress(OSError):
         sock.send(wire.encode(bye))
-        # With bytes left unread the kernel would answer by a reset, which could take the word from the peer.
-        while sock.recv(RECV_BYTES):
-            pass
-    except OSError:
-        pass
-    finally:
-        sock.close()
+    close_politely(sock)

@@ -12,8 +12,7 @@ from baton.ids import Epoch
 from kvtransfer.transport import Seal
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.rdma_connection import close_politely
-from kvtransfer.transports.tcp_socket import TcpSocketOptions
+from kvtransfer.transports.tcp_socket import TcpSocketOptions, close_politely
 from kvtransfer.transports.ucx_connect import TLS_HELP, check_tls
 from kvtransfer.transports.ucx_nixl import UcxAgent
 from kvtransfer.transports.ucx_wire import RefusalReason

@@ -24,9 +24,8 @@ from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportNa
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.acceptor import Acceptor, listen_on
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.port_fences import PortFences
-from kvtransfer.transports.tcp_socket import tune
-from kvtransfer.transports.ucx_connect import RECV_BYTES
+from kvtransfer.transports.port_fences import NotAdmitted, PortFences
+from kvtransfer.transports.tcp_socket import RECV_BYTES, tune
 from kvtransfer.transports.ucx_connection import Connection, SealParts, SealRefused, UcxReceiverConfig
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
 from kvtransfer.transports.ucx_wire import RefusalReason
@@ -173,11 +172,10 @@ class UcxReceiverPort:
 
     def _secret(self, connection: Connection, hello: wire.Hello) -> bytes | None:
         """The secret to be proved; None: the connection has been refused."""
-        book = self._fences.book(hello.pair)
-        secret = book.secret(hello.epoch) if book is not None else None
-        if secret is None:
-            expected = book is not None and not book.has_fenced(hello.epoch)
-            self._refuse(connection, RefusalReason.EPOCH if expected else RefusalReason.NOT_EXPECTED)
+        secret = self._fences.secret(hello.pair, hello.epoch)
+        if isinstance(secret, NotAdmitted):
+            self._refuse(connection, RefusalReason[secret.name])
+            return None
         return secret
 
     def _answer(self, connection: Connection, hello: wire.Hello, answer: wire.Answer) -> None:

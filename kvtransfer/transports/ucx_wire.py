@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import partial
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal
+from kvtransfer.transports.message_stream import Framing, MessageStream
 
 PROTOCOL_VERSION = 1
 NONCE_BYTES = 32
@@ -33,9 +34,6 @@ PROOF_BYTES = 32
 GRANT_BYTES = 16
 HOST_BYTES = 16
 METADATA_BYTES_MAX = 1 << 16
-
-_MAGIC = b"BtUx"
-_HEADER = struct.Struct("<4sHHI")
 
 
 class RefusalReason(Enum):
@@ -150,6 +148,16 @@ _BODIES = {
 _BODY_BYTES_MAX = METADATA_BYTES_MAX + _BODIES[_Kind.WELCOME].size
 
 
+_FRAMING = Framing(
+    magic=b"BtUx",
+    version=PROTOCOL_VERSION,
+    kinds=_Kind,
+    body_bytes_max=_BODY_BYTES_MAX,
+    malformed=MalformedMessage,
+    other_version=partial(MalformedMessage, reason=RefusalReason.VERSION),
+)
+
+
 def writer_proof(secret: bytes, hello: Hello, nonce: bytes) -> bytes:
     """What the writer shows in its ANSWER."""
     return hmac.digest(secret, b"baton ucx writer" + encode(hello) + nonce, "sha256")
@@ -189,41 +197,11 @@ def encode(message: Message) -> bytes:
             return _pack(_Kind.BYE, epoch, drained)
 
 
-class Inbox:
-    """Cuts a stream of bytes into messages. Not thread-safe."""
+class Inbox(MessageStream[_Kind, Message]):
+    """See `MessageStream`. `feed` raises MalformedMessage."""
 
     def __init__(self) -> None:
-        self._received = bytearray()
-
-    @property
-    def empty(self) -> bool:
-        """No beginning of a message waits for the rest of it."""
-        return not self._received
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are whole now. Raises MalformedMessage, after which the stream is of no use."""
-        self._received += data
-        while len(self._received) >= _HEADER.size:
-            kind, nbytes = _head(self._received)
-            if len(self._received) < _HEADER.size + nbytes:
-                return
-            body = bytes(self._received[_HEADER.size : _HEADER.size + nbytes])
-            del self._received[: _HEADER.size + nbytes]
-            yield _decode(kind, body)
-
-
-def _head(received: bytearray) -> tuple[_Kind, int]:
-    magic, version, code, nbytes = _HEADER.unpack_from(received)
-    if magic != _MAGIC:
-        raise MalformedMessage(f"magic {magic!r}")
-    if version != PROTOCOL_VERSION:
-        raise MalformedMessage(f"protocol version {version}, ours is {PROTOCOL_VERSION}", RefusalReason.VERSION)
-    if nbytes > _BODY_BYTES_MAX:
-        raise MalformedMessage(f"a body of {nbytes} bytes, at most {_BODY_BYTES_MAX} are possible")
-    try:
-        return _Kind(code), nbytes
-    except ValueError as error:
-        raise MalformedMessage(f"kind {code}") from error
+        super().__init__(_FRAMING, _decode)
 
 
 def _decode(kind: _Kind, body: bytes) -> Message:
@@ -256,8 +234,7 @@ def _decode(kind: _Kind, body: bytes) -> Message:
 
 
 def _pack(kind: _Kind, *fields: int | bytes, tail: bytes = b"") -> bytes:
-    body = _BODIES[kind].pack(*fields) + tail
-    return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, kind, len(body)) + body
+    return _FRAMING.pack(kind, _BODIES[kind].pack(*fields) + tail)
 
 
 def _reason_of(code: int) -> RefusalReason:

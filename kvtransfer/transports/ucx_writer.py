@@ -22,8 +22,8 @@ from kvtransfer.transports.link_end import LinkEnd
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
 from kvtransfer.transports.rdma_queue import ChainQueue, QueueLimits, SealPart
+from kvtransfer.transports.tcp_socket import RECV_BYTES
 from kvtransfer.transports.ucx_connect import (
-    RECV_BYTES,
     Connected,
     UcxConnectError,
     UcxWriterConfig,
