@@ -77,8 +77,8 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
 def over_limit(each: dict[str, Any], batch: int, context: int) -> float:
     """A step of ours over the time that its weights and KV take at the read rate of the same round."""
     model = each["model"]
-    # The mean context while the measured steps were made: the last half of the answer.
-    tokens = batch * (context + each["steps"] * 3 // 4)
+    # The mean context while the measured steps were made.
+    tokens = batch * (context + each["steps"] // 2)
     limit_s = (weight_bytes(model) + kv_bytes(model, tokens)) / each["own"]["read_bytes_s"]
     return float(each["own"][f"decode_s_{batch}_{context}"] / limit_s)
 

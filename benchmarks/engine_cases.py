@@ -58,8 +58,10 @@ REPEATS = {"473m": 1, "small": 3}
 """In a round: the larger model's takes half a minute."""
 PREFILL = (16, 512)
 
-Generate = Callable[[list[list[int]], int], list[float]]
-"""(prompts, tokens to write) -> seconds at which each step of the engine ended, from the submission of the prompts."""
+Steps = list[tuple[float, int]]
+"""Of each step of an engine: when it ended, in seconds from the submission of the prompts, and the answers it went on."""
+Generate = Callable[[list[list[int]], int], Steps]
+"""(prompts, tokens to write) -> the steps."""
 
 
 def write_config(folder: Path, model: str) -> Path:
@@ -84,7 +86,7 @@ def kv_bytes(model: str, tokens: int) -> int:
 
 
 def measure(model: str, generate: Generate) -> dict[str, float]:
-    """Tokens a second of prefill; seconds of a step that only decodes, the median of the last half of an answer's."""
+    """Tokens a second of prefill; seconds of a step in which all answers are decoded, the median."""
     rng, repeats = random.Random(0), REPEATS[model]
 
     def prompts(batch: int, context: int) -> list[list[int]]:
@@ -93,15 +95,23 @@ def measure(model: str, generate: Generate) -> dict[str, float]:
 
     batch, context = PREFILL
     found = {
-        "prefill_tokens_s": max(batch * context / generate(prompts(batch, context), 1)[-1] for _ in range(repeats))
+        "prefill_tokens_s": max(batch * context / generate(prompts(batch, context), 1)[-1][0] for _ in range(repeats))
     }
     for case in DECODES[model]:
         steps: list[float] = []
         for _ in range(repeats):
-            ends = generate(prompts(*case), 1 + STEPS[model])[-STEPS[model] // 2 :]
-            steps += [after - before for before, after in pairwise(ends)]
+            steps += full_steps(generate(prompts(*case), 1 + STEPS[model]), case[0])
         found[f"decode_s_{case[0]}_{case[1]}"] = median(steps)
     return found
+
+
+def full_steps(steps: Steps, batch: int) -> list[float]:
+    """Seconds of each step that decodes all of `batch` answers and reads no prompt.
+
+    Prompts are read one after the other, so the first answer may end well before the last one does; and the first step
+    that goes on all of them may still read the last prompt.
+    """
+    return [after[0] - before[0] for before, after in pairwise(steps) if before[1] == after[1] == batch]
 
 
 def serve(model: str, generate: Generate, more: Callable[[], dict[str, float]] = dict) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from baton.ids import Attempt, RequestId, RequestKey
-from benchmarks.engine_cases import serve, write_config
+from benchmarks.engine_cases import Steps, serve, write_config
 from cachestore.device_pool import layout_of
 from engine.block_manager import BlockManager, growth_blocks
 from engine.core import Engine
@@ -55,13 +55,13 @@ class OwnEngine:
         *,
         temperature: float = 0.0,
         step_ended: Callable[[int], None] | None = None,
-    ) -> list[float]:
-        """The end of each step. `step_ended` hears of each, with its number of tokens."""
+    ) -> Steps:
+        """`step_ended` hears of each, with its number of tokens."""
         blocks = BlockManager(Ledger(NUM_BLOCKS), BLOCK_SIZE, b"benchmark")
         limits = SchedulerConfig(tokens_per_step_max=TOKENS_PER_STEP, sequences_max=16, waiting_max=16)
         engine = Engine(self._runner, blocks, limits)
         self.outside_s.clear()
-        ends: list[float] = []
+        steps: Steps = []
         started = time.perf_counter()
         for number, prompt in enumerate(prompts):
             engine.submit(self._sequence(blocks, f"{self._calls}-{number}", prompt, tokens, temperature))
@@ -78,12 +78,12 @@ class OwnEngine:
             begun = time.perf_counter()
             batch = schedule()
             if batch is None:
-                return ends
+                return steps
             ran = time.perf_counter()
             result = run(batch, NullSink())
             done = time.perf_counter()
             postprocess(batch, result)
-            ends.append(time.perf_counter() - started)
+            steps.append((time.perf_counter() - started, sum(each.sample for each in batch.slices)))
             if batch.num_tokens == len(prompts):
                 self.outside_s.append(time.perf_counter() - done + ran - begun)
             if step_ended is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.environ["BENCHMARK_ROOT"])
 
-from benchmarks.engine_cases import serve, write_config
+from benchmarks.engine_cases import Steps, serve, write_config
 
 
 def main() -> None:
@@ -31,16 +31,16 @@ def main() -> None:
 
     numbers = count()
 
-    def generate(prompts: list[list[int]], tokens: int) -> list[float]:
+    def generate(prompts: list[list[int]], tokens: int) -> Steps:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
         for prompt in prompts:
             llm.llm_engine.add_request(f"r{next(numbers)}", {"prompt_token_ids": prompt}, params)
-        ends: list[float] = []
+        steps: Steps = []
         while llm.llm_engine.has_unfinished_requests():
-            llm.llm_engine.step()
-            ends.append(time.perf_counter() - started)
-        return ends
+            answers = len(llm.llm_engine.step())
+            steps.append((time.perf_counter() - started, answers))
+        return steps
 
     serve(model, generate)
 

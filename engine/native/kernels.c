@@ -82,14 +82,15 @@ INLINE __m512 exp512(__m512 x) {
 
 /* ---------------------------------------------------------------- products */
 
-/* acc[R][2] += A[R] * panel, over `pairs` pairs of k. Pair kp of row r is a[kp * a_k + r * a_r]. */
+/* acc[R][2] += A[R] * panel, over `pairs` pairs of k. Pair kp of row r is a[kp * a_k + r * a_r]. Asks for `lines` cache
+ * lines of `ahead` at each pair. */
 INLINE void panel_rows(int R, int a_r, int a_k, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*acc)[2],
                        const char *ahead, int lines) {
     _Pragma("GCC unroll 2") for (int64_t kp = 0; kp < pairs; kp++) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel), w1 = (__m512bh)_mm512_loadu_si512(panel + 32);
         if (lines) {
-            _mm_prefetch(ahead, _MM_HINT_T1);
-            if (lines > 1) _mm_prefetch(ahead + 64, _MM_HINT_T1);
+            _mm_prefetch(ahead, _MM_HINT_T0);
+            if (lines > 1) _mm_prefetch(ahead + 64, _MM_HINT_T0);
             ahead += 64 * lines;
         }
         UNROLL for (int r = 0; r < R; r++) {
@@ -132,7 +133,7 @@ INLINE void quantised_rows(int R, int bits, const uint32_t *a, const uint8_t *pa
                 panel += 128;
             }
             if (ahead) {
-                for (int i = 0; i < (bits == 4 ? 128 : 256); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+                for (int i = 0; i < (bits == 4 ? 128 : 256); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
                 ahead += bits == 4 ? 128 : 256;
             }
             UNROLL for (int j = 0; j < 4; j++) {
@@ -211,7 +212,6 @@ INLINE void finish(const Linear *l, __m512 (*acc)[2], int R, int64_t row, int64_
         UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();                         \
         if (l->bits == 8) quantised_rows(R, 8, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);          \
         else if (l->bits == 4) quantised_rows(R, 4, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);     \
-        else if (lines == 2) panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 2);       \
         else if (lines == 1) panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 1);       \
         else panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 0);                       \
         finish(l, acc, R, row, p);                                                                              \
@@ -229,6 +229,49 @@ static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const
     }
 }
 
+/* Of a panel that one or two groups of rows go through: 8 KiB of weights, which are in the first cache for the second group
+ * while the next 8 KiB are on their way to it. */
+#define PART_PAIRS 64
+
+#define PART_CASE(R)                                                                                            \
+    case R: {                                                                                                   \
+        __m512 acc[R][2];                                                                                       \
+        UNROLL for (int r = 0; r < R; r++) acc[r][0] = kept[r][0], acc[r][1] = kept[r][1];                      \
+        if (lines == 2) panel_rows(R, 1, ROWS_MAX, a, panel, pairs, acc, ahead, 2);                             \
+        else panel_rows(R, 1, ROWS_MAX, a, panel, pairs, acc, ahead, 1);                                        \
+        UNROLL for (int r = 0; r < R; r++) kept[r][0] = acc[r][0], kept[r][1] = acc[r][1];                      \
+        break;                                                                                                  \
+    }
+
+static void one_part(int rows, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*kept)[2], const char *ahead,
+                     int lines) {
+    switch (rows) {
+        PART_CASE(1) PART_CASE(2) PART_CASE(3) PART_CASE(4) PART_CASE(5) PART_CASE(6)
+        PART_CASE(7) PART_CASE(8) PART_CASE(9) PART_CASE(10) PART_CASE(11) PART_CASE(12)
+    }
+}
+
+/* One or two groups through a panel of bfloat16, part by part; each sum runs in the same order as in one go. */
+static void few_groups(const Linear *l, int64_t group, int count, int64_t p, const char *next) {
+    const uint32_t *a = l->a + group * l->pairs * ROWS_MAX;
+    const bf16 *panel = (const bf16 *)(l->panels + p * l->panel_bytes);
+    __m512 kept[2][ROWS_MAX][2];
+    memset(kept, 0, sizeof kept);
+    int rows[2];
+    for (int g = 0; g < count; g++) {
+        int64_t left = l->m - (group + g) * l->rows_per_group;
+        rows[g] = (int)(left < l->rows_per_group ? left : l->rows_per_group);
+    }
+    for (int64_t at = 0; at < l->pairs; at += PART_PAIRS) {
+        int64_t pairs = l->pairs - at < PART_PAIRS ? l->pairs - at : PART_PAIRS;
+        const char *ahead = at + PART_PAIRS < l->pairs ? (const char *)(panel + 64 * (at + PART_PAIRS)) : next;
+        for (int g = 0; g < count; g++)
+            one_part(rows[g], a + (g * l->pairs + at) * ROWS_MAX, panel + 64 * at, pairs, kept[g],
+                     ahead + 64 * g * pairs, 3 - count);
+    }
+    for (int g = 0; g < count; g++) finish(l, kept[g], rows[g], (group + g) * l->rows_per_group, p);
+}
+
 /* One task is one panel for a block of groups, whose rows stay in the cache meanwhile. */
 static void linear_tasks(void *arg) {
     Linear *l = arg;
@@ -242,10 +285,15 @@ static void linear_tasks(void *arg) {
         int64_t count = end - first;
         /* Memory is read while there is arithmetic to do: the next panel's lines are asked for during all of this one. */
         const char *ahead = (const char *)l->panels + (next < tasks ? next % l->n_panels : p) * panel_bytes;
+        if (count <= 2 && l->bits == 16) {
+            few_groups(l, first, (int)count, p, ahead);
+            task = next;
+            continue;
+        }
         for (int64_t group = first; group < end; group++) {
             int64_t rows = l->m - group * l->rows_per_group;
             if (rows > l->rows_per_group) rows = l->rows_per_group;
-            int lines = l->bits != 16 ? group == first : count == 1 ? 2 : group - first < 2 ? 1 : 0;
+            int lines = l->bits != 16 ? group == first : group - first < 2;
             one_group(l, group, p, (int)rows, ahead + (group - first < 2 ? (group - first) * (panel_bytes / 2) : 0), lines);
         }
         task = next;
