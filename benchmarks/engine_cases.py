@@ -59,7 +59,7 @@ REPEATS = {"473m": 1, "small": 3}
 PREFILL = (16, 512)
 
 Steps = list[tuple[float, int]]
-"""Of each step of an engine: when it ended, in seconds from the submission of the prompts, and the answers it went on."""
+"""Of each step of an engine: when it ended, in seconds after the prompts were submitted, and the answers it went on."""
 Generate = Callable[[list[list[int]], int], Steps]
 """(prompts, tokens to write) -> the steps."""
 

@@ -15,7 +15,7 @@ from engine.attention import AttentionMetadata, TorchAttention
 from engine.kv_pool import KvPool
 from engine.models.decoder import Decoder
 from engine.models.native_decoder import NativeDecoder
-from engine.native.kernels import TASK_ROWS_MAX, AttentionPlan, Kernels, Workspace
+from engine.native.kernels import TASK_ROWS_MAX, AttentionPlan
 from engine.types import Batch, KvSink
 
 
@@ -114,26 +114,15 @@ class DeterministicForward:
 class NativeForward:
     """kernels.c between packed matrices: bfloat16 on a CPU."""
 
-    def __init__(self, decoder: NativeDecoder, pool: KvPool, kernels: Kernels, workspace: Workspace) -> None:
+    def __init__(self, decoder: NativeDecoder, pool: KvPool) -> None:
         self._decoder = decoder
         self._pool = pool
-        self._kernels = kernels
-        self._workspace = workspace
 
     def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
         """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
-        decoder, kernels, config = self._decoder, self._kernels, self._decoder.config
         plan, positions_T = plan_attention(batch, self._pool)
-        angles = decoder.angles(positions_T)
-        x_TE = decoder.embed(token_ids(batch, config.vocab_size))
-        attention_TX = self._workspace.take("attended", len(x_TE), config.num_heads * config.head_dim)
-        for layer in range(config.num_layers):
-            region = self._pool.kv_LN2KSD[layer]
-            qkv_TX = decoder.open(layer, x_TE)
-            kernels.rotate_store(qkv_TX, decoder.norms(layer), angles, region, plan, config.rms_norm_eps)
-            sink.layer_done(layer)
-            kernels.attention(qkv_TX, region, plan, attention_TX, self._workspace)
-            decoder.close(layer, x_TE, attention_TX)
+        x_TE = self._decoder.embed(token_ids(batch, self._decoder.config.vocab_size))
+        self._decoder.run_layers(x_TE, positions_T, plan, self._pool, sink.layer_done)
         return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:

@@ -205,12 +205,11 @@ class _Native:
     def __init__(
         self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation
     ) -> None:
-        self._kernels = kernels
-        self._workspace = Workspace()
-        packing: Packing = NativePacking(kernels, self._workspace, quantisation.bits)
+        workspace = Workspace()
+        packing: Packing = NativePacking(kernels, workspace, quantisation.bits)
         if kernels.level > 1 and quantisation is Quantisation.NONE:
             packing = OneDnnPacking()
-        self._decoder = NativeDecoder(config, tensors, kernels=kernels, packing=packing, workspace=self._workspace)
+        self._decoder = NativeDecoder(config, tensors, kernels=kernels, packing=packing, workspace=workspace)
 
     def over(self, pool: KvPool) -> NativeForward:
-        return NativeForward(self._decoder, pool, self._kernels, self._workspace)
+        return NativeForward(self._decoder, pool)

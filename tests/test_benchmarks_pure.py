@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks.engine_cases import full_steps
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from benchmarks.interference_report import best_chunk, by_system, report
 
@@ -76,3 +77,12 @@ def test_interference() -> None:
     assert (found["alone_p50"], found["p99"], found["max"], found["ttft_max"]) == (1, 10, 10, 400)
     assert found["tokens_per_s"] == (10 + 5 * 4000) / 10
     assert "P99 gap of cluster: 0.100 of vllm-512's" in report(runs)
+
+
+def test_only_steps_of_all_answers_count() -> None:
+    """Three prompts read one after the other; the first answer ends before the last one.
+
+    Steps that read a prompt, the one that first goes on all three among them, and those of fewer answers are left out.
+    """
+    steps = [(1.0, 1), (2.5, 2), (4.0, 3), (4.5, 3), (5.25, 3), (5.5, 2), (5.75, 1)]
+    assert full_steps(steps, 3) == [0.5, 0.75]

@@ -182,6 +182,24 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         assert torch.equal(among[-1:], alone), others
 
 
+def test_a_layer_in_two_calls_is_its_parts(made: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
+    """Of two runners one calls each part of a layer by itself: the same bits, in scores and region."""
+    config, tensors = made
+    runners = [TorchRunner(config=config, tensors=tensors, block_size=16) for _ in range(2)]
+    assert runners[1]._native is not None
+    assert runners[1]._native._decoder._whole is not None
+    runners[1]._native._decoder._whole = None
+    whole, parts = (Side(runner, None, None) for runner in runners)
+    tokens, other = text(70, 3), text(30, 4)
+    for slices in (
+        [piece(0, tokens, 0, 33), piece(1, other, 0, 20)],
+        [piece(0, tokens, 33, 34), piece(1, other, 20, 21)],
+        [piece(1, other, 21, 22)],
+    ):
+        assert torch.equal(whole.score(*slices), parts.score(*slices))
+    assert np.array_equal(whole.region_U8, parts.region_U8)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 24, 25, 47, 300])
 @pytest.mark.parametrize(("outputs", "inner"), [(32, 16), (97, 51), (300, 1030)])
 def test_products(rows: int, outputs: int, inner: int) -> None:

@@ -14,7 +14,7 @@ from baton.errors import InvalidField
 from engine.build import EngineConfig
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype, Quantisation, UnsupportedModelError
-from engine.native.kernels import Epilogue, Workspace, native_kernels
+from engine.native.kernels import Epilogue, Operand, Workspace, native_kernels
 from engine.native.packing import PANEL, SCALED, pack, quantise
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink
@@ -58,7 +58,8 @@ def test_the_kernel_multiplies_by_the_rounded_weights(rows: int, outputs: int, i
     bias = torch.zeros(padded.shape[0], dtype=torch.bfloat16)
     bias[:outputs] = b
     out = torch.ones(rows, outputs, dtype=torch.bfloat16)
-    kernels.linear(x, pack(w, bits), bias, out, columns=outputs, epilogue=Epilogue.ADD, workspace=Workspace())
+    operand = Operand(matrix=pack(w, bits), bias=bias, columns=outputs)
+    kernels.linear(x, operand, out, epilogue=Epilogue.ADD, workspace=Workspace())
     assert (out.double() - exact - 1).abs().max() < 2.0**-7 * exact.abs().max()
 
 

@@ -7,17 +7,19 @@ Shape suffixes as in engine/types.py; X the width of query, key and value togeth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from engine.kv_pool import KvPool
 from engine.model_config import ModelConfig
 from engine.models import weights
-from engine.models.products import LOGITS, GatedProduct, Packing, Product
+from engine.models.products import LOGITS, GatedProduct, NativeGated, NativeProduct, Packing, Product
 from engine.models.rotary import attention_factor, rotary_angles, rotary_frequencies
-from engine.native.kernels import HEAD_DIM_MAX, Kernels, Workspace
+from engine.native.kernels import HEAD_DIM_MAX, AttentionPlan, Kernels, Workspace
+from engine.native.layer import Layers, LayerWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +61,13 @@ class NativeDecoder:
         head_VE = self._embedding_VE if config.tie_word_embeddings else tensors[weights.LM_HEAD]
         self._lm_head = packing.product(LOGITS, head_VE, None)
         self._layers = tuple(self._layer(tensors, weights.layer_prefix(i)) for i in range(config.num_layers))
+        self._whole = self._in_two_calls()
         self._frequencies = rotary_frequencies(config.rope, config.head_dim)
         self._rope_factor = attention_factor(config.rope)
         self._cosines = self._sines = torch.empty(0, config.head_dim // 2, dtype=torch.bfloat16)
 
-    def norms(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Weights of the norms of queries and keys, where the model has them."""
-        return self._layers[layer].norms
-
     def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        """Token ids -> [T, E], what goes into layer 0; changed in place by `close`."""
+        """Token ids -> [T, E], what goes into layer 0; changed in place by the layers."""
         return F.embedding(tokens_T, self._embedding_VE)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,16 +79,44 @@ class NativeDecoder:
             self._cosines, self._sines = (part[:, 0].contiguous() for part in both)
         return self._cosines.index_select(0, positions_T), self._sines.index_select(0, positions_T)
 
-    def open(self, layer: int, x_TE: torch.Tensor) -> torch.Tensor:
-        """The first part of a layer -> queries, keys and values [T, X], not normed and not turned yet."""
-        w = self._layers[layer]
-        return w.qkv(self._norm(x_TE, w.input_norm))
+    def run_layers(
+        self,
+        x_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: AttentionPlan,
+        pool: KvPool,
+        layer_done: Callable[[int], None],
+    ) -> None:
+        """`x_TE` becomes the last layer's output. `layer_done`: the keys and values of a layer are in the pool."""
+        angles = self.angles(positions_T)
+        if self._whole is None:
+            self._run_parts(x_TE, angles, plan, pool, layer_done)
+            return
+        self._whole.begin(x_TE, angles, plan, pool.kv_LN2KSD[0])
+        for layer, region in enumerate(pool.kv_LN2KSD):
+            self._whole.open(layer, region)
+            layer_done(layer)
+            self._whole.close(layer, region)
 
-    def close(self, layer: int, x_TE: torch.Tensor, attention_TX: torch.Tensor) -> None:
-        """The rest of a layer, given what its attention has found: `x_TE` becomes the layer's output."""
-        w = self._layers[layer]
-        w.o.add_to(attention_TX, x_TE)
-        w.down.add_to(w.gate_up(self._norm(x_TE, w.post_attention_norm)), x_TE)
+    def _run_parts(
+        self,
+        x_TE: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        plan: AttentionPlan,
+        pool: KvPool,
+        layer_done: Callable[[int], None],
+    ) -> None:
+        """As `run_layers`, where the products are not those of kernels.c: a call for each part."""
+        kernels, config = self._kernels, self.config
+        attention_TX = self._workspace.take("attended", len(x_TE), config.num_heads * config.head_dim)
+        for layer, w in enumerate(self._layers):
+            region = pool.kv_LN2KSD[layer]
+            qkv_TX = w.qkv(self._norm(x_TE, w.input_norm))
+            kernels.rotate_store(qkv_TX, w.norms, angles, region, plan, config.rms_norm_eps)
+            layer_done(layer)
+            kernels.attention(qkv_TX, region, plan, attention_TX, self._workspace)
+            w.o.add_to(attention_TX, x_TE)
+            w.down.add_to(w.gate_up(self._norm(x_TE, w.post_attention_norm)), x_TE)
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         """Scores of the next token after each of the given rows of the last layer's output -> [B, V], a buffer."""
@@ -99,6 +126,30 @@ class NativeDecoder:
         out_TE = self._workspace.take("norm", *x_TE.shape)
         self._kernels.rms_norm(x_TE, weight, out_TE, self.config.rms_norm_eps)
         return out_TE
+
+    def _in_two_calls(self) -> Layers | None:
+        """None: the products are not those of kernels.c."""
+        found = []
+        for each in self._layers:
+            qkv, o, gate_up, down = each.qkv, each.o, each.gate_up, each.down
+            if not (isinstance(qkv, NativeProduct) and isinstance(o, NativeProduct)):
+                return None
+            assert isinstance(gate_up, NativeGated) and isinstance(down, NativeProduct)
+            found.append(
+                LayerWeights(
+                    input_norm=each.input_norm,
+                    norms=each.norms,
+                    attended_norm=each.post_attention_norm,
+                    qkv=qkv.operand,
+                    o=o.operand,
+                    gate_up=gate_up.operand,
+                    down=down.operand,
+                )
+            )
+        config = self.config
+        return Layers(
+            found, kernels=self._kernels, workspace=self._workspace, heads=config.num_heads, eps=config.rms_norm_eps
+        )
 
     def _layer(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
         def weight(name: str) -> torch.Tensor:

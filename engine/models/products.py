@@ -7,13 +7,12 @@ A product's result stays the caller's until the next call of the same product: b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from engine.native.kernels import Epilogue, Kernels, Workspace
+from engine.native.kernels import Epilogue, Kernels, Operand, Workspace
 from engine.native.packing import PANEL, pack
 
 HALF_PANEL = PANEL // 2
@@ -94,60 +93,57 @@ class NativePacking:
         self._workspace = workspace
         self._bits = bits
 
-    def product(self, name: str, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None) -> _Native:
+    def product(self, name: str, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None) -> NativeProduct:
         bits = max(self._bits, 8) if name == LOGITS else self._bits
-        run = _native(self._kernels, self._workspace, weight_YX, bias_Y, bits)
-        return _Native(run, self._workspace, name, weight_YX.shape[0])
+        return NativeProduct(self._kernels, self._workspace, name, _operand(weight_YX, bias_Y, bits))
 
     def gated(
         self, gate_YX: torch.Tensor, up_YX: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> GatedProduct:
-        width = gate_YX.shape[0]
-        both_YX = _interleave(gate_YX, up_YX)
+    ) -> NativeGated:
         bias_Y = None if biases is None else _interleave(*biases)
-        run = _native(self._kernels, self._workspace, both_YX, bias_Y, self._bits)
-
-        def gated(x_TX: torch.Tensor) -> torch.Tensor:
-            out_TY = self._workspace.take("gated", x_TX.shape[0], width)
-            # Twice the true width, so that the last panel's halves end where the two matrices do.
-            run(x_TX, out_TY, 2 * width, Epilogue.SWIGLU)
-            return out_TY
-
-        return gated
+        # Twice the true width, so that the last panel's halves end where the two matrices do.
+        operand = _operand(_interleave(gate_YX, up_YX), bias_Y, self._bits, columns=2 * gate_YX.shape[0])
+        return NativeGated(self._kernels, self._workspace, "gated", operand)
 
 
-_Run = Callable[[torch.Tensor, torch.Tensor, int, Epilogue], None]
-
-
-def _native(
-    kernels: Kernels, workspace: Workspace, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None, bits: int
-) -> _Run:
+def _operand(weight_YX: torch.Tensor, bias_Y: torch.Tensor | None, bits: int, *, columns: int | None = None) -> Operand:
     matrix = pack(weight_YX, bits)
     bias = None
     if bias_Y is not None:
         bias = bias_Y.new_zeros(-(-matrix.outputs // PANEL) * PANEL)
         bias[: len(bias_Y)] = bias_Y
-
-    def run(x_TX: torch.Tensor, out_TY: torch.Tensor, columns: int, epilogue: Epilogue) -> None:
-        kernels.linear(x_TX, matrix, bias, out_TY, columns=columns, epilogue=epilogue, workspace=workspace)
-
-    return run
+    return Operand(matrix=matrix, bias=bias, columns=weight_YX.shape[0] if columns is None else columns)
 
 
 class _Native:
-    def __init__(self, run: _Run, workspace: Workspace, name: str, width: int) -> None:
-        self._run = run
+    def __init__(self, kernels: Kernels, workspace: Workspace, name: str, operand: Operand) -> None:
+        self.operand = operand
+        self._kernels = kernels
         self._workspace = workspace
         self._name = name
-        self._width = width
 
-    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
-        out_TY = self._workspace.take(self._name, x_TX.shape[0], self._width)
-        self._run(x_TX, out_TY, self._width, Epilogue.STORE)
+    def _run(self, x_TX: torch.Tensor, out_TY: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+        self._kernels.linear(x_TX, self.operand, out_TY, epilogue=epilogue, workspace=self._workspace)
         return out_TY
 
+
+class NativeProduct(_Native):
+    """See `Product`."""
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        out_TY = self._workspace.take(self._name, x_TX.shape[0], self.operand.columns)
+        return self._run(x_TX, out_TY, Epilogue.STORE)
+
     def add_to(self, x_TX: torch.Tensor, out_TY: torch.Tensor) -> None:
-        self._run(x_TX, out_TY, self._width, Epilogue.ADD)
+        self._run(x_TX, out_TY, Epilogue.ADD)
+
+
+class NativeGated(_Native):
+    """See `GatedProduct`."""
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        out_TY = self._workspace.take(self._name, x_TX.shape[0], self.operand.columns // 2)
+        return self._run(x_TX, out_TY, Epilogue.SWIGLU)
 
 
 def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -872,6 +872,58 @@ API void baton_attention(const bf16 *q, int64_t q_stride, bf16 *out, const bf16 
     parallel(attention_tasks, &a, threads);
 }
 
+/* ---------------------------------------------------------------- a layer in two calls */
+
+/* The structs are those of layer.py. */
+typedef struct {
+    const uint8_t *panels;
+    const float *scales;
+    const bf16 *bias;
+    int64_t bits, columns, inputs;
+} Operand;
+
+typedef struct {
+    const bf16 *input_norm, *q_norm, *k_norm, *attended_norm;
+    Operand qkv, o, gate_up, down;
+} Layer;
+
+typedef struct {
+    bf16 *x, *normed, *qkv, *attended, *gated;
+    const bf16 *cosines, *sines;
+    const int64_t *tables, *table_at, *rows_at, *contexts, *tasks, *blocks, *slots;
+    uint32_t *product_scratch;
+    char *attention_scratch;
+    int64_t rows, hidden, num_tasks, heads, kv_heads, block_size, d, attention_scratch_bytes, threads;
+    double eps, scale;
+} Step;
+
+INLINE void product(const Operand *o, const bf16 *x, bf16 *out, int64_t stride, int epilogue, const Step *s) {
+    baton_linear(x, o->inputs, o->panels, o->scales, (int)o->bits, o->bias, out, stride, s->rows, o->columns, o->inputs,
+                 epilogue, s->product_scratch, (int)s->threads);
+}
+
+/* Up to the new keys and values in their slots of `region`, the layer's. */
+API void baton_layer_open(const Layer *l, const Step *s, bf16 *region) {
+    float eps = (float)s->eps;
+    int threads = (int)s->threads;
+    baton_rms_norm(s->x, l->input_norm, s->normed, s->rows, s->hidden, eps, threads);
+    product(&l->qkv, s->normed, s->qkv, l->qkv.columns, EPILOGUE_STORE, s);
+    baton_rotate_store(s->qkv, l->q_norm, l->k_norm, s->cosines, s->sines, region, s->blocks, s->slots, s->rows, s->heads,
+                       s->kv_heads, s->block_size, s->d, eps, threads);
+}
+
+/* The rest: `x` becomes the layer's output. */
+API void baton_layer_close(const Layer *l, const Step *s, const bf16 *region) {
+    int threads = (int)s->threads;
+    baton_attention(s->qkv, l->qkv.columns, s->attended, region, s->tables, s->table_at, s->rows_at, s->contexts,
+                    s->tasks, s->num_tasks, s->heads, s->kv_heads, s->block_size, s->d, (float)s->scale,
+                    s->attention_scratch, s->attention_scratch_bytes, threads);
+    product(&l->o, s->attended, s->x, s->hidden, EPILOGUE_ADD, s);
+    baton_rms_norm(s->x, l->attended_norm, s->normed, s->rows, s->hidden, (float)s->eps, threads);
+    product(&l->gate_up, s->normed, s->gated, l->gate_up.columns / 2, EPILOGUE_SWIGLU, s);
+    product(&l->down, s->gated, s->x, s->hidden, EPILOGUE_ADD, s);
+}
+
 /* ---------------------------------------------------------------- sampling */
 
 typedef struct {

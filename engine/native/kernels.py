@@ -50,6 +50,15 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A matrix, the first `columns` of its outputs being wanted, and what to add: for every output of every panel."""
+
+    matrix: PackedMatrix
+    bias: torch.Tensor | None
+    columns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
     """Where one step's rows and contexts are, the same for all layers. int64 all."""
 
@@ -98,9 +107,11 @@ class Kernels:
             *[integer] * 5,
             *[real, pointer, integer, flag],
         )
-        self._attention_scratch = function("baton_attention_scratch", integer, integer, integer)
-
+        self.attention_scratch = function("baton_attention_scratch", integer, integer, integer)
+        """Bytes for each thread: the longest context, the head's size."""
         self._highest = function("baton_highest", None, *[pointer] * 2, *[integer] * 2, flag)
+        self.layer_open = function("baton_layer_open", None, *[pointer] * 3)
+        self.layer_close = function("baton_layer_close", None, *[pointer] * 3)
 
     def highest(self, scores_BV: torch.Tensor) -> torch.Tensor:
         """The first column of each row's highest value -> int64 [B]. Contiguous bfloat16; NaN is no value."""
@@ -109,23 +120,23 @@ class Kernels:
         self._highest(scores_BV.data_ptr(), out_B.data_ptr(), *scores_BV.shape, torch.get_num_threads())
         return out_B
 
+    def linear_scratch(self, rows: int, matrix: PackedMatrix) -> int:
+        """32-bit words that `linear` needs."""
+        return int(self._linear_scratch(rows, matrix.inputs, matrix.bits))
+
     def linear(
         self,
         x_TX: torch.Tensor,
-        matrix: PackedMatrix,
-        bias: torch.Tensor | None,
+        operand: Operand,
         out_TY: torch.Tensor,
         *,
-        columns: int,
         epilogue: Epilogue,
         workspace: Workspace,
     ) -> None:
-        """`x_TX` times the first `columns` outputs of a matrix, into `out_TY`; rows of both are contiguous.
-
-        `bias` has an entry for every output of every panel.
-        """
+        """`x_TX` times the operand's columns, into `out_TY`; rows of both are contiguous."""
+        matrix, bias = operand.matrix, operand.bias
         rows = x_TX.shape[0]
-        scratch = workspace.take("linear", 1, self._linear_scratch(rows, matrix.inputs, matrix.bits), torch.int32)
+        scratch = workspace.take("linear", 1, self.linear_scratch(rows, matrix), torch.int32)
         self._linear(
             x_TX.data_ptr(),
             x_TX.stride(0),
@@ -136,7 +147,7 @@ class Kernels:
             out_TY.data_ptr(),
             out_TY.stride(0),
             rows,
-            columns,
+            operand.columns,
             matrix.inputs,
             epilogue,
             scratch.data_ptr(),
@@ -187,7 +198,7 @@ class Kernels:
         """The queries of `qkv_TX` over their sequences up to and including themselves -> `out_TX`."""
         _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
         threads = torch.get_num_threads()
-        scratch_bytes = self._attention_scratch(int(plan.contexts_B.max()), head_dim)
+        scratch_bytes = self.attention_scratch(int(plan.contexts_B.max()), head_dim)
         scratch = workspace.take("attention", threads, scratch_bytes, torch.uint8)
         self._attention(
             qkv_TX.data_ptr(),
