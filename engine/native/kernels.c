@@ -563,9 +563,9 @@ INLINE int64_t tile_keys(const Attention *a, int64_t first, int64_t context) {
 
 /* One token of one sequence against all its keys, for `G` query heads from `h` on, which share a KV head. Keys
  * and values are asked for AHEAD keys before their turn, at the end those of `next`. */
-INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *next, int64_t row, int64_t h, int parts,
-                         int G) {
-    int64_t d = a->d, context = now->context, value_off = a->kv_heads * a->block_size * d;
+INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *next, int64_t row, int64_t h, int64_t d,
+                         int parts, int G) {
+    int64_t context = now->context, value_off = a->kv_heads * a->block_size * d;
     __m512i query[G][parts];
     __m512 even[G][parts], odd[G][parts];
     float top[G], sum[G], weights[G][16];
@@ -638,11 +638,11 @@ INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *
 }
 
 /* Two heads at once where their sums fit into registers: keys and values are widened for both. */
-INLINE void attend_one(const Attention *a, const Reading *now, const Reading *next, int64_t row, int parts) {
+INLINE void attend_one(const Attention *a, const Reading *now, const Reading *next, int64_t row, int64_t d, int parts) {
     int64_t group = a->heads / a->kv_heads, h = now->head * group, end = h + group;
     if (parts <= 4)
-        for (; h + 2 <= end; h += 2) attend_heads(a, now, h + 2 == end ? next : NULL, row, h, parts, 2);
-    for (; h < end; h++) attend_heads(a, now, h + 1 == end ? next : NULL, row, h, parts, 1);
+        for (; h + 2 <= end; h += 2) attend_heads(a, now, h + 2 == end ? next : NULL, row, h, d, parts, 2);
+    for (; h < end; h++) attend_heads(a, now, h + 1 == end ? next : NULL, row, h, d, parts, 1);
 }
 
 static void attend_few(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head, const Reading *next) {
@@ -652,12 +652,16 @@ static void attend_few(const Attention *a, int64_t b, int64_t first, int64_t cou
         int64_t row = a->rows_at[b] + i;
         const Reading *after = i + 1 == first + count ? next : &now;
         now.context = a->contexts[b] - (rows - 1 - i);
+        switch (a->d) { /* two sizes known to the compiler, which leaves the masks out then */
+            case 64: attend_one(a, &now, after, row, 64, 2); continue;
+            case 128: attend_one(a, &now, after, row, 128, 4); continue;
+        }
         switch ((a->d + 31) / 32) {
-            case 1: attend_one(a, &now, after, row, 1); break;
-            case 2: attend_one(a, &now, after, row, 2); break;
-            case 3: attend_one(a, &now, after, row, 3); break;
-            case 4: attend_one(a, &now, after, row, 4); break;
-            default: attend_one(a, &now, after, row, 8); break;
+            case 1: attend_one(a, &now, after, row, a->d, 1); break;
+            case 2: attend_one(a, &now, after, row, a->d, 2); break;
+            case 3: attend_one(a, &now, after, row, a->d, 3); break;
+            case 4: attend_one(a, &now, after, row, a->d, 4); break;
+            default: attend_one(a, &now, after, row, a->d, 8); break;
         }
     }
 }
