@@ -38,15 +38,19 @@ def everything() -> RecordRanges:
 
 
 class Events:
-    """Of both sides; the sender waits for `done`."""
+    """Of both sides; the sender waits for `done` on the loop's thread, for `moved` on another."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[float] | None = None
+        self.moved: threading.Event | None = None
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         assert copied
-        assert self.done is not None
-        self.done.set_result(time.perf_counter())
+        if self.moved is not None:
+            self.moved.set()
+        else:
+            assert self.done is not None
+            self.done.set_result(time.perf_counter())
 
     def writes_adrift(self, grant: GrantId) -> None:
         raise AssertionError(grant)
@@ -112,10 +116,15 @@ class OurSide:
         return WriteOps(src=plan.src, dst=plan.dst, nbytes=np.full(len(plan.src), plan.size, np.int64))
 
     def move(self, prepared: WriteOps) -> None:
-        self._call(self._post(prepared))
+        done = self._events.moved = threading.Event()
+        assert self._link is not None
+        self._link.post(GRANT, prepared)  # as an engine's thread does
+        done.wait()
 
     def move_each(self, prepared: list[WriteOps]) -> list[float]:
         """Microseconds from each post to the call that tells of its completion, both on the loop's thread."""
+
+        self._events.moved = None
 
         async def all_of_them() -> list[float]:
             took = []

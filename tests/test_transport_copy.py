@@ -134,11 +134,12 @@ def test_chunks_take_every_op_once_and_keep_their_limits(
 
 
 def test_a_large_batch_is_cut_for_all_threads_and_a_small_one_is_not() -> None:
-    """64 records of 16 KiB in two halves for two threads; 8 of them at once; 2,048 of them in pieces of 4 MiB."""
+    """64 records of 16 KiB in two halves for two threads; 8 of them at once; 1,024 of them in pieces of 4 MiB, and at
+    the end of half of what is left."""
     limits = CopyLimits(threads=2, chunk_ops_max=1024, chunk_bytes_max=4 << 20, abandoned_grants_max=1)
     assert chunk_borders(np.full(64, 1 << 14), limits) == [0, 32, 64]
     assert chunk_borders(np.full(8, 1 << 14), limits) == [0, 8]
-    assert chunk_borders(np.full(2048, 1 << 14), limits) == list(range(0, 2049, 256))
+    assert chunk_borders(np.full(1024, 1 << 14), limits) == [0, 256, 512, 768, 896, 960, 1024]
 
 
 def test_threads_of_all_pools_take_turns() -> None:

@@ -27,6 +27,9 @@ COPY_SLICE_BYTES = 1 << 20
 """Bound of the temporary that NumPy's copy of equal records makes: near the size of a second-level cache."""
 CHUNK_BYTES_MIN = 1 << 18
 """A batch is not cut into smaller chunks for the sake of having one for each thread: waking one costs too much."""
+LAST_CHUNK_BYTES = 1 << 20
+"""Chunks shrink down to this towards the end of a large batch: else one thread copies for a millisecond after another has
+found none left. Taking a chunk costs some ten microseconds, copying a mebibyte a hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +96,28 @@ def chunk_borders(nbytes_B: np.ndarray, limits: CopyLimits) -> list[int]:
     A chunk ends with the op that fills it, so it may be larger than `chunk_bytes_max` by less than one op.
     """
     count, total_bytes = len(nbytes_B), int(nbytes_B.sum())
-    target_bytes = max(CHUNK_BYTES_MIN, -(-total_bytes // limits.threads))
-    target_bytes = min(target_bytes, limits.chunk_bytes_max)
-    if total_bytes <= target_bytes and count <= limits.chunk_ops_max:
+    ends = _byte_borders(total_bytes, limits)
+    if not ends and count <= limits.chunk_ops_max:
         return [0, count]
-    by_bytes = np.searchsorted(np.cumsum(nbytes_B), np.arange(target_bytes, total_bytes, target_bytes)) + 1
+    by_bytes = np.searchsorted(np.cumsum(nbytes_B), np.array(ends, np.int64)) + 1
     by_ops = np.arange(0, count, limits.chunk_ops_max)
     borders: list[int] = np.unique(np.concatenate(([0, count], by_bytes, by_ops))).tolist()
     return borders
+
+
+def _byte_borders(total_bytes: int, limits: CopyLimits) -> list[int]:
+    """Where chunks would end, but for the last, if ops could be cut: equal shares for the threads of a small batch; of
+    a large one, again and again, a thread's share of what is left."""
+    if total_bytes <= limits.threads * LAST_CHUNK_BYTES:
+        chunk_bytes = min(max(CHUNK_BYTES_MIN, -(-total_bytes // limits.threads)), limits.chunk_bytes_max)
+        return list(range(chunk_bytes, total_bytes, chunk_bytes))
+    ends, end = [], 0
+    while True:
+        share_bytes = max(LAST_CHUNK_BYTES, -(-(total_bytes - end) // limits.threads))
+        end += min(share_bytes, limits.chunk_bytes_max)
+        if end >= total_bytes:
+            return ends
+        ends.append(end)
 
 
 def _step(work: Iterator[object]) -> bool:
@@ -204,7 +221,7 @@ class CopyPool:
                 self._complete(batch, copied=False)
             else:
                 self._queue.append(batch)
-                self._wake.notify()
+                self._wake.notify(len(batch.borders) - 1)
 
     def uncompleted(self, grant: GrantId) -> int:
         """Batches of this grant whose `completed` has not been called yet."""
