@@ -28,8 +28,8 @@ COPY_SLICE_BYTES = 1 << 20
 CHUNK_BYTES_MIN = 1 << 18
 """A batch is not cut into smaller chunks for the sake of having one for each thread: waking one costs too much."""
 LAST_CHUNK_BYTES = 1 << 20
-"""Chunks shrink down to this towards the end of a large batch: else one thread copies for a millisecond after another has
-found none left. Taking a chunk costs some ten microseconds, copying a mebibyte a hundred."""
+"""Chunks shrink down to this towards the end of a large batch, or one thread would copy for a millisecond after another
+has found none left. Taking a chunk costs some ten microseconds, copying a mebibyte a hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
