@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -126,14 +126,12 @@ async def _open_over(
     spill: SpillConfig | None,
     decodes: bool,
 ) -> DevicePool:
-    await asyncio.to_thread(_bind, built, region, config)
+    await _on_thread(_bind, built, region, config)
     ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
     padding_blocks = 0
     if built.on_device is not None:
         padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
-    blocks = BlockManager(
-        ledger, config.block_size, built.fingerprint.encode(), padding_blocks=padding_blocks
-    )
+    blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode(), padding_blocks=padding_blocks)
     engine = Engine(built.runner, blocks, config.scheduler())
     host = None
     if spill is not None and spill.host_blocks:
@@ -188,14 +186,24 @@ async def _warm_up(runner: DeviceRunner, ledger: Ledger, *, decodes: bool, progr
         )
     with _room_on_device():
         block = ledger.take(1)
-        await asyncio.to_thread(runner.rehearse, block[0])
+        await _on_thread(runner.rehearse, block[0])
         ledger.drop(block)
         if decodes and padding:
             (padding_block,) = ledger.take(padding)
-            await asyncio.to_thread(
-                runner.warm_up, padding_block, lambda done, total: progress("capturing", done, total)
-            )
+            await _on_thread(runner.warm_up, padding_block, lambda done, total: progress("capturing", done, total))
     return padding
+
+
+async def _on_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """Run it to its end, also where the caller is cancelled: it uses the region, which is closed next."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # told to nobody: whoever asked has been cancelled
+        raise
 
 
 def _bind(built: BuiltEngine, region: PoolRegion, config: EngineConfig) -> None:
@@ -234,14 +242,15 @@ def _room_on_device() -> Iterator[None]:
 def _on_free(
     built: BuiltEngine, region: PoolRegion, layout: Layout, config: EngineConfig
 ) -> Callable[[BlockId], None] | None:
-    poison, freed = None, built.block_freed
-    if config.poison_freed and built.on_device is not None:
-        poison = built.on_device.poison
-    elif config.poison_freed:
-        assert isinstance(region, Region)
-        poison = _poisoner(region, layout, config)
-    if poison is None or freed is None:
-        return poison or freed
+    freed = built.block_freed
+    if not config.poison_freed:
+        return freed
+    if built.on_device is not None:
+        return built.on_device.poison
+    assert isinstance(region, Region)
+    poison = _poisoner(region, layout, config)
+    if freed is None:
+        return poison
 
     def both(block: BlockId) -> None:
         poison(block)

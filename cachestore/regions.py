@@ -51,7 +51,7 @@ def checksum_thread(region: PoolRegion, *, name: str) -> ChecksumThread:
 
 
 async def open_host_region(layout: Layout, num_blocks: int, name: str, field: str, progress: Progress) -> Region:
-    """Prefaulted, on a thread. Raises BatonError BAD_CONFIG: there is not the memory; `field` says how much was asked."""
+    """Prefaulted, on a thread. Raises BatonError BAD_CONFIG for `field`: there is not the memory."""
     await asyncio.to_thread(native.preload)
     try:
         return await asyncio.to_thread(

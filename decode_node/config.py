@@ -70,8 +70,8 @@ class DecodeConfig:
         if self.spill.host_blocks and region_kind(self.engine) is RegionKind.DEVICE:
             raise InvalidField(
                 "spill.host_blocks",
-                f"is {self.spill.host_blocks}; must be 0 where the region is on a device: nothing is moved from there to "
-                "host memory yet. With engine.device cuda-mirrored it is",
+                f"is {self.spill.host_blocks}; must be 0 where the region is on a device, from which nothing is moved "
+                "to host memory yet; engine.device cuda-mirrored can spill",
             )
         check_directory_setting(self.directory)
         if self.requests_max > self.engine.sequences_max:

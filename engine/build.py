@@ -62,8 +62,8 @@ class EngineConfig:
     device: ComputeDevice = field(
         default=ComputeDevice.CPU,
         metadata={
-            "help": "cpu; cuda: weights, KV and the handoff on a GPU; cuda-mirrored: PyTorch's plain operations on a GPU, "
-            "KV copied to and from host memory"
+            "help": "cpu; cuda: weights, KV and the handoff on a GPU; cuda-mirrored: PyTorch's plain operations on a "
+            "GPU, KV copied to and from host memory"
         },
     )
     gpu: GpuConfig = field(default_factory=GpuConfig)
@@ -120,7 +120,9 @@ class EngineConfig:
         if (self.device.on_gpu or self.device.has_region) and self.quantisation is not Quantisation.NONE:
             raise InvalidField("device", "must be cpu for quantised weights; set quantisation to none for cuda")
         if self.device.has_region and self.deterministic:
-            raise InvalidField("deterministic", "is for the devices cpu and cuda-mirrored; cuda's kernels have no such mode")
+            raise InvalidField(
+                "deterministic", "is for the devices cpu and cuda-mirrored; cuda's kernels have no such mode"
+            )
         if self.mock_layer_delay_ms < 0:
             raise InvalidField("mock_layer_delay_ms", "must not be negative")
 
@@ -215,9 +217,7 @@ def _model_name(config: EngineConfig) -> str:
     return Path(config.model).name if Path(config.model).is_dir() else config.model
 
 
-def _build_on_device(
-    config: EngineConfig, folder: Path, progress: Callable[[int, int], None] | None
-) -> BuiltEngine:
+def _build_on_device(config: EngineConfig, folder: Path, progress: Callable[[int, int], None] | None) -> BuiltEngine:
     """Raises ModelError, BatonError BAD_CONFIG."""
     from engine.checkpoint import checkpoint_fingerprint
 
@@ -258,7 +258,7 @@ def _check_cuda(device: ComputeDevice) -> None:
         built = f"was built for CUDA {torch.version.cuda} and finds no GPU" if torch.version.cuda else "has no CUDA"
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"engine.device is {device.value}, and PyTorch {torch.__version__} {built}. Install PyTorch with CUDA on a machine "
-            "with a GPU and its driver, or set engine.device to cpu.",
+            f"engine.device is {device.value}, and PyTorch {torch.__version__} {built}. Install PyTorch with CUDA on a "
+            "machine with a GPU and its driver, or set engine.device to cpu.",
             field="engine.device",
         )

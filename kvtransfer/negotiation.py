@@ -56,7 +56,9 @@ def check_transports(transports: Sequence[TransportName], region: RegionKind) ->
         raise InvalidField("transports", "must name at least one transport, none of them twice")
     if not serving(transports, region):
         fit = ", ".join(transport.value for transport in TransportName if transport in SERVED_BY[region])
-        raise InvalidField("transports", f"names none that serves this node's region, which is in {region.value}: {fit}")
+        raise InvalidField(
+            "transports", f"names none that serves this node's region, which is in {region.value}: {fit}"
+        )
 
 
 def check_some_work(working: Sequence[TransportName]) -> None:

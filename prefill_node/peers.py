@@ -75,9 +75,7 @@ class Peers:
         self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._checksums = (
-            checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
-        )
+        self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
 
     def for_record(self, record: NodeRecord) -> WriterPeer:
         """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""

@@ -51,9 +51,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 async def opened(config: EngineConfig, *, decodes: bool, look: Callable[[DevicePool, list[str]], None]) -> None:
     doing: list[str] = []
-    pool = await open_device_pool(
-        config, name="device", progress=lambda what, *_: doing.append(what), decodes=decodes
-    )
+    pool = await open_device_pool(config, name="device", progress=lambda what, *_: doing.append(what), decodes=decodes)
     try:
         look(pool, doing)
     finally:
@@ -161,7 +159,7 @@ def test_a_device_that_runs_out_of_memory_while_warming_up_says_so(
 def test_under_mps_the_node_has_a_region_but_nothing_that_serves_it(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuda_ipc is left out for what the driver says; as long as nothing else serves a device, the node does not start."""
+    """cuda_ipc is left out for what the driver says; while nothing else serves a device, the node does not start."""
     monkeypatch.setattr("kvtransfer.device.host_driver.HostDriver.refusal", lambda _: "the Multi-Process Service runs")
 
     def look(pool: DevicePool, doing: list[str]) -> None:

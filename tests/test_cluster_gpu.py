@@ -27,7 +27,7 @@ from tests.gpu_node import (
 # isort: split
 from cli.reference import Reference
 from engine.types import SamplingParams
-from tests.cluster_harness import RunningCluster, assert_conserved, running, wait_for
+from tests.cluster_harness import RunningCluster, assert_conserved, leftovers, running, wait_for
 from tests.inprocess_cluster import InProcessCluster
 
 TOKENS = 6
@@ -113,8 +113,7 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             return blocks.writer_owned > 0 and pairs[0].bytes_moved > moved
 
         async def whole_again() -> bool:
-            status = await cluster.status("decode-0")
-            return (status.grants_received, status.record.load.blocks.held) == (0, 1)
+            return not leftovers({"decode-0": await cluster.status("decode-0")})
 
         async def scene() -> None:
             nonlocal moved
@@ -125,7 +124,6 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             await cluster.cluster.wait_exit("prefill-0")
             cluster.set_down("prefill-0")
             await wait_for(whole_again, "the evidence", story=cluster.story)
-            await assert_conserved(cluster)
             assert blocks_in_all(await cluster.status("decode-0")) == NUM_BLOCKS
             await cluster.cluster.start_process("prefill-0")
             cluster.set_down("prefill-0", False)
@@ -135,4 +133,3 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             await assert_conserved(cluster)
 
         cluster.run(scene())
-

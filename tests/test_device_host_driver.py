@@ -59,7 +59,9 @@ def test_another_process_opens_the_region_by_its_handle() -> None:
         f"memory = driver.memory(address, {NBYTES}); memory[5] = 77; del memory; driver.close(address)"
     )
     handle = os.pread(region.fd, 4096, 0)[12:]
-    subprocess.run([sys.executable, "-c", script, handle.hex()], check=True, timeout=60, cwd=Path(__file__).parent.parent)
+    subprocess.run(
+        [sys.executable, "-c", script, handle.hex()], check=True, timeout=60, cwd=Path(__file__).parent.parent
+    )
     assert region.read(4, 7) == bytes([0, 77, 0])
     fd = os.dup(region.fd)
     region.close()

@@ -6,6 +6,7 @@ they run when somebody looks whether they have ended, in the order of their stre
 
 from __future__ import annotations
 
+import gc
 import itertools
 import mmap
 import os
@@ -110,6 +111,7 @@ class HostDriver:
 
     def free(self, address: int) -> None:
         """Raises RegionInUse."""
+        gc.collect()  # Triton's interpreter leaves what it was called with behind in cycles
         self._own[address].close()
         del self._own[address]
 
