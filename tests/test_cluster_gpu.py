@@ -75,7 +75,7 @@ def test_answers_are_those_of_one_engine_on_the_cpu(model: Path, reference: Refe
         assert facts["region"].endswith(" bytes in device memory")
         assert facts["prefill attention"].split(";")[0]
         assert facts["decode attention"] == "triton"
-        assert facts["decode graphs"] == f"of 1, 2, 3 rows, contexts up to {MODEL.context_len_max} tokens"
+        assert facts["decode graphs"] == f"of 1, 2, 4 rows, contexts up to {MODEL.context_len_max} tokens"
         assert not facts["decode graphs used"].startswith("0 steps")
         assert facts_of(prefill)["decode graphs"] == "none (not captured)"
 
