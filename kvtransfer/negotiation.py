@@ -15,7 +15,8 @@ from kvtransfer.transport import TransportName
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
 DATA_GOES_ELSEWHERE = frozenset({TransportName.RDMA, TransportName.UCX})
-"""Their links are made over a TCP connection: that one could be made says nothing of the devices' way to each other."""
+"""Their links are made over a TCP connection, which says nothing of the devices' way to each other. rdma proves that
+before a link counts as made, ucx with its first writes."""
 
 DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """rdma is left out, without a word, where there is no device (`rdma_offer`). ucx is used where a configuration names it
@@ -85,8 +86,8 @@ class Offers:
     def failed(self, transport: TransportName, now_s: float, *, worked: bool = True) -> bool:
         """A link of this transport could not be made, or broke. True if it has just been given up for the next best.
 
-        `worked` False: writes were posted on it and none arrived. Where that is how devices look that do not reach each
-        other, it is given up at once. The last that is left is never given up.
+        `worked` False: what was sent on it, writes or a probe, did not arrive. Where that is how devices look that do
+        not reach each other, it is given up at once. The last that is left is never given up.
         """
         if transport not in self._offered:
             return False

@@ -8,8 +8,10 @@ import socket
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from kvtransfer.transport import DataEndpoint
+from baton.ids import Epoch
+from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.limits import check_positive
 from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, tune
 
 
@@ -29,7 +31,7 @@ class TcpWriterConfig:
     )
     drain_ms_max: int = field(
         default=2000,
-        metadata={"help": "how long frames of an abandoned grant may stay unacknowledged before the link is closed"},
+        metadata={"help": "how long frames of an abandoned grant may stand still before the link ends"},
     )
     bye_ms_max: int = field(
         default=2000, metadata={"help": "how long closing waits for the receiver to take in what was on its way"}
@@ -37,20 +39,13 @@ class TcpWriterConfig:
     socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        check_positive(self)
         if self.streams > wire.STREAMS_MAX:
             raise ValueError(f"streams must not exceed {wire.STREAMS_MAX}")
 
 
-class TcpConnectError(Exception):
-    """No link came to be. `reason` is the receiver's, if it gave one."""
-
-    def __init__(self, text: str, reason: wire.RefusalReason | None = None) -> None:
-        super().__init__(text)
-        self.reason = reason
+class TcpConnectError(ConnectError):
+    """Of a tcp link."""
 
 
 async def connect_stream(
@@ -70,7 +65,7 @@ async def connect_stream(
         return sock, welcome
     except BaseException as error:
         if sock is not None:
-            sock.close()
+            take_leave(sock, endpoint.epoch)  # the receiver's WELCOME may be on its way
         if isinstance(error, (OSError, BatonError, wire.MalformedMessage)) and not isinstance(error, TimeoutError):
             raise TcpConnectError(f"{endpoint.address}: {error}") from error
         raise
@@ -105,3 +100,13 @@ async def _receive(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> wire
     if isinstance(message, wire.Refused):
         raise TcpConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
     return message
+
+
+def take_leave(sock: socket.socket, epoch: Epoch) -> None:
+    """A stream that is not used after all: with a BYE the receiver need not fence the pair."""
+    try:
+        sock.send(wire.encode(wire.Bye(sequence=0, epoch=epoch)))
+    except OSError:
+        pass
+    finally:
+        sock.close()
