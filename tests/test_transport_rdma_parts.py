@@ -151,7 +151,9 @@ def test_a_write_that_nobody_acknowledges_fails_in_time() -> None:
     assert 500 < RdmaConfig().unanswered_ms < 600
     assert RdmaConfig(ack_timeout_code=19).unanswered_ms < UNANSWERED_MS_MAX
     for code, retries in ((20, 7), (22, 1), (31, 1)):
-        with pytest.raises(ValueError, match=f"^ack_timeout_code {code} with retries_max {retries}: .* at most 30,000"):
+        with pytest.raises(
+            ValueError, match=f"^ack_timeout_code is {code}, with retries_max {retries}: .* at most 30,000"
+        ):
             RdmaConfig(ack_timeout_code=code, retries_max=retries)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.tcp_socket import TcpSocketOptions
 
 
@@ -28,4 +28,4 @@ class PortConfig:
     socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_limits(self)

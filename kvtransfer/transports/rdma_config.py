@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.errors import InvalidField
 from kvtransfer.transports import rdma_wire as wire
 
 UNANSWERED_MS_MAX = 30_000
@@ -45,11 +46,12 @@ class RdmaConfig:
             value = getattr(self, name)
             if value < least or (most is not None and value > most):
                 allowed = f"{least} or more" if most is None else f"from {least} to {most}"
-                raise ValueError(f"{name} must be {allowed}, got {value}")
+                raise InvalidField(name, f"must be {allowed}, not {value}")
         if self.unanswered_ms > UNANSWERED_MS_MAX:
-            raise ValueError(
-                f"ack_timeout_code {self.ack_timeout_code} with retries_max {self.retries_max}: a write that nobody "
-                f"acknowledges would fail after {self.unanswered_ms:,.0f} ms, at most {UNANSWERED_MS_MAX:,} are allowed"
+            raise InvalidField(
+                "ack_timeout_code",
+                f"is {self.ack_timeout_code}, with retries_max {self.retries_max}: a write that nobody acknowledges "
+                f"would fail after {self.unanswered_ms:,.0f} ms; at most {UNANSWERED_MS_MAX:,} are allowed",
             )
 
     @property

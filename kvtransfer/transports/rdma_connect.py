@@ -15,7 +15,7 @@ from baton.log import get_log
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.connect_words import ConnectWords
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold
@@ -53,7 +53,7 @@ class RdmaWriterConfig:
     socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
-        check_positive(self, but=("spin_us_max",))
+        check_limits(self, but=("spin_us_max",))
         if self.spin_us_max < 0 or self.wr_bytes_max > 1 << 30:
             raise ValueError("spin_us_max must not be negative, wr_bytes_max at most 1 GiB")
 

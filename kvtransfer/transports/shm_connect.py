@@ -18,7 +18,7 @@ from typing import Protocol
 from baton.ids import Pair
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.shm_copy import CopyLimits
 
 # A child of a later fork must not inherit the right to write; the mmap module of Python 3.11 may lack the name.
@@ -55,7 +55,7 @@ class ShmWriterConfig:
     )
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_limits(self)
 
     @property
     def copy_limits(self) -> CopyLimits:

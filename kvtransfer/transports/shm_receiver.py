@@ -23,7 +23,7 @@ from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName, WriteRanges
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.acceptor import Acceptor
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.pair_fence import Evidence, PairFence
 from kvtransfer.transports.port_fences import PortFences
 from kvtransfer.transports.shm_wire import RefusalReason
@@ -48,7 +48,7 @@ class ShmReceiverConfig:
     )
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_limits(self)
 
 
 class _Stage(Enum):

@@ -11,7 +11,7 @@ from baton.errors import BatonError
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, tune
 
 
@@ -39,7 +39,7 @@ class TcpWriterConfig:
     socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_limits(self)
         if self.streams > wire.STREAMS_MAX:
             raise ValueError(f"streams must not exceed {wire.STREAMS_MAX}")
 

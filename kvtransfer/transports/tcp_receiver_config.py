@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.port_config import PortConfig
 
 
@@ -23,7 +23,7 @@ class StreamLimits:
     )
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_limits(self)
         if self.frame_bytes_max > wire.FRAME_BYTES_MAX:
             raise ValueError(f"frame_bytes_max must not exceed {wire.FRAME_BYTES_MAX}")
         if self.frame_segments_max > wire.FRAME_SEGMENTS_MAX:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, field
 
 from baton.endpoint import split_endpoint
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 
 RECV_BYTES = 1 << 12
 """Read in one go where only words are expected."""
@@ -36,7 +36,7 @@ class TcpSocketOptions:
     )
 
     def __post_init__(self) -> None:
-        check_positive(self)
+        check_limits(self)
 
 
 def acknowledged_bytes(sock: socket.socket) -> int:

@@ -18,7 +18,7 @@ from kvtransfer.negotiation import host_identity
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.connect_words import ConnectWords
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.tcp_socket import TcpSocketOptions, close_politely, open_connection, tune
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable
 
@@ -50,7 +50,7 @@ class UcxWriterConfig:
 
     def __post_init__(self) -> None:
         check_tls(self.tls)
-        check_positive(self)
+        check_limits(self)
         if self.poll_us_min > self.poll_us_max:
             raise ValueError("poll_us_min must not be more than poll_us_max")
 

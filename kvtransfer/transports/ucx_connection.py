@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass, field
 
 from kvtransfer.transports import ucx_wire as wire
-from kvtransfer.transports.limits import check_positive
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_config import PortConfig
 from kvtransfer.transports.seal_gather import SealGather
@@ -32,7 +32,7 @@ class UcxReceiverConfig(PortConfig):
 
     def __post_init__(self) -> None:
         check_tls(self.tls)
-        check_positive(self)
+        check_limits(self)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
