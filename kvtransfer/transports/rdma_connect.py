@@ -15,42 +15,28 @@ from baton.log import get_log
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.connect_words import ConnectWords
+from kvtransfer.transports.end_config import LinkConfig
 from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, tune
+from kvtransfer.transports.tcp_socket import open_connection, tune
 
 log = get_log("rdma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaWriterConfig:
-    """Limits of one link."""
+class RdmaWriterConfig(LinkConfig):
+    """Limits of one link. `connect_ms_max` is for the first data as well."""
 
-    connect_ms_max: int = field(
-        default=5000, metadata={"help": "how long connecting, the handshake and the first data may take"}
-    )
     chain_wrs_max: int = field(default=32, metadata={"help": "writes posted with one doorbell, the last completing"})
     chain_bytes_max: int = field(default=4 << 20, metadata={"help": "bytes of such a chain, unless one write is more"})
     wr_bytes_max: int = field(default=1 << 20, metadata={"help": "bytes of one write; longer ones are cut"})
     on_the_way_bytes_max: int = field(
         default=32 << 20, metadata={"help": "bytes handed to the device and not completed, at which no more are"}
     )
-    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
-    seals_waiting_max: int = field(
-        default=4096, metadata={"help": "seals that wait for a receiver that does not take them"}
-    )
-    drain_ms_max: int = field(
-        default=2000,
-        metadata={"help": "how long writes of an abandoned grant may stand still, uncompleted, before the link ends"},
-    )
-    bye_ms_max: int = field(
-        default=2000, metadata={"help": "how long closing waits for the device to complete what was on its way"}
-    )
     spin_us_max: int = field(default=50, metadata={"help": "polling for a completion before sleeping; 0: never"})
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
         check_limits(self, but=("spin_us_max",))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.log import get_log
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.port_config import PortConfig
+from kvtransfer.transports.end_config import PortConfig
 from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory

@@ -11,12 +11,13 @@ from baton.errors import BatonError
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.end_config import LinkConfig
 from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, tune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TcpWriterConfig:
+class TcpWriterConfig(LinkConfig):
     """Limits of one link."""
 
     streams: int = field(default=2, metadata={"help": "connections to each receiver, with a sending thread for each"})
@@ -24,19 +25,6 @@ class TcpWriterConfig:
         default=1 << 16,
         metadata={"help": "batches up to this size are sent by whoever posts them, as far as the socket takes them"},
     )
-    connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
-    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
-    seals_waiting_max: int = field(
-        default=4096, metadata={"help": "seals of one stream that wait for a receiver that does not read"}
-    )
-    drain_ms_max: int = field(
-        default=2000,
-        metadata={"help": "how long frames of an abandoned grant may stand still before the link ends"},
-    )
-    bye_ms_max: int = field(
-        default=2000, metadata={"help": "how long closing waits for the receiver to take in what was on its way"}
-    )
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
         check_limits(self)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.end_config import PortConfig
 from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.port_config import PortConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,15 +18,16 @@ from kvtransfer.negotiation import host_identity
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.connect_words import ConnectWords
+from kvtransfer.transports.end_config import LinkConfig
 from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, close_politely, open_connection, tune
+from kvtransfer.transports.tcp_socket import close_politely, open_connection, tune
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable
 
 TLS_HELP = "UCX transports to use: all, or one by name (tcp, rc, ...); UCX_TLS counts where it is set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UcxWriterConfig:
+class UcxWriterConfig(LinkConfig):
     """Limits of one link."""
 
     tls: str = field(default="all", metadata={"help": TLS_HELP})
@@ -36,17 +37,9 @@ class UcxWriterConfig:
     on_the_way_bytes_max: int = field(
         default=64 << 20, metadata={"help": "bytes handed over and not completed, at which no more are"}
     )
-    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
     seals_max: int = field(default=256, metadata={"help": "seals on their way that the receiver has not confirmed"})
-    seals_waiting_max: int = field(default=4096, metadata={"help": "seals that wait for these"})
-    drain_ms_max: int = field(
-        default=2000,
-        metadata={"help": "how long writes of an abandoned grant may stand still, uncompleted, before the link ends"},
-    )
-    bye_ms_max: int = field(default=2000, metadata={"help": "how long closing waits for what is on its way"})
     poll_us_min: int = field(default=50, metadata={"help": "pause between two looks at what is on its way, at first"})
     poll_us_max: int = field(default=1000, metadata={"help": "and at most, while nothing completes"})
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
         check_tls(self.tls)

@@ -9,9 +9,9 @@ import socket
 from dataclasses import dataclass, field
 
 from kvtransfer.transports import ucx_wire as wire
+from kvtransfer.transports.end_config import PortConfig
 from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.port_config import PortConfig
 from kvtransfer.transports.seal_gather import SealGather
 from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.ucx_connect import TLS_HELP, check_tls
