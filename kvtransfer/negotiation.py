@@ -16,7 +16,8 @@ from kvtransfer.transport import RegionKind, TransportName
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
 DATA_GOES_ELSEWHERE = frozenset({TransportName.RDMA, TransportName.UCX})
-"""Their links are made over a TCP connection: that one could be made says nothing of the devices' way to each other."""
+"""Their links are made over a TCP connection, which says nothing of the devices' way to each other. rdma proves that
+before a link counts as made, ucx with its first writes."""
 
 SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
     RegionKind.HOST: frozenset({TransportName.SHM, TransportName.RDMA, TransportName.UCX, TransportName.TCP}),
@@ -100,8 +101,8 @@ class Offers:
     def failed(self, transport: TransportName, now_s: float, *, worked: bool = True) -> bool:
         """A link of this transport could not be made, or broke. True if it has just been given up for the next best.
 
-        `worked` False: writes were posted on it and none arrived. Where that is how devices look that do not reach each
-        other, it is given up at once. The last that is left is never given up.
+        `worked` False: what was sent on it, writes or a probe, did not arrive. Where that is how devices look that do
+        not reach each other, it is given up at once. The last that is left is never given up.
         """
         if transport not in self._offered:
             return False

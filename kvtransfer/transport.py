@@ -36,6 +36,14 @@ class PairBeingFenced(Exception):
     """`ReceiverPort.expect` for an epoch whose right to write is being taken back: ask again once it has been."""
 
 
+class ConnectError(Exception):
+    """No link came to be; each transport has its own. `reason` is the receiver's, if it gave one."""
+
+    def __init__(self, text: str, reason: Enum | None = None) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
 class WriteRanges(Protocol):
     """The bytes of a receiver's region that one grant opens. Immutable; read from any thread."""
 

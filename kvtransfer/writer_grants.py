@@ -179,6 +179,13 @@ class WriterGrants:
         return len(self._handoffs)
 
     @property
+    def writing(self) -> int:
+        """Of the live ones, those under which something is written or may yet be, or whose let-go the receiver answers
+        at once. Not those that have let go with writes adrift: that is answered when the receiver has fenced, which it
+        may never be able to (ucx, where destroying its worker proves nothing), and nothing done here could help it."""
+        return sum(not (h.adrift and h.state is _W.LETTING_GO) for h in self._handoffs.values())
+
+    @property
     def outstanding(self) -> int:
         """Posted writes whose sources the transport has not let go of."""
         return sum(h.outstanding for h in self._handoffs.values())

@@ -18,8 +18,15 @@ from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
 log = get_log("writer")
 
 
+class DataDoesNotPass(BatonError):
+    """The receiver was reached in words, and what was sent to it as data did not arrive: trying again is of no use."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.PEER_UNREACHABLE, message)
+
+
 class LinkMaker(Protocol):
-    """Opens a data connection of the transport that the endpoint names."""
+    """Opens a data connection of the transport that the endpoint names. Raises BatonError, DataDoesNotPass."""
 
     def __call__(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> Awaitable[WriterLink]: ...
 
@@ -108,6 +115,16 @@ class PairLink:
             task.exception()  # taken here too: those who waited may have gone away
 
     async def _connect(self) -> None:
+        """Where a transport's data does not pass the next best one is tried at once. Raises BatonError."""
+        while True:
+            try:
+                await self._connect_once()
+                return
+            except DataDoesNotPass:
+                if self.offers.names == list(self._request.transports):
+                    raise
+
+    async def _connect_once(self) -> None:
         del self._request.transports[:]
         self._request.transports.extend(self.offers.names)
         try:
@@ -126,7 +143,7 @@ class PairLink:
         try:
             self.now = await self._make_link(endpoint, self._address.pair, self._events)
         except BatonError as error:
-            self._count_failure(endpoint.transport, error.message)
+            self._count_failure(endpoint.transport, error.message, worked=not isinstance(error, DataDoesNotPass))
             raise
         self.transport, self.epoch = endpoint.transport, endpoint.epoch
         self._landed = self._lost_writes = False

@@ -20,16 +20,17 @@ from kvtransfer.attendance import WriterAttendance
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.negotiation import Offers, check_some_work, host_identity
 from kvtransfer.observer import HandoffObserver
-from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
+from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma import RdmaConnectError, RdmaWriterLink
+from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
-from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
-from kvtransfer.transports.tcp import TcpConnectError, TcpWriterLink
-from kvtransfer.transports.ucx import UcxConnectError, UcxWriterLink
+from kvtransfer.transports.shm import ShmWriterLink
+from kvtransfer.transports.tcp import TcpWriterLink
+from kvtransfer.transports.ucx import UcxWriterLink
 from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import PeerAddress, WriterPeer
 from kvtransfer.writer_grants import WriterGrants
+from kvtransfer.writer_link import DataDoesNotPass
 from prefill_node.config import PrefillConfig
 
 MACHINES_MAX = 4_096
@@ -146,7 +147,7 @@ class Peers:
     def holds(self) -> Holdings:
         peers = self._peers.values()
         return Holdings(
-            grants_written=sum(peer.machine.live for peer in peers),
+            grants_written=sum(peer.machine.writing for peer in peers),
             unacknowledged_writes=sum(peer.machine.outstanding for peer in peers),
         )
 
@@ -165,6 +166,8 @@ class Peers:
                 records_checksummed=peer.records_checksummed,
             )
         message.counters.add(name="transports given up", value=self.transports_given_up)
+        adrift = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
+        message.counters.add(name="let go with writes adrift, not fenced yet", value=adrift)
 
     @property
     def transports_given_up(self) -> int:
@@ -222,7 +225,7 @@ class Peers:
             self._checksums.close()
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
-        """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE."""
+        """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE, DataDoesNotPass."""
         region = self._pool.region
         try:
             if endpoint.transport is TransportName.CUDA_IPC:
@@ -242,6 +245,8 @@ class Peers:
                 return await UcxWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.ucx)
             assert endpoint.transport is TransportName.TCP, endpoint.transport
             return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
-        except (ShmConnectError, RdmaConnectError, UcxConnectError, TcpConnectError) as error:
+        except ConnectError as error:
             text = f"No {endpoint.transport.value} link: {error}."
+            if isinstance(error, RdmaUnproved):
+                raise DataDoesNotPass(text) from error
             raise BatonError(Reason.PEER_UNREACHABLE, text) from error

@@ -15,9 +15,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvtransfer.transports import rdma_connect, rdma_memory, rdma_offer, rdma_receiver
+from kvtransfer.transports import rdma_connect, rdma_connection, rdma_memory, rdma_offer
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma_device import QueuePairFailed, RdmaConfig
+from kvtransfer.transports.rdma_config import RdmaConfig
+from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed
 from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
 from kvtransfer.transports.rdma_poster import Poster
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
@@ -43,6 +44,7 @@ class DoubleDevice:
         self.region_U8 = region_U8
         self.nbytes, self.base = len(region_U8), int(region_U8.ctypes.data)
         self.lkey = self.rkey = next(_numbers)
+        self.probes = wire.ProbePlace(base=next(_numbers), rkey=next(_numbers))
         self.mtu, self.lid, self.ethernet = 5, 0, True
         self.send_wrs_max, self.seals_max = config.send_wrs_max, config.seals_max
         self.closed = False
@@ -58,16 +60,19 @@ class DoubleDevice:
 
 class DoubleQueuePairs:
     """`fails_to_destroy` makes the next so many calls of `destroy` come without evidence. Where `on_the_way` is a list,
-    chains of writes stay in it, uncompleted: the network holds them back."""
+    chains of writes stay in it, uncompleted: the network holds them back. `probes_lost` has the queue pairs whose probe
+    is lost, by index, with the status that it completes with at last; None: it does not within any deadline."""
 
     on_the_way: ClassVar[list[Deliver] | None] = None
     alive: ClassVar[dict[int, DoubleQueuePairs]] = {}
     fails_to_destroy: ClassVar[int] = 0
+    probes_lost: ClassVar[dict[int, int | None]] = {}
 
     def __init__(self, device: DoubleDevice, count: int, randomness: Callable[[int], bytes], *, sends: bool) -> None:
         self.device, self.sends = device, sends
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.immediates: list[tuple[int, int]] = []
+        self.probed: list[int] = []
         self.broken = False
         self.peer: wire.LinkEnds | None = None
         self.destroyed = False
@@ -87,6 +92,28 @@ class DoubleQueuePairs:
 
     def poster(self, *, dst_base: int, rkey: int) -> Poster:
         return DoublePoster(self, dst_base, rkey)
+
+    def post_probes(self, peer: wire.LinkEnds, place: wire.ProbePlace) -> None:
+        for index, end in enumerate(peer.qps):
+            status = self.probes_lost.get(index, 0)
+            if status == 0:
+                there = self.alive[end.number]
+                assert there.device.probes == place
+                there.immediate_came(index, index)
+            if status is not None:
+                self.probed.append(status)
+                os.eventfd_write(self.fd, 1)
+
+    def take_probes(self) -> int:
+        self.take_event()
+        statuses, self.probed = self.probed, []
+        if any(statuses):
+            raise ProbeLost(f"a probe was not acknowledged: it completed with status {max(statuses)}")
+        return len(statuses)
+
+    def immediate_came(self, index: int, number: int) -> None:
+        self.immediates.append((index, socket.htonl(number & 0xFFFF_FFFF)))
+        os.eventfd_write(self.fd, 1)
 
     def take_event(self) -> None:
         os.eventfd_read(self.fd)
@@ -151,8 +178,7 @@ class DoublePoster:
     def post_seal(self, qp: int, number: int, wr_id: int) -> None:
         peer = self._peer(qp)
         if peer is not None:
-            peer[0].immediates.append((peer[1], socket.htonl(number & 0xFFFF_FFFF)))
-            os.eventfd_write(peer[0].fd, 1)
+            peer[0].immediate_came(peer[1], number)
         self.done.append((wr_id, 0 if peer is not None else REFUSED))
 
     def wait(self, wake_fd: int, spin_us: int, timeout_ms: int) -> tuple[list[tuple[int, int]], int]:
@@ -181,7 +207,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(rdma_memory, "find_ports", find)
     monkeypatch.setattr(rdma_offer, "find_ports", find)
     monkeypatch.setattr(rdma_connect, "QueuePairs", DoubleQueuePairs)
-    monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
+    monkeypatch.setattr(rdma_connection, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)
     monkeypatch.setattr(DoubleQueuePairs, "on_the_way", None)
+    monkeypatch.setattr(DoubleQueuePairs, "probes_lost", {})
     return state

@@ -289,6 +289,30 @@ def test_the_word_of_a_handoff_with_writes_adrift_says_so() -> None:
     assert w.machine.lowest_live == nth(1)
 
 
+def test_what_has_let_go_with_writes_adrift_is_written_under_no_more() -> None:
+    """Its answer waits for a fence of the receiver's, perhaps for ever: it stays live, and no drain waits for it. Every
+    other handoff is answered for: one that writes, one whose let-go is answered at once, one whose writes are
+    adrift and not over."""
+    w = Writer(WriterGrants(WriterLimits(live_span_max=4)))
+    w.ask()
+    w.granted()
+    w.posted(writes=2)
+    w.machine.handle(HandoffCancelled(number=nth(0)))
+    w.completed(writes=1)
+    w.machine.handle(WritesAdrift(number=nth(0)))
+    assert (w.machine.live, w.machine.writing) == (1, 1)
+    w.completed(writes=1)
+    assert (w.state(), w.machine.live, w.machine.writing) == (WriterState.LETTING_GO, 1, 0)
+    w.ask()
+    assert (w.machine.live, w.machine.writing) == (2, 1)
+    w.machine.handle(HandoffCancelled(number=nth(1)))
+    assert (w.state(1), w.machine.live, w.machine.writing) == (WriterState.LETTING_GO, 2, 1)
+    w.machine.handle(LetGoAnswered(number=nth(1)))
+    assert (w.machine.live, w.machine.writing) == (1, 0)
+    w.machine.handle(LetGoAnswered(number=nth(0)))
+    assert (w.machine.live, w.machine.writing) == (0, 0)
+
+
 def test_writes_adrift_outlive_the_peer_that_was_given_up() -> None:
     """The peer was given up before it knew. Should it live and be asked again, no lowest live number vouches for them,
     until a grant of a later epoch shows that they were fenced."""

@@ -17,7 +17,7 @@ from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, Wr
 from kvtransfer.writer import PeerAddress, WriterConfig, WriterPeer
 from kvtransfer.writer_calls import ReceiverCalls
 from kvtransfer.writer_grants import WriterGrants
-from kvtransfer.writer_link import PairLink
+from kvtransfer.writer_link import DataDoesNotPass, PairLink
 from tests.shm_harness import pair_of
 
 SHM, RDMA, TCP = TransportName.SHM, TransportName.RDMA, TransportName.TCP
@@ -75,7 +75,7 @@ class FakeLink:
         return
 
 
-def make_peer(make_link: Any) -> tuple[WriterPeer, FakeChannel]:
+def make_peer(make_link: Any, transports: tuple[TransportName, ...] = (SHM, TCP)) -> tuple[WriterPeer, FakeChannel]:
     channels = FakeChannels()
     peer = WriterPeer(
         address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
@@ -85,7 +85,7 @@ def make_peer(make_link: Any) -> tuple[WriterPeer, FakeChannel]:
         machine=WriterGrants(),
         channels=channels,  # type: ignore[arg-type]
         make_link=make_link,
-        offers=Offers((SHM, TCP), FallbackConfig()),
+        offers=Offers(transports, FallbackConfig()),
         loop=asyncio.get_running_loop(),
         config=WriterConfig(),
     )
@@ -118,6 +118,44 @@ def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
         assert made == [SHM, SHM, TCP]
         assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"]]
         assert (peer.transport, peer.offers.dropped, peer.link_failures) == (TCP, [SHM], 2)
+        await peer.close()
+
+    asyncio.run(test())
+
+
+def test_devices_that_do_not_reach_each_other_cost_no_handoff() -> None:
+    """Making the link shows that no data passes over rdma, which is given up: the same try goes on over tcp."""
+    made: list[TransportName] = []
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        made.append(endpoint.transport)
+        if endpoint.transport is RDMA:
+            raise DataDoesNotPass("No rdma link: the devices do not reach each other.")
+        return FakeLink(fenced=False)
+
+    async def test() -> None:
+        peer, channel = make_peer(make_link, (RDMA, TCP))
+        assert await ask(peer) is Reason.DECODE_FULL
+        assert made == [RDMA, TCP]
+        assert channel.offered == [["rdma", "tcp"], ["tcp"]]
+        assert (peer.transport, peer.offers.dropped, peer.link_failures) == (TCP, [RDMA], 1)
+        await peer.close()
+
+    asyncio.run(test())
+
+
+def test_without_another_transport_the_one_whose_data_does_not_pass_is_tried_again() -> None:
+    """rdma alone: an error each time, once, with what is wrong; nothing is given up."""
+    made: list[TransportName] = []
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        made.append(endpoint.transport)
+        raise DataDoesNotPass("No rdma link: the devices do not reach each other.")
+
+    async def test() -> None:
+        peer, _ = make_peer(make_link, (RDMA,))
+        assert [await ask(peer) for _ in range(3)] == [Reason.PEER_UNREACHABLE] * 3
+        assert (made, peer.offers.dropped, peer.link_failures) == ([RDMA] * 3, [], 3)
         await peer.close()
 
     asyncio.run(test())

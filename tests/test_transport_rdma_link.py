@@ -6,9 +6,6 @@ On a real device the same code is tested by `make test-rdma`.
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import ANY
 
@@ -17,15 +14,11 @@ import pytest
 
 from baton.errors import InvalidField
 from baton.ids import Epoch
-from kvtransfer.region import Region
 from kvtransfer.transport import PairBeingFenced, Seal, TransportName
-from kvtransfer.transports import rdma_receiver
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.rdma import (
-    RdmaConfig,
     RdmaConnectError,
     RdmaMemory,
-    RdmaReceiverConfig,
     RdmaReceiverPort,
     RdmaUnavailable,
     RdmaWriterConfig,
@@ -33,127 +26,16 @@ from kvtransfer.transports.rdma import (
 )
 from kvtransfer.transports.rdma_connect import RegionAddress
 from kvtransfer.transports.rdma_offer import register_if_usable
-from tests.rdma_double import Deliver, DoubleDevice, DoubleQueuePairs, install
-from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
+from tests.rdma_double import Deliver, DoubleQueuePairs
+from tests.rdma_harness import CONFIG, EPOCH, GRANT, OTHER, PAIR, Raw, double, linked, receiving, seal_of
+from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, run
 from tests.shm_peer import source_bytes
 from tests.transport_suite import expected_region, record_ops
 
-PAIR, EPOCH, GRANT, OTHER = pair_of(2), Epoch(3), grant_of(7), grant_of(8)
-CONFIG = RdmaConfig(qps=2, seals_max=4, device_check_ms=5)
+__all__ = ["double"]
 
-
-@pytest.fixture(autouse=True)
-def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """`lost`: why the device does not work, if it does not."""
-    monkeypatch.setattr(rdma_receiver, "DESTROY_RETRY_MS", 5)
-    monkeypatch.setattr("kvtransfer.transports.rdma_writer.DESTROY_RETRY_MS", 5)
-    yield install(monkeypatch)
-    assert not DoubleQueuePairs.alive
-
-
-class Receiving:
-    def __init__(self, **config: Any) -> None:
-        loop = asyncio.get_running_loop()
-        self.events = Recorder()
-        self.offered: list[bool] = []
-        self.region = Region.create(REGION_NBYTES, "test-region")
-        self.memory = RdmaMemory(region=lambda: self.region.array_U8, config=CONFIG, loop=loop, remote_writes=True)
-        self.port = RdmaReceiverPort(
-            memory=self.memory,
-            events=self.events,
-            loop=loop,
-            randomness=os.urandom,
-            offered=self.offered.append,
-            config=RdmaReceiverConfig(rdma=CONFIG, **config),
-        )
-
-    @property
-    def refused(self) -> object:
-        return self.port.describe()["refused"]
-
-    @property
-    def qps(self) -> DoubleQueuePairs:
-        """Those of the only link, at this side."""
-        (found,) = {id(q): q for q in DoubleQueuePairs.alive.values() if not q.sends}.values()
-        return found
-
-
-@asynccontextmanager
-async def receiving(**config: Any) -> AsyncIterator[Receiving]:
-    it = Receiving(**config)
-    try:
-        yield it
-    finally:
-        await it.port.close()
-        await it.memory.close()
-        it.region.close()
-
-
-@asynccontextmanager
-async def linked(
-    r: Receiving, source_U8: np.ndarray, epoch: Epoch = EPOCH, **config: Any
-) -> AsyncIterator[tuple[RdmaWriterLink, Recorder]]:
-    loop, events = asyncio.get_running_loop(), Recorder()
-    memory = RdmaMemory(region=lambda: source_U8, config=CONFIG, loop=loop, remote_writes=False)
-    try:
-        limits = RdmaWriterConfig(rdma=CONFIG, connect_ms_max=2_000, **config)
-        link = await RdmaWriterLink.connect(r.port.expect(PAIR, epoch), PAIR, memory, events, loop, limits)
-        try:
-            yield link, events
-        finally:
-            await link.close()
-    finally:
-        await memory.close()
-
-
-def seal_of(number: int = 1) -> Seal:
-    return Seal(grant=grant_of(number), epoch=EPOCH, writes=number, bytes_written=number)
-
-
-class Raw:
-    """The words of a writer, spoken by hand, with queue pairs of the double."""
-
-    def __init__(self, r: Receiving) -> None:
-        self.endpoint = r.port.expect(PAIR, EPOCH)
-        self.qps = DoubleQueuePairs(
-            DoubleDevice(np.zeros(1, np.uint8), CONFIG, remote_writes=False), 2, os.urandom, sends=True
-        )
-        self.inbox = wire.Inbox()
-        self.waiting: list[wire.Message] = []
-
-    async def open(self) -> None:
-        host, port = RegionAddress.decode(self.endpoint.address).listens.rsplit(":", 1)
-        self.reader, self.writer = await asyncio.open_connection(host, int(port))
-
-    async def say(self, *messages: wire.Message) -> None:
-        self.writer.write(b"".join(map(wire.encode, messages)))
-        await self.writer.drain()
-
-    async def hear(self) -> wire.Message | None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not self.waiting:
-                data = await self.reader.read(4096)
-                if not data:
-                    return None
-                self.waiting += self.inbox.feed(data)
-        return self.waiting.pop(0)
-
-    async def welcome(self) -> wire.Welcome:
-        await self.open()
-        hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, ends=self.qps.ends)
-        await self.say(hello)
-        challenge = await self.hear()
-        assert isinstance(challenge, wire.Challenge)
-        await self.say(wire.Answer(proof=wire.writer_proof(self.endpoint.secret, hello, challenge.nonce)))
-        welcome = await self.hear()
-        assert isinstance(welcome, wire.Welcome)
-        self.qps.connect(welcome.ends)
-        return welcome
-
-    async def close(self) -> None:
-        self.qps.destroy()
-        self.writer.close()
-        await self.writer.wait_closed()
+pytestmark = pytest.mark.usefixtures("double")
+PROBES = wire.ProbePlace(base=1, rkey=1)
 
 
 def test_records_land_and_the_seal_waits_for_every_queue_pair_that_they_took() -> None:
@@ -170,7 +52,7 @@ def test_records_land_and_the_seal_waits_for_every_queue_pair_that_they_took() -
                 assert r.events.seals == [(PAIR, Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=2))]
                 assert np.array_equal(r.region.array_U8, expected_region(source_U8, record_ops(1)))
                 told = link.describe()
-                assert (told["writes"], told["doorbells"]) == (128, 16)
+                assert (told["writes"], told["chains"]) == (128, 16)
             assert r.events.gone == [] and events.lost == []
 
     run(test())
@@ -442,19 +324,22 @@ def test_a_receiver_that_does_not_know_the_secret_gets_no_data() -> None:
                 writer.write(wire.encode(wire.Challenge(nonce=bytes(32))))
                 await reader.read(4096)
                 ends = next(iter(DoubleQueuePairs.alive.values())).ends
-                writer.write(wire.encode(wire.Welcome(proof=bytes(32), region_nbytes=REGION_NBYTES, ends=ends)))
+                false = wire.Welcome(proof=bytes(32), region_nbytes=REGION_NBYTES, probes=PROBES, ends=ends)
+                writer.write(wire.encode(false))
                 await writer.drain()
                 writer.close()
 
             async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
                 port = server.sockets[0].getsockname()[1]
                 address = RegionAddress(listens=f"127.0.0.1:{port}", base=1, rkey=1).encode()
-                false = type(endpoint)(
+                elsewhere = type(endpoint)(
                     transport=TransportName.RDMA, address=address, secret=endpoint.secret, epoch=EPOCH
                 )
                 loop = asyncio.get_running_loop()
                 with pytest.raises(RdmaConnectError, match="does not know the pair's secret"):
-                    await RdmaWriterLink.connect(false, PAIR, r.memory, Recorder(), loop, RdmaWriterConfig(rdma=CONFIG))
+                    await RdmaWriterLink.connect(
+                        elsewhere, PAIR, r.memory, Recorder(), loop, RdmaWriterConfig(rdma=CONFIG)
+                    )
 
     run(test())
 

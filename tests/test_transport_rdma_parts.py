@@ -17,8 +17,8 @@ from kvtransfer.transport import Seal
 from kvtransfer.transports import rdma_checks
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.rdma_checks import Machine, Verdict, check_rdma, works
+from kvtransfer.transports.rdma_config import UNANSWERED_MS_MAX, RdmaConfig
 from kvtransfer.transports.rdma_connect import RdmaWriterConfig, RegionAddress
-from kvtransfer.transports.rdma_device import RdmaConfig
 from kvtransfer.transports.rdma_ports import GidKind, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
     LayoutUnknown,
@@ -50,11 +50,13 @@ SEALS = st.builds(
     bytes_written=U64,
 )
 PROOFS = st.binary(min_size=32, max_size=32)
+PLACES = st.builds(wire.ProbePlace, base=U64, rkey=st.integers(0, (1 << 32) - 1))
 MESSAGES = st.one_of(
     st.builds(wire.Hello, pair=PAIRS, epoch=U64.map(Epoch), link=U64, ends=ENDS),
     st.builds(wire.Challenge, nonce=PROOFS),
     st.builds(wire.Answer, proof=PROOFS),
-    st.builds(wire.Welcome, proof=PROOFS, region_nbytes=U64, ends=ENDS),
+    st.builds(wire.Welcome, proof=PROOFS, region_nbytes=U64, probes=PLACES, ends=ENDS),
+    st.just(wire.Ready()),
     st.builds(wire.Refused, reason=st.sampled_from(wire.RefusalReason)),
     st.builds(wire.SealSent, number=U64, seal=SEALS, qps_mask=U64),
     st.builds(wire.Sealed, number=U64),
@@ -86,7 +88,7 @@ def test_a_changed_byte_is_another_message_or_none(message: wire.Message, at: in
 
 
 def test_proofs_cover_what_each_side_says() -> None:
-    """Other queue pairs, another nonce, the other side's label: another proof."""
+    """Other queue pairs, another nonce, another place, the other side's label: another proof."""
     ends = wire.LinkEnds(
         gid=bytes(16), lid=1, mtu=3, ethernet=True, seals_max=4, qps=(wire.QpAddress(number=1, first_packet=2),)
     )
@@ -101,9 +103,12 @@ def test_proofs_cover_what_each_side_says() -> None:
         wire.writer_proof(secret, wire.Hello(pair=pair, epoch=Epoch(1), link=1, ends=ends), b"n" * 32),
     }
     hello = wire.Hello(pair=pair, epoch=Epoch(1), link=1, ends=ends)
-    proofs |= {wire.receiver_proof(secret, hello, nonce, 1, e) for e in (ends, other)}
-    proofs |= {wire.receiver_proof(secret, hello, nonce, 2, ends)}
-    assert len(proofs) == 6
+    place = wire.ProbePlace(base=1, rkey=2)
+    proofs |= {wire.receiver_proof(secret, hello, nonce, 1, place, e) for e in (ends, other)}
+    proofs |= {wire.receiver_proof(secret, hello, nonce, 2, place, ends)}
+    for moved in (wire.ProbePlace(base=2, rkey=2), wire.ProbePlace(base=1, rkey=1)):
+        proofs.add(wire.receiver_proof(secret, hello, nonce, 1, moved, ends))
+    assert len(proofs) == 8
 
 
 def test_the_region_travels_in_the_address() -> None:
@@ -117,13 +122,46 @@ def test_the_region_travels_in_the_address() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"qps": 0}, {"qps": 17}, {"retries_max": 8}, {"traffic_class": 256}, {"seals_max": 0}]
+    "wrong",
+    [
+        {"qps": 0},
+        {"qps": 17},
+        {"send_wrs_max": 1},
+        {"retries_max": 0},
+        {"retries_max": 8},
+        {"ack_timeout_code": 0},
+        {"ack_timeout_code": 32},
+        {"hop_limit": 0},
+        {"hop_limit": 256},
+        {"traffic_class": -1},
+        {"traffic_class": 256},
+        {"seals_max": 0},
+        {"seals_max": 1 << 16},
+        {"device_check_ms": 0},
+    ],
 )
 def test_settings_out_of_range(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    """Each is refused by its name. A timeout of code 0 would be none at all."""
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
         RdmaConfig(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="chain_wrs_max must be positive"):
-        RdmaWriterConfig(chain_wrs_max=0)
+
+
+def test_a_write_that_nobody_acknowledges_fails_in_time() -> None:
+    """Timeout and repeats together have a limit: half a second by default, hours are refused."""
+    assert 500 < RdmaConfig().unanswered_ms < 600
+    assert RdmaConfig(ack_timeout_code=19).unanswered_ms < UNANSWERED_MS_MAX
+    for code, retries in ((20, 7), (22, 1), (31, 1)):
+        with pytest.raises(
+            ValueError, match=f"^ack_timeout_code is {code}, with retries_max {retries}: .* at most 30,000"
+        ):
+            RdmaConfig(ack_timeout_code=code, retries_max=retries)
+
+
+@pytest.mark.parametrize("name", ["chain_wrs_max", "drain_ms_max", "bye_ms_max"])
+def test_a_limit_of_a_link_is_no_0(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
+        RdmaWriterConfig(**{name: 0})  # type: ignore[arg-type]
+    assert RdmaWriterConfig(spin_us_max=0).spin_us_max == 0
 
 
 V2, V1 = "RoCE v2", "IB/RoCE v1"

@@ -286,7 +286,7 @@ def test_what_was_never_acknowledged_completes_with_the_link() -> None:
             (stream,) = r.port._streams(PAIR)
             with stream._landing:
                 link.post(GRANT, ops_of([0], [0], [1000]))
-                await wait_until(lambda: link._queue.on_the_way(GRANT))
+                await wait_until(lambda: bool(link._queue.on_the_way(GRANT)))
                 assert events.completed == []
                 link._streams[0].sock.shutdown(socket.SHUT_RDWR)
                 await events.until(lambda e: bool(e.lost))

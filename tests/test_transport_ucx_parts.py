@@ -1,4 +1,4 @@
-"""Words of ucx on the wire, seals in two parts, and what is said where NIXL is not there."""
+"""Words of ucx on the wire, and what is said where NIXL is not there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kvtransfer.transports import ucx_nixl, ucx_offer
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.ucx import UcxReceiverConfig, UcxWriterConfig
 from kvtransfer.transports.ucx_checks import transports_in
-from kvtransfer.transports.ucx_connection import SealParts, SealRefused
 from kvtransfer.transports.ucx_nixl import destruction_fences
 from kvtransfer.transports.ucx_wire import RefusalReason
 
@@ -71,35 +70,6 @@ def test_a_damaged_head_is_an_error_or_waits(message: wire.Message, at: int, fli
     packet[at] ^= flip
     with contextlib.suppress(wire.MalformedMessage):
         assert message not in list(wire.Inbox().feed(bytes(packet)))
-
-
-def seal(number: int, epoch: int = 3) -> wire.SealSent:
-    return wire.SealSent(
-        number=number, seal=Seal(grant=GrantId(bytes(16)), epoch=Epoch(epoch), writes=number, bytes_written=0)
-    )
-
-
-def test_a_seal_is_whole_with_its_second_part() -> None:
-    """In either order, each once; a repeat of a part, another epoch's seal and too many halves are refused."""
-    parts = SealParts(epoch=Epoch(3), seals_max=2)
-    waiting = [parts.waiting]
-    assert parts.told(seal(1)) is None
-    waiting.append(parts.waiting)
-    assert parts.notified(1) == seal(1).seal
-    assert parts.notified(2) is None
-    waiting.append(parts.waiting)
-    assert waiting == [False, True, False]
-    assert parts.told(seal(2)) == seal(2).seal
-    parts.told(seal(3))
-    with pytest.raises(SealRefused, match="SEAL"):
-        parts.told(seal(3))
-    with pytest.raises(SealRefused, match="SEAL"):
-        parts.told(seal(4, epoch=2))
-    parts.notified(5)
-    with pytest.raises(SealRefused, match="SEAL"):
-        parts.notified(5)
-    with pytest.raises(SealRefused, match="SEALS_MAX"):
-        parts.notified(6)
 
 
 def test_what_the_receiver_moves_itself_it_can_fence_alone() -> None:

@@ -195,6 +195,35 @@ async def what_is_posted_after_a_fence_lands_nowhere(kit: Kit) -> None:
         assert r.expect(epoch=Epoch(EPOCH + 1))["epoch"] == EPOCH + 1
 
 
+async def a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence(kit: Kit) -> None:
+    """Cancelled after so many turns of the loop that both sides share, in all stages of the handshake: the receiver
+    hears that it is over, has nothing to fence and keeps no connection, and the pair links in the same epoch."""
+    source_U8 = source_bytes(6, REGION_NBYTES)
+    async with receiving(kit) as r:
+        endpoint = endpoint_from_json(r.expect())
+        for turns in range(0, 40, 3):
+            events = Recorder()
+            connecting = asyncio.ensure_future(kit.link(endpoint, PAIR, source_U8, events))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            connecting.cancel()
+            await asyncio.wait([connecting])
+            if not connecting.cancelled():
+                await connecting.result().close()
+        async with linked(r, source_U8) as (it, events):
+            it.post(GRANT, record_ops(1))
+            await events.until(lambda e: bool(e.completed))
+            assert events.completed[0][3] is True
+            wanted = (0, kit.streams if kit.transport is TransportName.TCP else 1)
+            async with asyncio.timeout(DEADLINE_S):
+                while True:
+                    told = r.port.describe()
+                    if (told["connections_handshaking"], told["connections_writing"]) == wanted:
+                        break
+                    await asyncio.sleep(0)
+            assert (r.events.gone, told["fences_ended"], told["fences_waiting"]) == ([], 0, 0)
+
+
 class FirstHalf:
     """Ranges of a grant that may write the first half of the region."""
 
@@ -231,5 +260,6 @@ MORE_CASES = (
     a_receiver_that_pauses_gets_everything_when_it_goes_on,
     a_restarted_writer_is_a_new_pair,
     what_is_posted_after_a_fence_lands_nowhere,
+    a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence,
     a_write_outside_its_grant_ends_the_link_where_the_receiver_sees_it,
 )

@@ -17,6 +17,10 @@ KindT = TypeVar("KindT", bound=IntEnum)
 MessageT = TypeVar("MessageT")
 
 
+class Malformed(Exception):
+    """Bytes that are none of a wire's messages. Each wire has its own, with its reason to refuse them."""
+
+
 class Framing(Generic[KindT]):
     """The header of one wire. `malformed` and `other_version` make the error from its text."""
 
@@ -27,8 +31,8 @@ class Framing(Generic[KindT]):
         version: int,
         kinds: type[KindT],
         body_bytes_max: int,
-        malformed: Callable[[str], Exception],
-        other_version: Callable[[str], Exception],
+        malformed: Callable[[str], Malformed],
+        other_version: Callable[[str], Malformed],
     ) -> None:
         self._magic = magic
         self._version = version

@@ -39,6 +39,8 @@ class PortFences:
         self._pairs_max = pairs_max
         self._books: dict[Pair, PairFence] = {}
         self._closed = False
+        self.ended = 0
+        """Fences that have had their evidence."""
 
     @property
     def waiting(self) -> int:
@@ -113,4 +115,5 @@ class PortFences:
                 if book.is_idle:
                     del self._books[pair]
                 return
+            self.ended += 1
             self._events.writer_gone(pair, *settled)

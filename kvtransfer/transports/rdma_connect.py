@@ -1,4 +1,4 @@
-"""The writer's configuration, and its handshake: one connection for words, queue pairs for data, both sides proved."""
+"""The writer's configuration, and its handshake: one connection for words, queue pairs for data, all of it proved."""
 
 from __future__ import annotations
 
@@ -11,49 +11,46 @@ from dataclasses import dataclass, field
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError
 from baton.ids import Pair
-from kvtransfer.transport import DataEndpoint
+from baton.log import get_log
+from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs, RdmaConfig, RdmaDevice
-from kvtransfer.transports.tcp_socket import RECV_BYTES, TcpSocketOptions, open_connection, tune
+from kvtransfer.transports.connect_words import ConnectWords
+from kvtransfer.transports.end_config import LinkConfig
+from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.rdma_config import RdmaConfig
+from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
+from kvtransfer.transports.rdma_memory import Hold
+from kvtransfer.transports.tcp_socket import open_connection, tune
+
+log = get_log("rdma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaWriterConfig:
-    """Limits of one link."""
+class RdmaWriterConfig(LinkConfig):
+    """Limits of one link. `connect_ms_max` is for the first data as well."""
 
-    connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
     chain_wrs_max: int = field(default=32, metadata={"help": "writes posted with one doorbell, the last completing"})
     chain_bytes_max: int = field(default=4 << 20, metadata={"help": "bytes of such a chain, unless one write is more"})
     wr_bytes_max: int = field(default=1 << 20, metadata={"help": "bytes of one write; longer ones are cut"})
     on_the_way_bytes_max: int = field(
         default=32 << 20, metadata={"help": "bytes handed to the device and not completed, at which no more are"}
     )
-    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
-    seals_waiting_max: int = field(
-        default=4096, metadata={"help": "seals that wait for a receiver that does not take them"}
-    )
-    bye_ms_max: int = field(
-        default=2000, metadata={"help": "how long closing waits for the device to complete what was on its way"}
-    )
     spin_us_max: int = field(default=50, metadata={"help": "polling for a completion before sleeping; 0: never"})
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and value <= 0 and name != "spin_us_max":
-                raise ValueError(f"{name} must be positive, got {value}")
+        check_limits(self, but=("spin_us_max",))
         if self.spin_us_max < 0 or self.wr_bytes_max > 1 << 30:
             raise ValueError("spin_us_max must not be negative, wr_bytes_max at most 1 GiB")
 
 
-class RdmaConnectError(Exception):
-    """No link came to be. `reason` is the receiver's, if it gave one."""
+class RdmaConnectError(ConnectError):
+    """Of an rdma link."""
 
-    def __init__(self, text: str, reason: wire.RefusalReason | None = None) -> None:
-        super().__init__(text)
-        self.reason = reason
+
+class RdmaUnproved(RdmaConnectError):
+    """All was said, the queue pairs are connected, and no data arrives: the devices do not reach each other (a route, a
+    VLAN, a filter of UDP port 4791, or a switch whose MTU is smaller than the devices')."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +74,7 @@ class RegionAddress:
 
 @dataclass(slots=True, kw_only=True)
 class Connected:
-    """A welcomed link; everything in it is the caller's."""
+    """A link that is made; everything in it is the caller's."""
 
     sock: socket.socket
     qps: QueuePairs
@@ -87,74 +84,119 @@ class Connected:
 
 
 async def connect(
-    endpoint: DataEndpoint, pair: Pair, device: RdmaDevice, loop: asyncio.AbstractEventLoop, config: RdmaWriterConfig
+    endpoint: DataEndpoint, pair: Pair, hold: Hold, loop: asyncio.AbstractEventLoop, config: RdmaWriterConfig
 ) -> Connected:
-    """Connect and prove the pair's secret. The caller bounds the time.
+    """Connect, prove the pair's secret, and then that data passes. Lets go of the hold where it fails.
 
     Raises:
-        RdmaConnectError: refused, unreachable, or whoever answers does not know the secret.
+        RdmaUnproved: words arrive at the receiver, and data does not.
+        RdmaConnectError: refused, unreachable, whoever answers does not know the secret, or too late.
     """
     sock: socket.socket | None = None
     qps: QueuePairs | None = None
+    proving = False
     try:
-        region = RegionAddress.decode(endpoint.address)
-        qps = QueuePairs(device, config.rdma.qps, os.urandom, sends=True)
-        link = int.from_bytes(os.urandom(8))
-        hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, ends=qps.ends)
-        sock = await open_connection(region.listens, loop)
-        tune(sock, config.socket)
-        welcome = await _shake_hands(sock, endpoint, hello, loop)
-        if len(welcome.ends.qps) != len(qps.ends.qps):
-            raise RdmaConnectError(f"{endpoint.address}: {len(welcome.ends.qps)} queue pairs in the welcome")
-        qps.connect(welcome.ends)
+        async with asyncio.timeout(config.connect_ms_max / 1000):
+            region = RegionAddress.decode(endpoint.address)
+            qps = QueuePairs(hold.device, config.rdma.qps, os.urandom, sends=True)
+            link = int.from_bytes(os.urandom(8))
+            hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, ends=qps.ends)
+            sock = await open_connection(region.listens, loop)
+            tune(sock, config.socket)
+            words = ConnectWords[wire.Message](
+                sock,
+                loop,
+                address=endpoint.address,
+                encode=wire.encode,
+                inbox=wire.Inbox(),
+                refused=wire.Refused,
+                error=RdmaConnectError,
+            )
+            welcome = await _shake_hands(words, endpoint, hello)
+            qps.connect(welcome.ends)
+            proving = True
+            await _prove(words, qps, welcome, loop)
         return Connected(sock=sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends)
     except BaseException as error:
-        if qps is not None:
-            qps.destroy()
-        if sock is not None:
-            take_leave(sock, endpoint)
-        if isinstance(error, (OSError, ValueError, BatonError, wire.MalformedMessage, QueuePairFailed)) and not (
-            isinstance(error, TimeoutError)
-        ):
+        give_up(endpoint, hold, qps, sock)
+        if proving and _tells_of_the_way(error):
+            text = f"no data arrives within {config.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
+            reason = error.reason if isinstance(error, RdmaConnectError) else None
+            raise RdmaUnproved(f"{endpoint.address}: the devices do not reach each other: {text}", reason) from error
+        if isinstance(error, TimeoutError):
+            raise RdmaConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
+        if isinstance(error, (OSError, ValueError, BatonError, wire.MalformedMessage, QueuePairFailed)):
             raise RdmaConnectError(f"{endpoint.address}: {error}") from error
         raise
 
 
-async def _shake_hands(
-    sock: socket.socket, endpoint: DataEndpoint, hello: wire.Hello, loop: asyncio.AbstractEventLoop
-) -> wire.Welcome:
-    inbox = wire.Inbox()
-    await loop.sock_sendall(sock, wire.encode(hello))
-    challenge = await _receive(sock, inbox, loop)
-    if not isinstance(challenge, wire.Challenge):
-        raise RdmaConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
-    proof = wire.writer_proof(endpoint.secret, hello, challenge.nonce)
-    await loop.sock_sendall(sock, wire.encode(wire.Answer(proof=proof)))
-    welcome = await _receive(sock, inbox, loop)
-    if not isinstance(welcome, wire.Welcome):
-        raise RdmaConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
-    wanted = wire.receiver_proof(endpoint.secret, hello, challenge.nonce, welcome.region_nbytes, welcome.ends)
-    if not hmac.compare_digest(welcome.proof, wanted):
+def _tells_of_the_way(error: BaseException) -> bool:
+    """Or else of something that has happened to one of the two meanwhile."""
+    refused = isinstance(error, RdmaConnectError) and error.reason is wire.RefusalReason.PROBE
+    return refused or isinstance(error, (TimeoutError, ProbeLost))
+
+
+async def _shake_hands(words: ConnectWords[wire.Message], endpoint: DataEndpoint, hello: wire.Hello) -> wire.Welcome:
+    await words.say(hello)
+    challenge = await words.hear(wire.Challenge)
+    await words.say(wire.Answer(proof=wire.writer_proof(endpoint.secret, hello, challenge.nonce)))
+    w = await words.hear(wire.Welcome)
+    wanted = wire.receiver_proof(endpoint.secret, hello, challenge.nonce, w.region_nbytes, w.probes, w.ends)
+    if not hmac.compare_digest(w.proof, wanted):
         raise RdmaConnectError(f"{endpoint.address}: whoever listens there does not know the pair's secret")
-    if not inbox.empty:
-        raise RdmaConnectError(f"{endpoint.address}: the receiver speaks out of turn")
-    return welcome
+    if len(w.ends.qps) != len(hello.ends.qps):
+        raise RdmaConnectError(f"{endpoint.address}: {len(w.ends.qps)} queue pairs in the welcome")
+    return w
 
 
-async def _receive(sock: socket.socket, inbox: wire.Inbox, loop: asyncio.AbstractEventLoop) -> wire.Message:
-    """The next message: the receiver says one at a time until it has welcomed us."""
-    while True:
-        data = await loop.sock_recv(sock, RECV_BYTES)
-        if not data:
-            raise RdmaConnectError("the receiver closed the connection")
-        for message in inbox.feed(data):
-            if isinstance(message, wire.Refused):
-                raise RdmaConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
-            return message
+async def _prove(
+    words: ConnectWords[wire.Message], qps: QueuePairs, welcome: wire.Welcome, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Returns when every queue pair has carried a whole packet there, its acknowledgement back, and the receiver has
+    seen all of them. The other way needs no more than that: what a receiver sends are acknowledgements.
+
+    Raises ConnectError, ProbeLost, QueuePairFailed.
+    """
+    acknowledged = loop.create_future()
+    left = len(qps.ends.qps)
+
+    def look() -> None:
+        nonlocal left
+        try:
+            left -= qps.take_probes()
+        except QueuePairFailed as error:
+            loop.remove_reader(qps.fd)
+            if not acknowledged.done():
+                acknowledged.set_exception(error)
+            return
+        if not left and not acknowledged.done():
+            acknowledged.set_result(None)
+
+    qps.post_probes(welcome.ends, welcome.probes)
+    loop.add_reader(qps.fd, look)
+    ready = loop.create_task(words.hear(wire.Ready))
+    try:
+        await asyncio.gather(acknowledged, ready)
+    finally:
+        loop.remove_reader(qps.fd)
+        ready.cancel()
+        await asyncio.wait([ready])  # it has to be off the socket before that is closed
 
 
-def take_leave(sock: socket.socket, endpoint: DataEndpoint) -> None:
-    """A link that is not used after all: with a BYE the receiver need not fence the pair."""
+def give_up(endpoint: DataEndpoint, hold: Hold, qps: QueuePairs | None, sock: socket.socket | None) -> None:
+    """A link that is not used after all. With a BYE the receiver need not fence the pair."""
+    try:
+        if qps is not None:
+            qps.destroy()
+    except QueuePairFailed as error:
+        log.error("queue pairs are left to the end of the process", peer=endpoint.address, reason=str(error))
+        hold.leave_behind()
+        if sock is not None:
+            sock.close()
+        return
+    hold.release()
+    if sock is None:
+        return
     try:
         sock.send(wire.encode(wire.Bye(epoch=endpoint.epoch)))
     except OSError:

@@ -1,103 +1,40 @@
-"""One writer's connection at the receiver: its limits, its state, and the seals of which something has come."""
+"""One writer's connection at the receiver: its limits, its state, and the queue pairs that it is given."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.ids import Epoch
+from baton.log import get_log
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma_device import QueuePairs, RdmaConfig
-from kvtransfer.transports.rdma_memory import Hold
+from kvtransfer.transports.end_config import PortConfig
+from kvtransfer.transports.rdma_config import RdmaConfig
+from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
+from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.rdma_wire import RefusalReason
-from kvtransfer.transports.tcp_socket import TcpSocketOptions
+from kvtransfer.transports.seal_gather import SealGather
+from kvtransfer.transports.tcp_socket import close_politely
 
-_NUMBER_MASK = 0xFFFF_FFFF
-"""An immediate has 32 bits of a seal's number."""
+log = get_log("rdma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaReceiverConfig:
-    """Limits of one port. `connections_max`: proved links; strangers can only fill `handshakes_max`."""
+class RdmaReceiverConfig(PortConfig):
+    """Limits of one port. Each connection is one link, of `rdma.qps` queue pairs."""
 
-    connections_max: int = field(default=256, metadata={"help": "proved links at a time"})
-    handshakes_max: int = field(
-        default=64, metadata={"help": "connections at a time that have not proved themselves yet"}
-    )
-    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
-    handshake_ms_max: int = field(default=5000, metadata={"help": "how long a handshake may take"})
-    accepts_per_wake_max: int = field(
-        default=16, metadata={"help": "connections accepted in one go before others get their turn"}
-    )
-    accept_pause_ms: int = field(
-        default=100,
-        metadata={"help": "how long no connection is accepted after the process ran out of file descriptors"},
-    )
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
-
-    def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
 
 
-class SealRefused(Exception):
-    """The writer breaks the protocol."""
+class NotWelcome(Exception):
+    """Why there are no queue pairs for a writer."""
 
     def __init__(self, reason: RefusalReason) -> None:
         super().__init__(reason.name)
         self.reason = reason
-
-
-@dataclass(slots=True, kw_only=True)
-class _Parts:
-    """Of one seal: its message, and immediates by the bits of their queue pairs."""
-
-    message: wire.SealSent | None = None
-    arrived: int = 0
-
-
-class SealGather:
-    """Puts the message of each seal and its immediates together, in whichever order they come. Pure."""
-
-    def __init__(self, *, epoch: Epoch, qps: int, seals_max: int) -> None:
-        self._epoch = epoch
-        self._qps = qps
-        self._seals_max = seals_max
-        self._parts: dict[int, _Parts] = {}
-
-    def told(self, message: wire.SealSent) -> wire.SealSent | None:
-        """The message of a seal: returned if it is whole now. Raises SealRefused."""
-        if message.seal.epoch != self._epoch or not 0 < message.qps_mask < 1 << self._qps:
-            raise SealRefused(RefusalReason.SEAL)
-        parts = self._of(message.number)
-        if parts.message is not None:
-            raise SealRefused(RefusalReason.SEAL)
-        parts.message = message
-        return self._whole(message.number, parts)
-
-    def arrived(self, qp: int, number: int) -> wire.SealSent | None:
-        """An immediate on this queue pair: the seal's message if it is whole now. Raises SealRefused."""
-        parts = self._of(number)
-        if parts.arrived >> qp & 1:
-            raise SealRefused(RefusalReason.SEAL)
-        parts.arrived |= 1 << qp
-        return self._whole(number, parts)
-
-    def _of(self, number: int) -> _Parts:
-        number &= _NUMBER_MASK
-        if number not in self._parts and len(self._parts) >= self._seals_max:
-            raise SealRefused(RefusalReason.SEALS_MAX)
-        return self._parts.setdefault(number, _Parts())
-
-    def _whole(self, number: int, parts: _Parts) -> wire.SealSent | None:
-        if parts.message is None or parts.arrived != parts.message.qps_mask:
-            return None
-        del self._parts[number & _NUMBER_MASK]
-        return parts.message
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -113,4 +50,58 @@ class Connection:
     destroy_timer: asyncio.TimerHandle | None = None
     qps: QueuePairs | None = None
     hold: Hold | None = None
+    probed: set[int] = field(default_factory=set)
+    """Queue pairs of which the probe has come."""
     seals: SealGather | None = None
+    """From the moment that all have, and the link is made. Nothing of a grant comes down one that is not."""
+
+    def open_qps(self, memory: RdmaMemory, hello: wire.Hello, randomness: Callable[[int], bytes]) -> None:
+        """Acquire the device and make as many queue pairs as the writer has. Raises NotWelcome: nothing is kept."""
+        try:
+            hold = memory.acquire()
+        except RdmaUnavailable as error:
+            raise NotWelcome(RefusalReason.DEVICE) from error
+        if hello.ends.ethernet != hold.device.ethernet:
+            hold.release()
+            raise NotWelcome(RefusalReason.LINK_LAYER)
+        try:
+            self.qps = QueuePairs(hold.device, len(hello.ends.qps), randomness, sends=False)
+        except QueuePairFailed as error:
+            hold.release()
+            log.warning("no queue pairs for a writer", reason=str(error))
+            raise NotWelcome(RefusalReason.QUEUE_PAIR) from error
+        self.hold = hold
+
+    def probe_came(self, qp: int, number: int) -> bool:
+        """The first immediate on a queue pair, which is its index. False: it is not, or not the first."""
+        if qp in self.probed or number != qp:
+            return False
+        self.probed.add(qp)
+        return True
+
+    def send(self, message: wire.Message) -> None:
+        """Best effort: the few bytes fit any socket buffer, and a writer has its own deadlines."""
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.send(wire.encode(message))
+
+    def close_sock(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.sock is not None:
+            loop.remove_reader(self.sock)
+            close_politely(self.sock)
+            self.sock = None
+
+    def leave_behind(self) -> None:
+        """Its queue pairs cannot be destroyed, and nobody will try any more: they stay until the process ends."""
+        assert self.hello is not None and self.hold is not None and self.destroy_timer is not None
+        self.destroy_timer.cancel()
+        self.hold.leave_behind()
+        log.error(
+            "queue pairs are left to the end of the process: they cannot be destroyed",
+            writer=f"{self.hello.pair.writer:x}",
+        )
+
+    def cancel_timer(self) -> None:
+        if self.handshake_timer is not None:
+            self.handshake_timer.cancel()
+            self.handshake_timer = None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from baton.log import get_log
 from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
 from kvtransfer.transports.rdma_poster import (
     Addresses,
@@ -24,41 +25,19 @@ from kvtransfer.transports.rdma_verbs import LayoutUnknown, RdmaUnavailable, Ver
 
 log = get_log("rdma")
 
-_PACKET_NUMBER_BITS = 24
 _POLL_MAX = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaConfig:
-    """The device, and what each link asks of it. The codes are those of the InfiniBand specification (IBTA vol. 1)."""
-
-    device: str = field(
-        default="", metadata={"help": "device to use, such as mlx5_0 or mlx5_0:1; default: the first that works"}
-    )
-    qps: int = field(default=2, metadata={"help": "queue pairs of each link"})
-    send_wrs_max: int = field(default=128, metadata={"help": "writes on their way on one queue pair"})
-    seals_max: int = field(default=64, metadata={"help": "seals of one link on their way"})
-    ack_timeout_code: int = field(
-        default=14, metadata={"help": "how long a packet waits for its acknowledgement: 4.096 us times 2 to this power"}
-    )
-    retries_max: int = field(default=7, metadata={"help": "repeats of a packet that is not acknowledged; at most 7"})
-    hop_limit: int = field(default=64, metadata={"help": "routers that a packet may pass (RoCE v2)"})
-    traffic_class: int = field(default=0, metadata={"help": "traffic class of the packets (DSCP and ECN bits)"})
-    device_check_ms: int = field(default=500, metadata={"help": "time between two looks whether the device is there"})
-
-    def __post_init__(self) -> None:
-        for name in ("qps", "send_wrs_max", "seals_max", "device_check_ms", "hop_limit"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name, most in (("qps", wire.QPS_MAX), ("retries_max", 7), ("ack_timeout_code", 31), ("hop_limit", 255)):
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be from 0 to {most}, got {getattr(self, name)}")
-        if not 0 <= self.traffic_class <= 255 or self.seals_max >= 1 << 16:
-            raise ValueError("traffic_class must be from 0 to 255, seals_max below 65536")
+_RNR_TIMER_CODE = 12
+_RNR_RETRIES = 6
+"""Repeats of an immediate for which no receive is posted, every 0.64 ms; 7 would be for ever. As many are posted as may
+come, so that none is ever repeated unless one side breaks the protocol."""
 
 
 class QueuePairFailed(Exception):
     """A queue pair met an error; the link cannot go on."""
+
+
+class ProbeLost(QueuePairFailed):
+    """A probe was not acknowledged: nothing gets from this device to that one, or no answer back."""
 
 
 class RdmaDevice:
@@ -80,6 +59,8 @@ class RdmaDevice:
         self.verbs = load_verbs()
         self.nbytes = len(region_U8)
         self.base = int(region_U8.ctypes.data)
+        self._probe_U8 = np.zeros(wire.PROBE_BYTES, np.uint8)
+        self.probe_base = int(self._probe_U8.ctypes.data)
         self._close = contextlib.ExitStack()
         enums = self.verbs.enums
         # Never IBV_ACCESS_RELAXED_ORDERING: a seal's immediate must not overtake the writes before it. And no remote
@@ -103,8 +84,14 @@ class RdmaDevice:
                     "of locked memory (ulimit -l, LimitMEMLOCK=, or the capability IPC_LOCK)"
                 ) from error
             opened.callback(region.close)
+            try:
+                probe = self.verbs.mr.MR(self.domain, wire.PROBE_BYTES, access, address=self.probe_base)
+            except self.verbs.error as error:
+                raise RdmaUnavailable(f"{port.device} cannot register a page for probes: {error}") from error
+            opened.callback(probe.close)
             self._close = opened.pop_all()
         self.lkey, self.rkey = int(region.lkey), int(region.rkey)
+        self.probe_lkey, self.probe_rkey = int(probe.lkey), int(probe.rkey)
         self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
         self.ethernet = port.link_layer == "Ethernet"
         self.send_wrs_max = min(config.send_wrs_max, int(limits.max_qp_wr))
@@ -113,6 +100,11 @@ class RdmaDevice:
     @property
     def gid(self) -> bytes:
         return self.port.best_gid.raw
+
+    @property
+    def probes(self) -> wire.ProbePlace:
+        """Where writers' probes go, and whence ours come."""
+        return wire.ProbePlace(base=self.probe_base, rkey=self.probe_rkey)
 
     def close(self) -> None:
         """Let go of the region and the device. Its queue pairs are closed before. Idempotent."""
@@ -129,6 +121,11 @@ def open_device(region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: boo
         wanted = f"the device {config.device}" if config.device else "a device"
         raise RdmaUnavailable(f"no port of {wanted} is active and has an address (there are: {have})")
     return RdmaDevice(port, region_U8, config, remote_writes=remote_writes)
+
+
+def mtu_bytes(code: int) -> int:
+    """Of the code of enum ibv_mtu: 1 is 256, 5 is 4096."""
+    return 128 << code
 
 
 class QueuePairs:
@@ -200,6 +197,46 @@ class QueuePairs:
             except LayoutUnknown as error:
                 log.warning("RDMA requests are posted one by one", reason=str(error))
         return PlainPoster(self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
+
+    def post_probes(self, peer: wire.LinkEnds, place: wire.ProbePlace) -> None:
+        """On each a packet as large as the path takes, for some paths lose large ones alone; then `take_probes`.
+
+        Raises QueuePairFailed.
+        """
+        enums, wr, device = self._verbs.enums, self._verbs.wr, self._device
+        nbytes = mtu_bytes(min(self.ends.mtu, peer.mtu))
+        try:
+            self._cq.req_notify()
+            for index, qp in enumerate(self._qps):
+                request = wr.SendWR(
+                    wr_id=index,
+                    opcode=enums.IBV_WR_RDMA_WRITE_WITH_IMM,
+                    num_sge=1,
+                    imm_data=socket.htonl(index),
+                    sg=[wr.SGE(device.probe_base, nbytes, device.probe_lkey)],
+                    send_flags=enums.IBV_SEND_SIGNALED,
+                )
+                request.set_wr_rdma(place.rkey, place.base)
+                qp.post_send(request)
+        except self._verbs.error as error:
+            raise QueuePairFailed(f"a probe cannot be posted: {error}") from error
+
+    def take_probes(self) -> int:
+        """`fd` is readable: how many probes have been acknowledged since the last call.
+
+        Raises:
+            ProbeLost: one was not.
+            QueuePairFailed: the completion queue is gone.
+        """
+        self.take_event()
+        try:
+            count, completions = self._cq.poll(_POLL_MAX)
+        except self._verbs.error as error:
+            raise QueuePairFailed(f"the completion queue is gone: {error}") from error
+        for completion in completions:
+            if completion.status != self._verbs.enums.IBV_WC_SUCCESS:
+                raise ProbeLost(f"a probe was not acknowledged: it completed with status {completion.status}")
+        return int(count)
 
     def take_event(self) -> None:
         """`fd` is readable: take the event, and ask to be told again."""
@@ -298,7 +335,7 @@ class QueuePairs:
             dest_qp_num=other.number,
             rq_psn=other.first_packet,
             max_dest_rd_atomic=0,
-            min_rnr_timer=12,
+            min_rnr_timer=_RNR_TIMER_CODE,
             ah_attr=addr.AHAttr(
                 dlid=peer.lid, is_global=int(peer.ethernet), port_num=self._device.port.number, gr=route
             ),
@@ -313,7 +350,7 @@ class QueuePairs:
             sq_psn=own.first_packet,
             timeout=config.ack_timeout_code,
             retry_cnt=config.retries_max,
-            rnr_retry=7,
+            rnr_retry=_RNR_RETRIES,
             max_rd_atomic=0,
         )
         qp.modify(

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from baton.log import get_log
-from kvtransfer.transports.rdma_device import RdmaConfig, RdmaDevice, open_device
+from kvtransfer.transports.rdma_config import RdmaConfig
+from kvtransfer.transports.rdma_device import RdmaDevice, open_device
 from kvtransfer.transports.rdma_ports import choose_port, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 

@@ -11,7 +11,7 @@ import numpy as np
 from baton.errors import InvalidField
 from baton.log import get_log
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_device import RdmaConfig
+from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import find_ports
 from kvtransfer.transports.rdma_poster import rdma_library

@@ -82,6 +82,8 @@ class Progress:
     chains: int = 0
     requests: int = 0
     seals: int = 0
+    completed: int = 0
+    """Chains and immediates that the device has let go of."""
 
 
 class ChainQueue:
@@ -171,6 +173,7 @@ class ChainQueue:
     def completed(self, number: int) -> None:
         """The device has let go of what was taken under this number: it has landed."""
         with self._lock:
+            self.progress.completed += 1
             self._let_go(self._out.pop(number), landed=True)
 
     # Loop's thread.
@@ -196,10 +199,10 @@ class ChainQueue:
             self.stop()
             raise too_many
 
-    def uncompleted(self, grant: GrantId) -> int:
-        """Batches of this grant that have not completed, or of which the loop has not been told yet."""
+    def mark(self, grant: GrantId) -> int | None:
+        """How far the link has come; None: nothing of this grant is left. See `Drains`."""
         with self._lock:
-            return self._uncompleted.get(grant, 0)
+            return self.progress.completed if grant in self._uncompleted else None
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more."""

@@ -3,13 +3,13 @@
 Evidence (DESIGN I3): bytes of a pair land only through this side's queue pairs of it. When these have been RESET and
 destroyed, and the calls have returned, the device drops whatever still comes for them, whatever the writer does. So a
 writer that is dead, stopped or cut off is fenced at once; and a link that ends without BYE, or one of whose queue pairs
-fails, is itself the reason for a fence: no commit of what it carried is accepted before that.
+fails, is itself the reason for a fence: no commit of what it carried is accepted before that. Not so one that was never
+made, because its probes did not come: nothing but these was ever asked of its queue pairs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import socket
 from collections import Counter
@@ -24,18 +24,14 @@ from kvtransfer.transports.acceptor import Acceptor, listen_on
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.rdma_connect import RegionAddress
-from kvtransfer.transports.rdma_connection import (
-    Connection,
-    RdmaReceiverConfig,
-    SealGather,
-    SealRefused,
-)
-from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
+from kvtransfer.transports.rdma_connection import Connection, NotWelcome, RdmaReceiverConfig
+from kvtransfer.transports.rdma_device import QueuePairFailed
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.rdma_wire import RefusalReason
-from kvtransfer.transports.tcp_socket import RECV_BYTES, close_politely, tune
+from kvtransfer.transports.seal_gather import SealGather, SealRefused, WholeSeal
+from kvtransfer.transports.tcp_socket import RECV_BYTES, tune
 
 log = get_log("rdma")
 
@@ -125,7 +121,7 @@ class RdmaReceiverPort:
         """See `ReceiverPort.fence`. Nothing lands any more when this returns."""
         for number in self._fences.fence(pair, epoch):
             connection = self._connections[number]
-            self._send(connection, wire.Fence(epoch=epoch))
+            connection.send(wire.Fence(epoch=epoch))
             self._destroy(connection)
 
     async def close(self) -> None:
@@ -144,21 +140,11 @@ class RdmaReceiverPort:
                 break
             await asyncio.sleep(DESTROY_RETRY_MS / 1000)
         for connection in self._connections.values():
-            self._leave_behind(connection)
+            connection.leave_behind()
         if self._hold is not None:
             self._hold.release()
             self._hold = None
         self._fences.close()
-
-    def _leave_behind(self, connection: Connection) -> None:
-        assert connection.hello is not None and connection.hold is not None and connection.destroy_timer is not None
-        connection.destroy_timer.cancel()
-        connection.hold.leave_behind()
-        log.error(
-            "queue pairs are left to the end of the process: they cannot be destroyed",
-            writer=f"{connection.hello.pair.writer:x}",
-            tries=DESTROY_TRIES_MAX,
-        )
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics; the device's own among them."""
@@ -173,8 +159,9 @@ class RdmaReceiverPort:
             "connections_writing": len(writing),
             "queue_pairs": sum(len(c.qps.ends.qps) for c in writing if c.qps is not None),
             "fences_waiting": self._fences.waiting,
+            "fences_ended": self._fences.ended,
             "devices_lost": self._memory.devices_lost,
-            **{name: self._counts[name] for name in ("seals", "destroy_failed")},
+            **{name: self._counts[name] for name in ("seals", "links_unproved", "destroy_failed")},
             "refused": {reason.name: count for reason, count in self._refused.items()},
             "device_counters": counters_of(device.port.device, device.port.number) if device is not None else {},
         }
@@ -219,22 +206,31 @@ class RdmaReceiverPort:
             return
         self._loop.add_reader(sock, self._read, connection)
         connection.handshake_timer = self._loop.call_later(
-            self._config.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
+            self._config.handshake_ms_max / 1000, self._handshake_over, connection
         )
 
+    def _handshake_over(self, connection: Connection) -> None:
+        self._refuse(connection, RefusalReason.DEADLINE if connection.qps is None else RefusalReason.PROBE)
+
     def _challenge(self, connection: Connection, hello: wire.Hello) -> None:
-        secret = self._fences.secret(hello.pair, hello.epoch)
-        if isinstance(secret, NotAdmitted):
-            self._refuse(connection, RefusalReason[secret.name])
+        if self._secret(connection, hello) is None:
             return
         connection.hello = hello
         connection.nonce = self._randomness(wire.NONCE_BYTES)
-        self._send(connection, wire.Challenge(nonce=connection.nonce))
+        connection.send(wire.Challenge(nonce=connection.nonce))
 
-    def _welcome(self, connection: Connection, hello: wire.Hello, answer: wire.Answer) -> None:
+    def _secret(self, connection: Connection, hello: wire.Hello) -> bytes | None:
+        """The secret to be proved; None: the connection has been refused."""
         secret = self._fences.secret(hello.pair, hello.epoch)
         if isinstance(secret, NotAdmitted):
             self._refuse(connection, RefusalReason[secret.name])
+            return None
+        return secret
+
+    def _welcome(self, connection: Connection, hello: wire.Hello, answer: wire.Answer) -> None:
+        # Asked again: a fence, or a newer epoch, may have come between HELLO and ANSWER.
+        secret = self._secret(connection, hello)
+        if secret is None:
             return
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
@@ -243,34 +239,24 @@ class RdmaReceiverPort:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
         try:
-            hold = self._memory.acquire()
-        except RdmaUnavailable:
-            self._refuse(connection, RefusalReason.DEVICE)
+            connection.open_qps(self._memory, hello, self._randomness)
+        except NotWelcome as error:
+            self._refuse(connection, error.reason)
             return
-        if hello.ends.ethernet != hold.device.ethernet:
-            hold.release()
-            self._refuse(connection, RefusalReason.LINK_LAYER)
-            return
-        try:
-            qps = QueuePairs(hold.device, len(hello.ends.qps), self._randomness, sends=False)
-        except QueuePairFailed as error:
-            hold.release()
-            log.warning("no queue pairs for a writer", reason=str(error))
-            self._refuse(connection, RefusalReason.QUEUE_PAIR)
-            return
+        qps, hold = connection.qps, connection.hold
+        assert qps is not None and hold is not None
         # Entered before the queue pairs can receive: from here on only `_destroy` ends the connection.
-        connection.qps, connection.hold = qps, hold
-        connection.seals = SealGather(epoch=hello.epoch, qps=len(qps.ends.qps), seals_max=qps.ends.seals_max)
         self._fences.opened(hello.pair, connection.number, hello.epoch)
-        self._cancel_timer(connection)
         self._loop.add_reader(qps.fd, self._completions, connection)
         try:
             qps.connect(hello.ends)
         except QueuePairFailed as error:
-            self._fail(connection, str(error))
+            log.warning("no queue pairs for a writer", reason=str(error))
+            self._refuse(connection, RefusalReason.QUEUE_PAIR)
             return
-        proof = wire.receiver_proof(secret, hello, connection.nonce, hold.device.nbytes, qps.ends)
-        self._send(connection, wire.Welcome(proof=proof, region_nbytes=hold.device.nbytes, ends=qps.ends))
+        nbytes, probes = hold.device.nbytes, hold.device.probes
+        proof = wire.receiver_proof(secret, hello, connection.nonce, nbytes, probes, qps.ends)
+        connection.send(wire.Welcome(proof=proof, region_nbytes=nbytes, probes=probes, ends=qps.ends))
 
     # What writers say.
 
@@ -293,6 +279,8 @@ class RdmaReceiverPort:
                     return
         except wire.MalformedMessage as error:
             self._refuse(connection, error.reason)
+        except SealRefused as error:
+            self._refuse(connection, RefusalReason[error.fault.name])
 
     def _handle(self, connection: Connection, message: wire.Message) -> None:
         hello = connection.hello
@@ -301,8 +289,8 @@ class RdmaReceiverPort:
                 self._challenge(connection, message)
             case wire.Answer() if hello is not None and connection.qps is None:
                 self._welcome(connection, hello, message)
-            case wire.SealSent() if connection.qps is not None:
-                self._seal_sent(connection, message)
+            case wire.SealSent() if connection.seals is not None:
+                self._tell(connection, connection.seals.told(message.number, message.seal, message.qps_mask))
             case wire.Bye() if connection.qps is None:
                 self._destroy(connection)
             case wire.Bye(epoch=epoch) if hello is not None and epoch == hello.epoch:
@@ -321,57 +309,63 @@ class RdmaReceiverPort:
         self._completions(connection, told=False)
         self._fail(connection, "the connection ended without BYE")
 
-    def _seal_sent(self, connection: Connection, message: wire.SealSent) -> None:
-        assert connection.seals is not None
-        try:
-            whole = connection.seals.told(message)
-        except SealRefused as error:
-            self._refuse(connection, error.reason)
-            return
-        self._tell(connection, whole)
-
     def _completions(self, connection: Connection, *, told: bool = True) -> None:
         """Take in the immediates that have come. `told`: because the device says that there are some."""
         qps = connection.qps
         if qps is None:
             return
-        assert connection.seals is not None
         try:
             if told:
                 qps.take_event()
             for index, immediate_be in qps.take_immediates():
-                self._tell(connection, connection.seals.arrived(index, socket.ntohl(immediate_be)))
+                if connection.seals is not None:
+                    self._tell(connection, connection.seals.arrived(socket.ntohl(immediate_be), index))
+                elif not self._probe_came(connection, index, socket.ntohl(immediate_be)):
+                    return
         except QueuePairFailed as error:
             self._fail(connection, str(error))
         except SealRefused as error:
-            self._refuse(connection, error.reason)
+            self._refuse(connection, RefusalReason[error.fault.name])
 
-    def _tell(self, connection: Connection, whole: wire.SealSent | None) -> None:
+    def _probe_came(self, connection: Connection, qp: int, number: int) -> bool:
+        """The link is made with the last of them. False: it was none, and the connection is refused."""
+        qps, hello = connection.qps, connection.hello
+        assert qps is not None and hello is not None
+        if not connection.probe_came(qp, number):
+            self._refuse(connection, RefusalReason.PROBE)
+            return False
+        if len(connection.probed) == len(qps.ends.qps):
+            connection.cancel_timer()
+            connection.seals = SealGather(epoch=hello.epoch, ways=len(qps.ends.qps), seals_max=qps.ends.seals_max)
+            connection.send(wire.Ready())
+        return True
+
+    def _tell(self, connection: Connection, whole: WholeSeal | None) -> None:
         """Report a seal of which all has come."""
         hello = connection.hello
         if whole is None or hello is None:
             return
         self._counts["seals"] += 1
-        self._send(connection, wire.Sealed(number=whole.number))
+        connection.send(wire.Sealed(number=whole.number))
         if not self._closed:
             self._events.seal_landed(hello.pair, whole.seal)
 
     # Ends.
 
     def _fail(self, connection: Connection, reason: str) -> None:
-        """The link cannot go on, and may have lost bytes: fence its pair."""
+        """The link cannot go on, and may have lost bytes: fence its pair. Unless it was never made."""
         hello = connection.hello
         assert hello is not None
         log.info("rdma link ended", writer=f"{hello.pair.writer:x}", reason=reason)
-        if not self._fences.is_fencing(hello.pair, hello.epoch) and not self._closed:
+        if connection.seals is not None and not self._fences.is_fencing(hello.pair, hello.epoch) and not self._closed:
             self.fence(hello.pair, hello.epoch)
         if connection.number in self._connections:
             self._destroy(connection)
 
     def _refuse(self, connection: Connection, reason: RefusalReason) -> None:
-        """Count, tell the peer, close. One that could write is fenced."""
+        """Count, tell the peer, close. The pair of a link that was made is fenced."""
         self._refused[reason] += 1
-        self._send(connection, wire.Refused(reason=reason))
+        connection.send(wire.Refused(reason=reason))
         if connection.qps is not None:
             self._fail(connection, f"refused: {reason.name}")
         else:
@@ -379,13 +373,10 @@ class RdmaReceiverPort:
 
     def _destroy(self, connection: Connection) -> None:
         """The one place where a connection stops counting as one that may write: its queue pairs are destroyed."""
-        self._cancel_timer(connection)
+        connection.cancel_timer()
         if connection.qps is not None:
             self._loop.remove_reader(connection.qps.fd)
-        if connection.sock is not None:
-            self._loop.remove_reader(connection.sock)
-            close_politely(connection.sock)
-            connection.sock = None
+        connection.close_sock(self._loop)
         if connection.qps is not None:
             try:
                 connection.qps.destroy()
@@ -397,17 +388,7 @@ class RdmaReceiverPort:
             assert connection.hello is not None and connection.hold is not None
             connection.qps = None
             connection.hold.release()
+            self._counts["links_unproved"] += connection.seals is None
             if not self._closed:
                 self._fences.closed(connection.hello.pair, connection.number, Evidence.DESTROYED)
         self._connections.pop(connection.number, None)
-
-    def _send(self, connection: Connection, message: wire.Message) -> None:
-        """Best effort: the few bytes fit any socket buffer, and a writer has its own deadlines."""
-        if connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.send(wire.encode(message))
-
-    def _cancel_timer(self, connection: Connection) -> None:
-        if connection.handshake_timer is not None:
-            connection.handshake_timer.cancel()
-            connection.handshake_timer = None

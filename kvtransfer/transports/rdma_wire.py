@@ -4,16 +4,21 @@
       HELLO(pair, epoch, link, its queue pairs) ->
                                                 <-       CHALLENGE(nonce)
       ANSWER(proof of the secret)               ->
-                                                <-       WELCOME(proof, region size, its queue pairs)
+                                                <-       WELCOME(proof, region size, place of probes, its queue pairs)
+      on each of its queue pairs a probe        ->
+                                                <-       READY: all of them have come
       SEAL(number, seal, queue pairs) ...       ->       beside it an immediate with the number on each of those
                                                 <-       SEALED(number): all of it has come
       BYE(epoch)                                ->       nothing is posted any more
                                                 <-       FENCE(epoch), and the receiver closes
 
-Data goes by RDMA WRITE on the queue pairs alone. REFUSED(reason) may come from the receiver at any point, and it
-closes. The secret never travels: both sides show an HMAC-SHA256 over the HELLO, the nonce and, in the WELCOME, what
-that says, each under a label of its own. A message is a head (magic, version, kind, length of the body) and a body;
-integers are little-endian. The region's address and key are part of `DataEndpoint.address`, which travels by gRPC.
+Data goes by RDMA WRITE on the queue pairs alone. A probe is a WRITE_WITH_IMM of one whole packet to a place that nobody
+reads, with the index of its queue pair as immediate. The link is made when the writer has READY, and from its device
+the acknowledgements of all probes: words tell nothing of the way between the devices. REFUSED(reason) may come from the
+receiver at any point, and it closes. The secret never travels: both sides show an HMAC-SHA256 over the HELLO, the nonce
+and, in the WELCOME, what that says, each under a label of its own. A message is a head (magic, version, kind, length of
+the body) and a body; integers are little-endian. The region's address and key are part of `DataEndpoint.address`, which
+travels by gRPC.
 """
 
 from __future__ import annotations
@@ -26,9 +31,9 @@ from functools import partial
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal
-from kvtransfer.transports.message_stream import Framing, MessageStream
+from kvtransfer.transports.message_stream import Framing, Malformed, MessageStream
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 GRANT_BYTES = 16
@@ -36,6 +41,8 @@ GID_BYTES = 16
 QPS_MAX = 16
 """Queue pairs of one link."""
 BODY_BYTES_MAX = 512
+PROBE_BYTES = 4096
+"""The largest packet that RDMA has."""
 
 _END = struct.Struct(f"<{GID_BYTES}sHBBHH")
 _QP = struct.Struct("<II")
@@ -59,9 +66,10 @@ class RefusalReason(Enum):
     SEALS_MAX = 13
     SEAL = 14
     QUEUE_PAIR = 15
+    PROBE = 16
 
 
-class MalformedMessage(Exception):
+class MalformedMessage(Malformed):
     """Bytes that are none of ours. `reason` is MALFORMED or VERSION."""
 
     def __init__(self, text: str, reason: RefusalReason = RefusalReason.MALFORMED) -> None:
@@ -90,6 +98,14 @@ class LinkEnds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePlace:
+    """PROBE_BYTES of the receiver's memory, outside its region, which writers may write to and nobody reads."""
+
+    base: int
+    rkey: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     pair: Pair
     epoch: Epoch
@@ -111,7 +127,13 @@ class Answer:
 class Welcome:
     proof: bytes
     region_nbytes: int
+    probes: ProbePlace
     ends: LinkEnds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Each queue pair has carried its probe: seals may come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +165,7 @@ class Bye:
     epoch: Epoch
 
 
-Message = Hello | Challenge | Answer | Welcome | Refused | SealSent | Sealed | Fence | Bye
+Message = Hello | Challenge | Answer | Welcome | Ready | Refused | SealSent | Sealed | Fence | Bye
 
 
 class _Kind(IntEnum):
@@ -156,18 +178,20 @@ class _Kind(IntEnum):
     SEALED = 7
     FENCE = 8
     BYE = 9
+    READY = 10
 
 
 _BODIES = {
     _Kind.HELLO: struct.Struct("<QQQQ"),
     _Kind.CHALLENGE: struct.Struct(f"<{NONCE_BYTES}s"),
     _Kind.ANSWER: struct.Struct(f"<{PROOF_BYTES}s"),
-    _Kind.WELCOME: struct.Struct(f"<{PROOF_BYTES}sQ"),
+    _Kind.WELCOME: struct.Struct(f"<{PROOF_BYTES}sQQI"),
     _Kind.REFUSED: struct.Struct("<H"),
     _Kind.SEAL: struct.Struct(f"<QQ{GRANT_BYTES}sQQQ"),
     _Kind.SEALED: struct.Struct("<Q"),
     _Kind.FENCE: struct.Struct("<Q"),
     _Kind.BYE: struct.Struct("<Q"),
+    _Kind.READY: struct.Struct("<"),
 }
 _WITH_ENDS = frozenset({_Kind.HELLO, _Kind.WELCOME})
 
@@ -187,9 +211,11 @@ def writer_proof(secret: bytes, hello: Hello, nonce: bytes) -> bytes:
     return hmac.digest(secret, b"baton rdma writer" + encode(hello) + nonce, "sha256")
 
 
-def receiver_proof(secret: bytes, hello: Hello, nonce: bytes, region_nbytes: int, ends: LinkEnds) -> bytes:
+def receiver_proof(
+    secret: bytes, hello: Hello, nonce: bytes, region_nbytes: int, probes: ProbePlace, ends: LinkEnds
+) -> bytes:
     """What the receiver shows in its WELCOME: it knows the secret, and the queue pairs are its own."""
-    says = struct.pack("<Q", region_nbytes) + _encode_ends(ends)
+    says = struct.pack("<QQI", region_nbytes, probes.base, probes.rkey) + _encode_ends(ends)
     return hmac.digest(secret, b"baton rdma receiver" + encode(hello) + nonce + says, "sha256")
 
 
@@ -203,9 +229,11 @@ def encode(message: Message) -> bytes:
         case Answer(proof=proof):
             assert len(proof) == PROOF_BYTES, len(proof)
             return _pack(_Kind.ANSWER, proof)
-        case Welcome(proof=proof, region_nbytes=region_nbytes, ends=ends):
+        case Welcome(proof=proof, region_nbytes=region_nbytes, probes=probes, ends=ends):
             assert len(proof) == PROOF_BYTES, len(proof)
-            return _pack(_Kind.WELCOME, proof, region_nbytes, ends=ends)
+            return _pack(_Kind.WELCOME, proof, region_nbytes, probes.base, probes.rkey, ends=ends)
+        case Ready():
+            return _pack(_Kind.READY)
         case Refused(reason=reason):
             return _pack(_Kind.REFUSED, reason.value)
         case SealSent(number=number, seal=seal, qps_mask=mask):
@@ -240,7 +268,10 @@ def _decode(kind: _Kind, body: bytes) -> Message:
         case _Kind.ANSWER:
             return Answer(proof=f[0])
         case _Kind.WELCOME:
-            return Welcome(proof=f[0], region_nbytes=f[1], ends=_decode_ends(body[fixed.size :]))
+            probes = ProbePlace(base=f[2], rkey=f[3])
+            return Welcome(proof=f[0], region_nbytes=f[1], probes=probes, ends=_decode_ends(body[fixed.size :]))
+        case _Kind.READY:
+            return Ready()
         case _Kind.REFUSED:
             return Refused(reason=_reason_of(f[0]))
         case _Kind.SEAL:

@@ -16,20 +16,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.ids import Pair
-from kvtransfer.transport import DataEndpoint
+from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import shm_wire as wire
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.shm_copy import CopyLimits
 
 # A child of a later fork must not inherit the right to write; the mmap module of Python 3.11 may lack the name.
 _MADV_DONTFORK = getattr(mmap, "MADV_DONTFORK", 10)
 
 
-class ShmConnectError(Exception):
-    """No link came to be; nothing is mapped. `reason` is the receiver's, if it gave one."""
-
-    def __init__(self, text: str, reason: wire.RefusalReason | None = None) -> None:
-        super().__init__(text)
-        self.reason = reason
+class ShmConnectError(ConnectError):
+    """Of a link by shared memory: nothing is mapped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +55,7 @@ class ShmWriterConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_limits(self)
 
     @property
     def copy_limits(self) -> CopyLimits:

@@ -23,6 +23,7 @@ from kvtransfer.region import SharedRegion
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName, WriteRanges
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.acceptor import Acceptor
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.pair_fence import Evidence, PairFence
 from kvtransfer.transports.port_fences import PortFences
 from kvtransfer.transports.shm_wire import RefusalReason
@@ -47,9 +48,7 @@ class ShmReceiverConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_limits(self)
 
 
 class _Stage(Enum):
@@ -189,6 +188,7 @@ class ShmReceiverPort:
             "connections_writing": sum(c.may_write and c.sock is not None for c in connections),
             "connections_unproved": sum(c.may_write and c.sock is None for c in connections),
             "fences_waiting": self._fences.waiting,
+            "fences_ended": self._fences.ended,
             "seals": self._seals,
             "seals_refused": self._seals_refused,
             "refused": {reason.name: count for reason, count in self._refused.items()},

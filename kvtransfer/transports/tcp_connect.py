@@ -8,13 +8,16 @@ import socket
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
-from kvtransfer.transport import DataEndpoint
+from baton.ids import Epoch
+from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.end_config import LinkConfig
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, tune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TcpWriterConfig:
+class TcpWriterConfig(LinkConfig):
     """Limits of one link."""
 
     streams: int = field(default=2, metadata={"help": "connections to each receiver, with a sending thread for each"})
@@ -22,35 +25,15 @@ class TcpWriterConfig:
         default=1 << 16,
         metadata={"help": "batches up to this size are sent by whoever posts them, as far as the socket takes them"},
     )
-    connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
-    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
-    seals_waiting_max: int = field(
-        default=4096, metadata={"help": "seals of one stream that wait for a receiver that does not read"}
-    )
-    drain_ms_max: int = field(
-        default=2000,
-        metadata={"help": "how long frames of an abandoned grant may stay unacknowledged before the link is closed"},
-    )
-    bye_ms_max: int = field(
-        default=2000, metadata={"help": "how long closing waits for the receiver to take in what was on its way"}
-    )
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        check_limits(self)
         if self.streams > wire.STREAMS_MAX:
             raise ValueError(f"streams must not exceed {wire.STREAMS_MAX}")
 
 
-class TcpConnectError(Exception):
-    """No link came to be. `reason` is the receiver's, if it gave one."""
-
-    def __init__(self, text: str, reason: wire.RefusalReason | None = None) -> None:
-        super().__init__(text)
-        self.reason = reason
+class TcpConnectError(ConnectError):
+    """Of a tcp link."""
 
 
 async def connect_stream(
@@ -70,7 +53,7 @@ async def connect_stream(
         return sock, welcome
     except BaseException as error:
         if sock is not None:
-            sock.close()
+            take_leave(sock, endpoint.epoch)  # the receiver's WELCOME may be on its way
         if isinstance(error, (OSError, BatonError, wire.MalformedMessage)) and not isinstance(error, TimeoutError):
             raise TcpConnectError(f"{endpoint.address}: {error}") from error
         raise
@@ -105,3 +88,13 @@ async def _receive(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> wire
     if isinstance(message, wire.Refused):
         raise TcpConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
     return message
+
+
+def take_leave(sock: socket.socket, epoch: Epoch) -> None:
+    """A stream that is not used after all: with a BYE the receiver need not fence the pair."""
+    try:
+        sock.send(wire.encode(wire.Bye(sequence=0, epoch=epoch)))
+    except OSError:
+        pass
+    finally:
+        sock.close()

@@ -158,8 +158,8 @@ class SendQueue:
         with self._wake:
             return max(len(stream.seals) for stream in self._streams)
 
-    def abandon(self, grant: GrantId) -> bool:
-        """Send no more for this grant: what has not begun completes now. True: some is on its way, unacknowledged.
+    def abandon(self, grant: GrantId) -> None:
+        """Send no more for this grant: what has not begun completes now.
 
         Raises:
             TooManyAbandonedGrants: none may be forgotten; the caller ends the link.
@@ -169,12 +169,15 @@ class SendQueue:
             self._drop_queued(lambda batch: batch.grant == grant)
             if too_many is not None:
                 raise too_many
-            return self._on_the_way(grant)
 
-    def on_the_way(self, grant: GrantId) -> bool:
-        """Something of this grant has been sent, or is being sent, and is not acknowledged."""
+    def on_the_way(self, grant: GrantId) -> list[int]:
+        """The streams on which something of this grant has been sent, or is being sent, and is not acknowledged."""
         with self._wake:
-            return self._on_the_way(grant)
+            return [
+                index
+                for index, stream in enumerate(self._streams)
+                if any(frame is not None and frame.batch.grant == grant for _, frame in stream.unacked)
+            ]
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more."""
@@ -287,11 +290,6 @@ class SendQueue:
         stream.next_sequence += 1
         stream.unacked.append((sequence, item if isinstance(item, Frame) else None))
         return Taken(index=index, sequence=sequence, item=item)
-
-    def _on_the_way(self, grant: GrantId) -> bool:
-        return any(
-            frame is not None and frame.batch.grant == grant for stream in self._streams for _, frame in stream.unacked
-        )
 
     def _drop_queued(self, which: Callable[[Batch], bool]) -> None:
         posted, self._posted = self._posted, deque()

@@ -161,6 +161,7 @@ class TcpReceiverPort:
             "connections_handshaking": len(self._connections) - len(streams),
             "connections_writing": len(streams),
             "fences_waiting": self._fences.waiting,
+            "fences_ended": self._fences.ended,
             "grants_allowed": len(self._allowed),
             **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
             "refused": {reason.name: count for reason, count in self._refused.items()},

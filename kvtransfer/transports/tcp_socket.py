@@ -8,12 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from dataclasses import dataclass, field
 
 from baton.endpoint import split_endpoint
+from kvtransfer.transports.limits import check_limits
 
 RECV_BYTES = 1 << 12
 """Read in one go where only words are expected."""
+_TCP_INFO_BYTES = 256
+_BYTES_ACKED_AT = 120
+"""tcpi_bytes_acked in struct tcp_info (linux/tcp.h), 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +36,13 @@ class TcpSocketOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_limits(self)
+
+
+def acknowledged_bytes(sock: socket.socket) -> int:
+    """How much of what was sent the peer's kernel has acknowledged. 0 where ours does not tell (before Linux 4.1)."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return int.from_bytes(info[_BYTES_ACKED_AT : _BYTES_ACKED_AT + 8], sys.byteorder)
 
 
 def tune(sock: socket.socket, options: TcpSocketOptions) -> None:

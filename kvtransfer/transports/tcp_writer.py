@@ -25,14 +25,15 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.drains import Drains
 from kvtransfer.transports.link_end import LinkEnd
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
-from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream
+from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream, take_leave
 from kvtransfer.transports.tcp_frames import Frame
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
 from kvtransfer.transports.tcp_queue import SendQueue, Taken
-from kvtransfer.transports.tcp_socket import RECV_BYTES
+from kvtransfer.transports.tcp_socket import RECV_BYTES, acknowledged_bytes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,7 +90,7 @@ class TcpWriterLink:
             completed=events.writes_completed,
         )
         self._streams = [_Stream(index=i, sock=sock) for i, sock in enumerate(socks)]
-        self._drains: dict[GrantId, asyncio.TimerHandle] = {}
+        self._drains = Drains(loop=loop, drain_ms_max=config.drain_ms_max, mark=self._mark, stuck=self._end)
         self._seals = 0
         self._ending = LinkEnd(pair=pair, events=events, loop=loop)
         self._closing_timer: asyncio.TimerHandle | None = None
@@ -124,7 +125,7 @@ class TcpWriterLink:
                     socks.append(sock)
         except BaseException as error:
             for sock in socks:
-                _take_leave(sock, endpoint.epoch)
+                take_leave(sock, endpoint.epoch)
             if isinstance(error, TimeoutError):
                 raise TcpConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
             raise
@@ -179,15 +180,15 @@ class TcpWriterLink:
                 every.callback(self._send_at_once, taken)
 
     def abandon(self, grant: GrantId) -> None:
-        """See `WriterLink.abandon`. Frames on their way complete when acknowledged, within `drain_ms_max`."""
+        """See `WriterLink.abandon`. Frames on their way complete when acknowledged; where they stand still for
+        `drain_ms_max` the link ends."""
         try:
-            drains = self._queue.abandon(grant)
+            self._queue.abandon(grant)
         except TooManyAbandonedGrants as error:
             self._end(str(error))
             return
-        if drains and not self._ending.begun and grant not in self._drains:
-            delay_s = self._config.drain_ms_max / 1000
-            self._drains[grant] = self._loop.call_later(delay_s, self._drain_deadline, grant)
+        if not self._ending.begun:
+            self._drains.watch(grant)
 
     def forget(self, grant: GrantId) -> None:
         """The caller promises to post nothing more for this abandoned grant."""
@@ -226,7 +227,7 @@ class TcpWriterLink:
                 thread.start()
             except RuntimeError:
                 for unused in self._streams[stream.index :]:
-                    _take_leave(unused.sock, self._epoch)
+                    take_leave(unused.sock, self._epoch)
                 raise
             stream.thread, stream.sending, stream.reading = thread, True, True
             self._loop.add_reader(stream.sock, self._read, stream)
@@ -303,8 +304,9 @@ class TcpWriterLink:
             data = stream.received + data
         whole = len(data) // wire.MESSAGE_BYTES * wire.MESSAGE_BYTES
         stream.received = data[whole:]
-        for start in range(0, whole, wire.MESSAGE_BYTES):
-            self._handle(stream, data[start : start + wire.MESSAGE_BYTES])
+        with contextlib.ExitStack() as every:  # an error in one message, or in what it completes, loses none behind it
+            for start in reversed(range(0, whole, wire.MESSAGE_BYTES)):
+                every.callback(self._handle, stream, data[start : start + wire.MESSAGE_BYTES])
 
     def _handle(self, stream: _Stream, packet: bytes) -> None:
         try:
@@ -323,18 +325,17 @@ class TcpWriterLink:
             case _:
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
-    def _drain_deadline(self, grant: GrantId) -> None:
-        del self._drains[grant]
-        if self._queue.on_the_way(grant):
-            self._end(f"an abandoned grant was not acknowledged within {self._config.drain_ms_max} ms")
+    def _mark(self, grant: GrantId) -> list[int] | None:
+        """How far each stream has come that has something of the grant; None: none has. A frame may take a slow network
+        longer than `drain_ms_max`, so bytes are counted, and not frames."""
+        on = self._queue.on_the_way(grant)
+        return [acknowledged_bytes(self._streams[index].sock) for index in on] if on else None
 
     def _end(self, reason: str, *, orderly: bool = False) -> None:
         """Begin the end, once. It goes on in `_finish_if_over`."""
         if not self._ending.begin(reason):
             return
-        for timer in self._drains.values():
-            timer.cancel()
-        self._drains.clear()
+        self._drains.close()
         if orderly:
             self._closing_timer = self._loop.call_later(self._config.bye_ms_max / 1000, self._cut_off)
         else:
@@ -393,16 +394,6 @@ class TcpWriterLink:
         self._queue.lose_unacknowledged()
         # Behind the completions, which the queue has just handed to the loop.
         self._loop.call_soon(self._ending.finish)
-
-
-def _take_leave(sock: socket.socket, epoch: Epoch) -> None:
-    """A stream that is not used after all: with a BYE the receiver need not fence the pair."""
-    try:
-        sock.send(wire.encode(wire.Bye(sequence=0, epoch=epoch)))
-    except OSError:
-        pass
-    finally:
-        sock.close()
 
 
 __all__ = ["TcpConnectError", "TcpWriterConfig", "TcpWriterLink"]

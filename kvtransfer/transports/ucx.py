@@ -3,7 +3,8 @@
 Optional, and never chosen unless `transports` names it. `ucx_wire` has the messages, `ucx_nixl` the agent of one link
 (NIXL is imported there, when the first is made), `ucx_receiver` and `ucx_connection` the receiver's port, `ucx_connect`
 and `ucx_writer` the writer's handshake and link, `ucx_offer` whether it is offered, `ucx_checks` what `baton doctor`
-looks at. The queue of what is posted is rdma's (`rdma_queue`).
+looks at. Half of the link is rdma's too (`chain_link`, `rdma_queue`), as are seals and words of the handshake
+(`seal_gather`, `connect_words`).
 """
 
 from kvtransfer.transports.ucx_connect import UcxConnectError, UcxWriterConfig

@@ -15,16 +15,19 @@ import numpy as np
 from baton.errors import BatonError
 from baton.ids import Pair
 from kvtransfer.negotiation import host_identity
-from kvtransfer.transport import DataEndpoint
+from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import ucx_wire as wire
-from kvtransfer.transports.tcp_socket import RECV_BYTES, TcpSocketOptions, close_politely, open_connection, tune
+from kvtransfer.transports.connect_words import ConnectWords
+from kvtransfer.transports.end_config import LinkConfig
+from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.tcp_socket import close_politely, open_connection, tune
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable
 
 TLS_HELP = "UCX transports to use: all, or one by name (tcp, rc, ...); UCX_TLS counts where it is set"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UcxWriterConfig:
+class UcxWriterConfig(LinkConfig):
     """Limits of one link."""
 
     tls: str = field(default="all", metadata={"help": TLS_HELP})
@@ -34,24 +37,13 @@ class UcxWriterConfig:
     on_the_way_bytes_max: int = field(
         default=64 << 20, metadata={"help": "bytes handed over and not completed, at which no more are"}
     )
-    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
     seals_max: int = field(default=256, metadata={"help": "seals on their way that the receiver has not confirmed"})
-    seals_waiting_max: int = field(default=4096, metadata={"help": "seals that wait for these"})
-    drain_ms_max: int = field(
-        default=2000,
-        metadata={"help": "how long writes of an abandoned grant may be on their way before the link ends"},
-    )
-    bye_ms_max: int = field(default=2000, metadata={"help": "how long closing waits for what is on its way"})
     poll_us_min: int = field(default=50, metadata={"help": "pause between two looks at what is on its way, at first"})
     poll_us_max: int = field(default=1000, metadata={"help": "and at most, while nothing completes"})
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
         check_tls(self.tls)
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        check_limits(self)
         if self.poll_us_min > self.poll_us_max:
             raise ValueError("poll_us_min must not be more than poll_us_max")
 
@@ -62,12 +54,8 @@ def check_tls(tls: str) -> None:
         raise ValueError(f"tls must be one name of a UCX transport, got {tls!r}; for several set UCX_TLS")
 
 
-class UcxConnectError(Exception):
-    """No link came to be. `reason` is the receiver's, if it gave one."""
-
-    def __init__(self, text: str, reason: wire.RefusalReason | None = None) -> None:
-        super().__init__(text)
-        self.reason = reason
+class UcxConnectError(ConnectError):
+    """Of a ucx link."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +84,16 @@ async def connect(
         async with asyncio.timeout(config.connect_ms_max / 1000):
             sock = await open_connection(endpoint.address, loop)
             tune(sock, config.socket)
-            welcome = await _shake_hands(sock, endpoint, hello, loop)
+            words = ConnectWords[wire.Message](
+                sock,
+                loop,
+                address=endpoint.address,
+                encode=wire.encode,
+                inbox=wire.Inbox(),
+                refused=wire.Refused,
+                error=UcxConnectError,
+            )
+            welcome = await _shake_hands(words, endpoint, hello)
             agent = await asyncio.shield(making)
         loading = loop.run_in_executor(
             None, agent.load_peer, welcome.metadata, welcome.region_base, welcome.region_nbytes
@@ -131,37 +128,15 @@ async def _until_over(work: asyncio.Future[Any]) -> asyncio.CancelledError | Non
     return cancelled
 
 
-async def _shake_hands(
-    sock: socket.socket, endpoint: DataEndpoint, hello: wire.Hello, loop: asyncio.AbstractEventLoop
-) -> wire.Welcome:
-    inbox = wire.Inbox()
-    await loop.sock_sendall(sock, wire.encode(hello))
-    challenge = await _receive(sock, inbox, loop)
-    if not isinstance(challenge, wire.Challenge):
-        raise UcxConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
-    proof = wire.writer_proof(endpoint.secret, hello, challenge.nonce)
-    await loop.sock_sendall(sock, wire.encode(wire.Answer(proof=proof)))
-    w = await _receive(sock, inbox, loop)
-    if not isinstance(w, wire.Welcome):
-        raise UcxConnectError(f"{endpoint.address}: {type(w).__name__} instead of a welcome")
+async def _shake_hands(words: ConnectWords[wire.Message], endpoint: DataEndpoint, hello: wire.Hello) -> wire.Welcome:
+    await words.say(hello)
+    challenge = await words.hear(wire.Challenge)
+    await words.say(wire.Answer(proof=wire.writer_proof(endpoint.secret, hello, challenge.nonce)))
+    w = await words.hear(wire.Welcome)
     wanted = wire.receiver_proof(endpoint.secret, hello, challenge.nonce, w.region_base, w.region_nbytes, w.metadata)
     if not hmac.compare_digest(w.proof, wanted):
         raise UcxConnectError(f"{endpoint.address}: whoever listens there does not know the pair's secret")
-    if not inbox.empty:
-        raise UcxConnectError(f"{endpoint.address}: the receiver speaks out of turn")
     return w
-
-
-async def _receive(sock: socket.socket, inbox: wire.Inbox, loop: asyncio.AbstractEventLoop) -> wire.Message:
-    """The next message: the receiver says one at a time until it has welcomed us."""
-    while True:
-        data = await loop.sock_recv(sock, RECV_BYTES)
-        if not data:
-            raise UcxConnectError("the receiver closed the connection")
-        for message in inbox.feed(data):
-            if isinstance(message, wire.Refused):
-                raise UcxConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
-            return message
 
 
 def take_leave(sock: socket.socket, bye: wire.Bye) -> None:

@@ -1,4 +1,4 @@
-"""One writer's connection at the receiver: its limits, its state, and the seals of which something has come."""
+"""One writer's connection at the receiver: its limits, and its state."""
 
 from __future__ import annotations
 
@@ -8,93 +8,31 @@ import os
 import socket
 from dataclasses import dataclass, field
 
-from baton.ids import Epoch
-from kvtransfer.transport import Seal
 from kvtransfer.transports import ucx_wire as wire
+from kvtransfer.transports.end_config import PortConfig
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, close_politely
+from kvtransfer.transports.seal_gather import SealGather
+from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.ucx_connect import TLS_HELP, check_tls
 from kvtransfer.transports.ucx_nixl import UcxAgent
-from kvtransfer.transports.ucx_wire import RefusalReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UcxReceiverConfig:
+class UcxReceiverConfig(PortConfig):
     """Limits of one port. `connections_max` counts a connection until there is evidence for it, not until EOF."""
 
     tls: str = field(default="all", metadata={"help": TLS_HELP})
     connections_max: int = field(
         default=64, metadata={"help": "connections that may write; each has an agent of NIXL, with a thread"}
     )
-    handshakes_max: int = field(
-        default=64, metadata={"help": "connections at a time that have not proved themselves yet"}
-    )
-    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
     handshake_ms_max: int = field(default=10_000, metadata={"help": "how long a handshake may take"})
-    accepts_per_wake_max: int = field(
-        default=16, metadata={"help": "connections accepted in one go before others get their turn"}
-    )
-    accept_pause_ms: int = field(
-        default=100,
-        metadata={"help": "how long no connection is accepted after the process ran out of file descriptors"},
-    )
     seals_max: int = field(default=512, metadata={"help": "seals of one connection of which only a part has come"})
     seal_poll_us: int = field(default=200, metadata={"help": "pause between two looks for the rest of a seal"})
-    socket: TcpSocketOptions = field(default_factory=TcpSocketOptions)
 
     def __post_init__(self) -> None:
         check_tls(self.tls)
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int) and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-
-
-class SealRefused(Exception):
-    """The writer breaks the protocol."""
-
-    def __init__(self, reason: RefusalReason) -> None:
-        super().__init__(reason.name)
-        self.reason = reason
-
-
-class SealParts:
-    """Puts the message of each seal and its notification together, in whichever order they come. Pure."""
-
-    def __init__(self, *, epoch: Epoch, seals_max: int) -> None:
-        self._epoch = epoch
-        self._seals_max = seals_max
-        self._told: dict[int, Seal] = {}
-        self._notified: set[int] = set()
-
-    @property
-    def waiting(self) -> bool:
-        """A message has come whose notification has not."""
-        return bool(self._told)
-
-    def told(self, message: wire.SealSent) -> Seal | None:
-        """The message: its seal if it is whole now. Raises SealRefused."""
-        if message.seal.epoch != self._epoch or message.number in self._told:
-            raise SealRefused(RefusalReason.SEAL)
-        if message.number in self._notified:
-            self._notified.discard(message.number)
-            return message.seal
-        self._told[message.number] = message.seal
-        self._check()
-        return None
-
-    def notified(self, number: int) -> Seal | None:
-        """A notification: the seal if it is whole now. Raises SealRefused."""
-        if number in self._notified:
-            raise SealRefused(RefusalReason.SEAL)
-        if number not in self._told:
-            self._notified.add(number)
-            self._check()
-        return self._told.pop(number, None)
-
-    def _check(self) -> None:
-        if len(self._told) + len(self._notified) > self._seals_max:
-            raise SealRefused(RefusalReason.SEALS_MAX)
+        check_limits(self)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,7 +56,7 @@ class Connection:
     """It broke the protocol: only its BYE is still listened to."""
     evidence: Evidence | None = None
     """Once it is there the agent is destroyed, and then it is told."""
-    seals: SealParts | None = None
+    seals: SealGather | None = None
 
     @property
     def may_be_read(self) -> bool:

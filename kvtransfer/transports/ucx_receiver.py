@@ -20,13 +20,14 @@ from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from kvtransfer.negotiation import host_identity
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName, WriteRanges
+from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.acceptor import Acceptor, listen_on
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_fences import NotAdmitted, PortFences
+from kvtransfer.transports.seal_gather import SealGather, SealRefused, WholeSeal
 from kvtransfer.transports.tcp_socket import RECV_BYTES, tune
-from kvtransfer.transports.ucx_connection import Connection, SealParts, SealRefused, UcxReceiverConfig
+from kvtransfer.transports.ucx_connection import Connection, UcxReceiverConfig
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
 from kvtransfer.transports.ucx_wire import RefusalReason
 
@@ -137,6 +138,7 @@ class UcxReceiverPort:
             "connections_writing": sum(c.opened and c.sock is not None for c in connections),
             "connections_unproved": sum(c.opened and c.sock is None for c in connections),
             "fences_waiting": self._fences.waiting,
+            "fences_ended": self._fences.ended,
             **{name: self._counts[name] for name in ("seals", "destroy_failed")},
             "refused": {reason.name: count for reason, count in self._refused.items()},
         }
@@ -212,7 +214,7 @@ class UcxReceiverPort:
         # Entered before the writer can have the key: from here on only evidence ends the connection.
         self._fences.opened(hello.pair, connection.number, hello.epoch)
         connection.opened = True
-        connection.seals = SealParts(epoch=hello.epoch, seals_max=self._config.seals_max)
+        connection.seals = SealGather(epoch=hello.epoch, ways=1, seals_max=self._config.seals_max)
         connection.cancel_timers()
         if connection.pidfd is not None:
             self._loop.add_reader(connection.pidfd, self._writer_died, connection)
@@ -295,11 +297,11 @@ class UcxReceiverPort:
     def _seal_sent(self, connection: Connection, message: wire.SealSent) -> None:
         assert connection.seals is not None
         try:
-            whole = connection.seals.told(message)
+            whole = connection.seals.told(message.number, message.seal)
         except SealRefused as error:
-            self._refuse(connection, error.reason)
+            self._refuse(connection, RefusalReason[error.fault.name])
             return
-        self._tell(connection, message.number, whole)
+        self._tell(connection, whole)
         self._take_notifications(connection)
 
     def _take_notifications(self, connection: Connection) -> None:
@@ -309,9 +311,9 @@ class UcxReceiverPort:
             return
         try:
             for number in connection.agent.notified():
-                self._tell(connection, number, connection.seals.notified(number))
+                self._tell(connection, connection.seals.arrived(number))
         except SealRefused as error:
-            self._refuse(connection, error.reason)
+            self._refuse(connection, RefusalReason[error.fault.name])
         except UcxFailed as error:
             log.warning("ucx link ended", reason=str(error))
             self._refuse(connection, RefusalReason.UCX)
@@ -320,15 +322,15 @@ class UcxReceiverPort:
                 self._config.seal_poll_us / 1e6, self._take_notifications, connection
             )
 
-    def _tell(self, connection: Connection, number: int, whole: Seal | None) -> None:
+    def _tell(self, connection: Connection, whole: WholeSeal | None) -> None:
         """Report a seal of which all has come."""
         hello = connection.hello
         if whole is None or hello is None:
             return
         self._counts["seals"] += 1
-        connection.send(wire.Sealed(number=number))
+        connection.send(wire.Sealed(number=whole.number))
         if not self._closed:
-            self._events.seal_landed(hello.pair, whole)
+            self._events.seal_landed(hello.pair, whole.seal)
 
     # Ends.
 

@@ -26,7 +26,7 @@ from functools import partial
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal
-from kvtransfer.transports.message_stream import Framing, MessageStream
+from kvtransfer.transports.message_stream import Framing, Malformed, MessageStream
 
 PROTOCOL_VERSION = 1
 NONCE_BYTES = 32
@@ -55,7 +55,7 @@ class RefusalReason(Enum):
     CLOSED = 14
 
 
-class MalformedMessage(Exception):
+class MalformedMessage(Malformed):
     """Bytes that are none of ours. `reason` is MALFORMED or VERSION."""
 
     def __init__(self, text: str, reason: RefusalReason = RefusalReason.MALFORMED) -> None:

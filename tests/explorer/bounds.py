@@ -21,7 +21,8 @@ class Profile(Enum):
     if the receiver admits their grant."""
     RDMA = "rdma"
     """As CHANNEL, but what is under way lands whatever the receiver thinks of its grant, until a fence has completed.
-    The writer knows of a write that it has landed, or after the connection broke that it is adrift."""
+    The writer knows of a write that it has landed, or after the connection broke that it is adrift. A link that is not
+    made, because its probes are lost, is like none: nothing of a grant is ever on it."""
     SHM = "shm"
     """Stores by the writer's own threads: nothing is under way, nothing can be refused; a fence waits for its word, or
     its death."""

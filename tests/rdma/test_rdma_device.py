@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from baton.ids import Epoch
 from kvtransfer.transport import Seal
-from kvtransfer.transports.rdma import RdmaConnectError
-from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs, RdmaConfig, RdmaDevice, open_device
+from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.transports.rdma import RdmaConnectError, RdmaUnproved
+from kvtransfer.transports.rdma_config import RdmaConfig
+from kvtransfer.transports.rdma_device import (
+    ProbeLost,
+    QueuePairFailed,
+    QueuePairs,
+    RdmaDevice,
+    mtu_bytes,
+    open_device,
+)
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
 from tests.rdma.device_link import ADD_LINK, REMOVE_LINK, note_packets
@@ -78,6 +89,72 @@ def test_a_late_write_is_refused_by_the_device_after_a_fence() -> None:
         assert np.array_equal(two.region_U8, before_U8)
     finally:
         two.close()
+
+
+def probe(two: Two) -> int:
+    """Send the probe and wait for the device's word of it: how many were acknowledged."""
+    two.writer.post_probes(two.receiver.ends, two.receiver_device.probes)
+    assert select.select([two.writer.fd], [], [], WAIT_MS / 1000)[0], "the device says nothing of the probe"
+    return two.writer.take_probes()
+
+
+def test_a_probe_is_one_whole_packet_beside_the_region() -> None:
+    """It arrives in its own place, as large as the path takes, with its queue pair's index as immediate; the region is
+    as it was, and data goes the same way afterwards."""
+    two = Two()
+    try:
+        two.writer_device._probe_U8[:] = 7
+        assert probe(two) == 1
+        assert two.receiver.take_immediates() == [(0, socket.htonl(0))]
+        nbytes = mtu_bytes(min(two.writer.ends.mtu, two.receiver.ends.mtu))
+        landed_U8 = two.receiver_device._probe_U8
+        assert nbytes >= 256
+        assert (landed_U8[:nbytes] == 7).all() and not landed_U8[nbytes:].any()
+        assert not two.region_U8.any()
+        ops = record_ops(1)
+        two.poster.post_writes(0, ops.src[:32], ops.dst[:32], ops.nbytes[:32], 7)
+        assert completed(two.poster, 1) == [(7, 0)]
+        assert two.region_U8.any()
+    finally:
+        two.close()
+
+
+def test_a_probe_that_nobody_acknowledges_is_lost() -> None:
+    """The other end's queue pairs are gone: the device gives up after its repeats, and says so."""
+    two = Two()
+    try:
+        two.receiver.destroy()
+        enums = two.writer_device.verbs.enums
+        with pytest.raises(ProbeLost, match=f"completed with status {int(enums.IBV_WC_RETRY_EXC_ERR)}$"):
+            probe(two)
+    finally:
+        two.close()
+
+
+def test_a_link_whose_data_goes_astray_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All words are said, and the writer's packets go to queue pairs that nobody has. The connect fails with that
+    reason; the receiver fences nothing, and in the same epoch the pair links when its packets find their way."""
+    connect = QueuePairs.connect
+
+    def astray(qps: QueuePairs, peer: wire.LinkEnds) -> None:
+        others = tuple(replace(qp, number=qp.number ^ 0x7F0000) for qp in peer.qps)
+        connect(qps, replace(peer, qps=others) if qps._sends else peer)
+
+    async def test() -> None:
+        async with receiving(KIT) as r:
+            with monkeypatch.context() as patch:
+                patch.setattr(QueuePairs, "connect", astray)
+                with pytest.raises(RdmaUnproved, match="the devices do not reach each other"):
+                    async with linked(r, source_bytes(1, REGION_NBYTES)):
+                        raise AssertionError("there is no link")
+            async with linked(r, source_bytes(1, REGION_NBYTES)) as (it, events):
+                it.post(GRANT, record_ops(1))
+                await events.until(lambda e: bool(e.completed))
+                assert events.completed[0][3] is True
+            assert r.port.describe()["links_unproved"] == 1
+            assert r.events.gone == []
+
+    run(test())
 
 
 def test_a_write_outside_the_region_is_refused_by_the_device() -> None:

@@ -1,0 +1,218 @@
+"""What the writers' links of rdma and ucx have in common: a queue of chains that a thread of the link's own posts,
+seals of which only so many may be on their way, and a connection for words."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports.drains import Drains
+from kvtransfer.transports.link_end import LinkEnd
+from kvtransfer.transports.message_stream import Malformed, MessageStream
+from kvtransfer.transports.outbox import Outbox
+from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
+from kvtransfer.transports.rdma_queue import ChainQueue, QueueLimits
+from kvtransfer.transports.tcp_socket import RECV_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLimits:
+    """`queue` is the queue's own; the others are those of the same names in the links' configurations."""
+
+    queue: QueueLimits
+    seals_max: int
+    seals_waiting_max: int
+    drain_ms_max: int
+    bye_ms_max: int
+
+
+class ChainLink:
+    """A writer's link (see `kvtransfer.transport.WriterLink`) but for its thread, its words, and what it posts with.
+
+    `post` may be called from any thread, the rest from the loop's. A subclass starts the thread, which posts what the
+    queue has until `_cut`, or until nothing is left while `_draining`; it reads the socket, and finishes `_ending`.
+    """
+
+    transport: ClassVar[TransportName]
+
+    def __init__(
+        self,
+        *,
+        sock: socket.socket,
+        inbox: MessageStream[Any, Any],
+        src_nbytes: int,
+        dst_nbytes: int,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        events: WriterEvents,
+        loop: asyncio.AbstractEventLoop,
+        limits: LinkLimits,
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake` is for the thread, and called from any; `inbox` cuts what comes into words for `_handle`."""
+        self._sock, self._inbox = sock, inbox
+        self._address, self._epoch = endpoint.address, endpoint.epoch
+        self._loop = loop
+        self._limits = limits
+        self._wake = wake
+        self._queue = ChainQueue(
+            limits=limits.queue,
+            src_nbytes=src_nbytes,
+            dst_nbytes=dst_nbytes,
+            loop=loop,
+            completed=events.writes_completed,
+            adrift=events.writes_adrift,
+            wake=wake,
+        )
+        self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._queue.mark, stuck=self._end)
+        self._words = Outbox(sock, loop, self._connection_lost)
+        self._ending = LinkEnd(pair=pair, events=events, loop=loop)
+        self._seals_waiting: deque[Seal] = deque()
+        self._seals_out: set[int] = set()
+        self._seals_made = 0
+        self._closing_timer: asyncio.TimerHandle | None = None
+        self._draining = False
+        self._cut = False
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._epoch
+
+    @property
+    def fenced(self) -> bool:
+        """See `WriterLink.fenced`."""
+        return self._ending.by_fence
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None:
+        """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
+
+        Raises:
+            WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
+        """
+        self._queue.post(grant, ops)
+
+    def seal(self, seal: Seal) -> None:
+        """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
+        assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
+        if self._ending.begun:
+            return
+        if len(self._seals_out) < self._limits.seals_max:
+            self._seal_next(seal)
+        elif len(self._seals_waiting) < self._limits.seals_waiting_max:
+            self._seals_waiting.append(seal)
+        else:
+            self._end(f"the receiver takes no seals: {len(self._seals_waiting)} wait")
+
+    def abandon(self, grant: GrantId) -> None:
+        """See `WriterLink.abandon`. What is on its way may arrive; where nothing moves for `drain_ms_max` the link
+        ends."""
+        try:
+            self._queue.abandon(grant)
+        except TooManyAbandonedGrants as error:
+            self._end(str(error))
+            return
+        if not self._ending.begun:
+            self._drains.watch(grant)
+
+    def forget(self, grant: GrantId) -> None:
+        """The caller promises to post nothing more for this abandoned grant."""
+        self._queue.forget(grant)
+
+    async def close(self) -> None:
+        """See `WriterLink.close`. Returns when the thread has ended, and what it posted with is destroyed."""
+        self._ending.ask()
+        self._end("closed", orderly=True)
+        await self._ending.wait()
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
+        progress = self._queue.progress
+        return {
+            "transport": self.transport.value,
+            "address": self._address,
+            "epoch": self._epoch,
+            "state": self._ending.reason or "open",
+            "writes": progress.writes_copied,
+            "bytes": progress.bytes_copied,
+            "requests": progress.requests,
+            "chains": progress.chains,
+            "batches_abandoned": progress.batches_abandoned,
+            "seals": progress.seals,
+            "seals_waiting": len(self._seals_waiting),
+        }
+
+    # The subclass's own.
+
+    def _send_seal(self, number: int, seal: Seal) -> None:
+        """Queue its parts, and say it."""
+        raise NotImplementedError
+
+    def _handle(self, message: Any) -> None:
+        """A word of the receiver's."""
+        raise NotImplementedError
+
+    def _connection_lost(self, reason: str) -> None:
+        """Nobody hears us any more."""
+        self._end(reason)
+
+    # For the subclass to call.
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(RECV_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._connection_lost(f"connection lost: {error}")
+            return
+        if not data:
+            self._connection_lost("the receiver closed the connection or died")
+            return
+        try:
+            for message in self._inbox.feed(data):
+                self._handle(message)
+        except Malformed as error:
+            self._end(f"the receiver sent no message of ours: {error}")
+
+    def _sealed(self, number: int) -> None:
+        """All of a seal has come; one that waits may follow."""
+        self._seals_out.discard(number)
+        if self._seals_waiting and not self._ending.begun:
+            self._seal_next(self._seals_waiting.popleft())
+        if self._draining:
+            self._wake()
+
+    def _end(self, reason: str, *, orderly: bool = False) -> None:
+        """Begin the end, once; it goes on when the thread has left. `orderly`: what is on its way may arrive."""
+        if not self._ending.begin(reason):
+            return
+        self._drains.close()
+        self._draining = True
+        if orderly:
+            self._closing_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._cut_off)
+        self._queue.stop()
+        if not orderly:
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Nothing is waited for any more."""
+        self._cut = True
+        self._wake()
+
+    def _stop_watching(self) -> None:
+        """The thread has left: no timer and no word any more. The socket is still open."""
+        self._drains.close()
+        if self._closing_timer is not None:
+            self._closing_timer.cancel()
+        self._loop.remove_reader(self._sock)
+
+    def _seal_next(self, seal: Seal) -> None:
+        self._seals_made += 1
+        self._seals_out.add(self._seals_made)
+        self._send_seal(self._seals_made, seal)
