@@ -304,9 +304,10 @@ class Engine:
         return self._flights.popleft()
 
     def _after(self, seq: Sequence, piece: SequenceSlice) -> After:
-        leaves = piece.key in self._aborting or (
-            piece.sample and (seq.mode is SequenceMode.PREFILL_ONLY or self._is_full(seq, len(seq.tokens) + 1))
-        )
+        leaves = piece.key in self._aborting
+        if piece.sample and not leaves:
+            finish = self._finish_reason(seq, len(seq.tokens) + 1, None)
+            leaves = finish is not None or seq.mode is SequenceMode.PREFILL_ONLY
         return After(piece.stop, piece.sample, leaves)
 
     def _check(self, seq: Sequence) -> None:
@@ -357,21 +358,20 @@ class Engine:
         seq.tokens.append(token)
         self._tokens_drawn += 1
         logprobs = result.logprobs.get(piece.key) if result.logprobs else None
-        finish = self._finish_reason(seq, token)
+        finish = self._finish_reason(seq, len(seq.tokens), token)
         if finish is not None or seq.mode is SequenceMode.PREFILL_ONLY:
             return self._leave(seq, token, finish, logprobs)
         return TokenEvent(seq=seq, token=token, index=piece.output_index, finish=None, logprobs=logprobs)
 
-    def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
-        params, known = seq.params, len(seq.tokens)
-        ends = token in params.stop_token_ids or (not params.ignore_eos and token in self._runner.eos_token_ids)
-        if ends and known - seq.prompt_len > params.min_tokens:
+    def _finish_reason(self, seq: Sequence, known: int, token: int | None) -> FinishReason | None:
+        """Why it ends with `known` tokens, of which `token` is the last; None where that one is not known yet."""
+        params, runner, output = seq.params, self._runner, known - seq.prompt_len
+        ends = token in params.stop_token_ids or (not params.ignore_eos and token in runner.eos_token_ids)
+        if ends and output > params.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self._is_full(seq, known) else None
-
-    def _is_full(self, seq: Sequence, known: int) -> bool:
-        """Whether a sequence of `known` tokens draws no more."""
-        return known - seq.prompt_len >= seq.params.max_tokens or known >= self._runner.context_len_max
+        if output >= params.max_tokens or known >= runner.context_len_max:
+            return FinishReason.LENGTH
+        return None
 
     def _leave(
         self, seq: Sequence, token: int | None, finish: FinishReason | None, logprobs: TokenLogprobs | None = None
