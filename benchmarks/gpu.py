@@ -26,8 +26,9 @@ import torch
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey
 from benchmarks.gpu_engine import steps_through_the_engine
-from engine.gpu.graphs import Capture, GraphConfig
-from engine.gpu.runner import GpuConfig, GpuRunner
+from engine.gpu.config import GpuConfig, GraphConfig
+from engine.gpu.graphs import Capture
+from engine.gpu.runner import GpuRunner
 from engine.model_config import ModelConfig, parse_model_config
 from engine.models.weights import weight_shapes
 from engine.torch_runner import TorchRunner

@@ -48,7 +48,7 @@ class _Events:
 async def _listen(device: str) -> None:
     region = DeviceRegion(make_driver(device), REGION_BYTES, "bench-region")
     port = CudaIpcReceiverPort(
-        region=region,  # type: ignore[arg-type]  # the handshake asks for its size and its descriptor only
+        region=region,
         events=_Events(),
         loop=asyncio.get_running_loop(),
         randomness=os.urandom,

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
 from cachestore.host_tier import RegionCopier, SpillConfig, ThreadCopier
+from cachestore.regions import PoolRegion, open_host_region, open_pool_region
 from cachestore.spill import Spill
 from engine.block_manager import BlockManager
-from engine.build import BuiltEngine, EngineConfig, build_runner
+from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.pins import PinTable
-from engine.types import KvSpec, Runner
-from kvtransfer import native
+from engine.types import DeviceRunner, KvSpec, Runner
 from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.ledger import Ledger
-from kvtransfer.region import Region, RegionTooLarge
+from kvtransfer.region import Region
+from kvtransfer.transport import RegionKind
 
 # NumPy has no bfloat16; a transfer needs its size only.
 _DTYPE_BYTES = {"bfloat16": 2}
@@ -39,11 +43,25 @@ class DevicePool:
     blocks: BlockManager
     pins: PinTable
     ledger: Ledger
-    region: Region
+    region: PoolRegion
     layout: Layout
     model: ModelInfo
     host: HostMemory | None = None
     """None without overcommit."""
+    device: ComputeDevice = ComputeDevice.CPU
+    on_device: DeviceRunner | None = None
+    """The runner, where the region lies on its device."""
+
+    @property
+    def host_region(self) -> Region:
+        """The region of a node that has it in host memory."""
+        assert self.region.kind is RegionKind.HOST, self.region.kind
+        return cast(Region, self.region)
+
+    def describe(self) -> dict[str, str]:
+        """For people: what computes, and where its KV lies."""
+        facts = {"device": self.device.value, "region": f"{self.region.nbytes:,} bytes in {self.region.kind.value}"}
+        return facts if self.on_device is None else facts | self.on_device.describe() | self.engine.describe()
 
     def close(self) -> None:
         if self.host is not None:
@@ -74,29 +92,51 @@ def layout_of(spec: KvSpec) -> Layout:
 
 
 async def open_device_pool(
-    config: EngineConfig, *, name: str, progress: Progress, spill: SpillConfig | None = None
+    config: EngineConfig, *, name: str, progress: Progress, spill: SpillConfig | None = None, decodes: bool = True
 ) -> DevicePool:
-    """Load the model and prefault the region, both on a thread of their own, with progress.
+    """Load the model, make the region and warm up, each on a thread of its own, with progress.
 
-    With `spill.host_blocks` the same is done for host memory below it, and the engine runs under overcommit.
+    With `spill.host_blocks` there is host memory below the region too, and the engine runs under overcommit. On a
+    device, where this node `decodes`, graphs are captured, with blocks of their own for padding.
 
-    Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (the region does not fit in memory).
+    Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
     built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
     layout = layout_of(built.runner.kv_spec)
-    region = await _open_region(layout, config.num_blocks, f"baton-{name}", "engine.num_blocks", progress)
-    _bind(built, region, config)
+    region = await open_pool_region(config, layout, f"baton-{name}", progress)
+    try:
+        return await _open_over(
+            region, built, layout, config, name=name, progress=progress, spill=spill, decodes=decodes
+        )
+    except BaseException as error:
+        _let_go(error)
+        built.runner.unbind()
+        region.close()
+        raise
+
+
+async def _open_over(
+    region: PoolRegion,
+    built: BuiltEngine,
+    layout: Layout,
+    config: EngineConfig,
+    *,
+    name: str,
+    progress: Progress,
+    spill: SpillConfig | None,
+    decodes: bool,
+) -> DevicePool:
+    await _on_thread(_bind, built, region, config)
     ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
-    blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode())
+    padding_blocks = 0
+    if built.on_device is not None:
+        padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
+    blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode(), padding_blocks=padding_blocks)
     engine = Engine(built.runner, blocks, config.scheduler())
     host = None
     if spill is not None and spill.host_blocks:
-        try:
-            memory = await _open_region(layout, spill.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
-        except BaseException:
-            built.runner.unbind()
-            region.close()
-            raise
+        assert isinstance(region, Region), "the node's configuration refuses to spill from a device"
+        memory = await open_host_region(layout, spill.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
         copier = ThreadCopier(
             RegionCopier(
                 layout=layout,
@@ -117,58 +157,100 @@ async def open_device_pool(
         engine=engine,
         blocks=blocks,
         pins=PinTable(
-            blocks.prefix_cache, num_blocks=config.num_blocks, block_size=config.block_size, limits=config.pins
+            blocks.prefix_cache,
+            num_blocks=config.num_blocks - padding_blocks,
+            block_size=config.block_size,
+            limits=config.pins,
         ),
         ledger=ledger,
         region=region,
         layout=layout,
         model=_model_info(built, layout),
         host=host,
+        device=config.device,
+        on_device=built.on_device,
     )
 
 
-async def _open_region(layout: Layout, num_blocks: int, name: str, field: str, progress: Progress) -> Region:
-    await asyncio.to_thread(native.preload)
-    try:
-        return await asyncio.to_thread(
-            Region.create,
-            layout.region_bytes(num_blocks),
-            name,
-            lambda done, total: progress("prefaulting", done, total),
-        )
-    except RegionTooLarge as error:
+async def _warm_up(runner: DeviceRunner, ledger: Ledger, *, decodes: bool, progress: Progress) -> int:
+    """Compile kernels and capture graphs, before there is any request -> how many blocks are held for good.
+
+    The blocks come from the ledger: a node whose region has none but those for padding serves nobody, and says so.
+    """
+    padding = runner.padding_blocks if decodes else 0
+    if ledger.num_blocks <= padding:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"{error} {num_blocks} blocks of {layout.num_layers} x {layout.record_bytes} bytes were asked for: "
-            f"set a smaller {field}.",
-            field=field,
-        ) from error
+            f"engine.num_blocks is {ledger.num_blocks}, of which graphs keep {padding} for padding: set a larger one.",
+            field="engine.num_blocks",
+        )
+    with _room_on_device():
+        block = ledger.take(1)
+        await _on_thread(runner.rehearse, block[0])
+        ledger.drop(block)
+        if decodes and padding:
+            (padding_block,) = ledger.take(padding)
+            await _on_thread(runner.warm_up, padding_block, lambda done, total: progress("capturing", done, total))
+    return padding
 
 
-def _bind(built: BuiltEngine, region: Region, config: EngineConfig) -> None:
-    """Raises BatonError BAD_CONFIG: the device has not the room. The region is closed then."""
+async def _on_thread(work: Callable[..., None], *arguments: Any) -> None:
+    """Run it to its end, also where the caller is cancelled: it uses the region, which is closed next."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
-        built.runner.bind(region.array_U8, config.num_blocks)
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # told to nobody: whoever asked has been cancelled
+        raise
+
+
+def _bind(built: BuiltEngine, region: PoolRegion, config: EngineConfig) -> None:
+    """Blocks. Raises BatonError BAD_CONFIG: no room on the device, or an attention backend that is wrong there."""
+    try:
+        with _room_on_device():
+            built.runner.bind(region.memory, config.num_blocks)
+    except InvalidField as error:
+        field = f"engine.gpu.{error.field}"
+        raise BatonError(Reason.BAD_CONFIG, f"{field} {error.args[0]}", field=field) from error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """The frames that an error came through may still see the region, which then could not be closed."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def _room_on_device() -> Iterator[None]:
+    """Raises BatonError BAD_CONFIG where the device has not the room."""
+    try:
+        yield
     except RuntimeError as error:
         # torch's error for this, whose type cannot be named without importing torch.
         if type(error).__name__ != "OutOfMemoryError":
             raise
-        built.runner.unbind()
-        region.close()
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"The device has no room for {config.num_blocks} blocks ({region.nbytes:,} bytes): {error} Set a smaller "
-            "engine.num_blocks.",
+            f"The device has not the room: {error} Set a smaller engine.num_blocks.",
             field="engine.num_blocks",
         ) from error
 
 
 def _on_free(
-    built: BuiltEngine, region: Region, layout: Layout, config: EngineConfig
+    built: BuiltEngine, region: PoolRegion, layout: Layout, config: EngineConfig
 ) -> Callable[[BlockId], None] | None:
-    poison, freed = _poisoner(region, layout, config) if config.poison_freed else None, built.block_freed
-    if poison is None or freed is None:
-        return poison or freed
+    freed = built.block_freed
+    if not config.poison_freed:
+        return freed
+    if built.on_device is not None:
+        return built.on_device.poison
+    assert isinstance(region, Region)
+    poison = _poisoner(region, layout, config)
+    if freed is None:
+        return poison
 
     def both(block: BlockId) -> None:
         poison(block)

@@ -74,8 +74,9 @@ def _text(view: NodeView) -> str:
     rows += [
         ("model", f"{own.model.name} ({own.model.fingerprint})"),
         ("transports", ", ".join(own.transports) or "none"),
-        ("blocks", f"{blocks.free} free, {blocks.cached} cached, {blocks.held} held, {blocks.writer_owned} owned by a "
-            f"writer, {blocks.quarantined} quarantined; {blocks.promised} promised"),
+        *((fact.name, fact.text) for fact in status.engine.facts),
+        ("blocks", f"{blocks.free} free, {blocks.cached} cached, {blocks.held} held{_padding_text(status.engine)}, "
+            f"{blocks.writer_owned} owned by a writer, {blocks.quarantined} quarantined; {blocks.promised} promised"),
         ("prefix hits", hits_text(status.prefixes, record.role)),
         ("pinned", f"{status.prefixes.pinned_blocks} blocks of at most {status.prefixes.pinned_blocks_max}"),
         ("errors", f"{status.conservation_errors} of block conservation"),
@@ -109,6 +110,10 @@ def hits_text(prefixes: node_pb2.PrefixStatus, role: Role) -> str:
     percent, done = hit_percent(prefixes), "sent" if role is Role.DECODE else "computed"
     share = f", {percent:.1f} %, were cached here and not {done} again" if percent is not None else ""
     return f"{prefixes.hit_tokens} of {prefixes.prompt_tokens} prompt tokens{share}"
+
+
+def _padding_text(engine: node_pb2.EngineStatus) -> str:
+    return f" ({engine.padding_blocks} for padding)" if engine.padding_blocks else ""
 
 
 def _lines(rows: list[tuple[str, str]]) -> str:

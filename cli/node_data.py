@@ -72,6 +72,10 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
     return {
         **data,
         "blocks": {name: getattr(load.blocks, name) for name in names},
+        "engine": {
+            "facts": {fact.name: fact.text for fact in status.engine.facts},
+            "padding_blocks": status.engine.padding_blocks,
+        },
         "prefixes": {
             "prompt_tokens": status.prefixes.prompt_tokens,
             "hit_tokens": status.prefixes.hit_tokens,

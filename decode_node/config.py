@@ -11,10 +11,11 @@ from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
 from cachestore.host_tier import SpillConfig
+from cachestore.regions import region_kind
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
-from kvtransfer.transport import TransportName
+from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma import RdmaReceiverConfig
 from kvtransfer.transports.shm import ShmReceiverConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig
@@ -65,7 +66,13 @@ class DecodeConfig:
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
-        check_transports(self.transports)
+        check_transports(self.transports, region_kind(self.engine))
+        if self.spill.host_blocks and region_kind(self.engine) is RegionKind.DEVICE:
+            raise InvalidField(
+                "spill.host_blocks",
+                f"is {self.spill.host_blocks}; must be 0 where the region is on a device, from which nothing is moved "
+                "to host memory yet; engine.device cuda-mirrored can spill",
+            )
         check_directory_setting(self.directory)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")

@@ -152,5 +152,5 @@ def why_never(
         return f"its {len(tokens)} tokens leave no room in a context of {runner.context_len_max}"
     need = blocks.blocks_for(len(tokens)) + answer_growth(runner, tokens, prompt_len, sampling.max_tokens)
     if need > blocks.blocks_usable:
-        return f"prompt and answer need {need} blocks, the region has {blocks.ledger.num_blocks}{blocks.less_pins}"
+        return f"prompt and answer need {need} blocks, the region has {blocks.ledger.num_blocks}{blocks.less_others}"
     return None

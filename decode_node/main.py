@@ -13,6 +13,7 @@ from baton.clock import SystemClock
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from cachestore.device_pool import DevicePool, open_device_pool
+from cachestore.engine_report import report_engine
 from cachestore.prefix_service import serve_prefixes
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
@@ -98,6 +99,7 @@ async def _run(
     runtime.transports = tuple(t.value for t in receiver.ports.transports)
     runtime.status, runtime.upkeep, runtime.holds = status, upkeep, node.holds
     serve_prefixes(runtime, pool)
+    report_engine(runtime, pool)
     runtime.server.add(
         "baton.v1.Transfer",
         transfer_pb2_grpc.add_TransferServicer_to_server,

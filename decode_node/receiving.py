@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from batonpb import node_pb2
@@ -14,14 +14,15 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.rpc_client import Channels
 from cachestore.device_pool import DevicePool
+from cachestore.regions import checksum_thread, offered
 from decode_node.config import DecodeConfig
-from kvtransfer.checksum_thread import ChecksumThread
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.receiver import Receiver, ReceiverHost
 from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
+from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
 from kvtransfer.transports.rdma import RdmaReceiverPort
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from kvtransfer.transports.shm import ShmReceiverPort
@@ -43,7 +44,7 @@ def make_receiver(
         loop=asyncio.get_running_loop(),
         config=config.receiver,
         checks=RecordChecks(
-            ChecksumThread(pool.region.array_U8, name=config.name),
+            checksum_thread(pool.region, name=config.name),
             pool.layout,
             num_blocks=pool.ledger.num_blocks,
             loop=asyncio.get_running_loop(),
@@ -61,11 +62,12 @@ def open_ports(
 
     Raises BatonError PORT_IN_USE or BAD_ENDPOINT, InvalidField.
     """
-    for transport in config.transports:
+    serving = offered(config.transports, pool.region)
+    for transport in serving:
         if transport is TransportName.RDMA:
-            _open_rdma_port(config, pool, ports, lent)
+            _open_rdma_port(config, pool, ports, serving, lent)
         elif transport is TransportName.UCX:
-            _open_ucx_port(config, pool, ports)
+            _open_ucx_port(config, pool, ports, serving)
         else:
             ports.add(_open_port(transport, config, pool, ports))
     check_some_work(ports.transports)
@@ -89,6 +91,10 @@ def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
 
 def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:
     loop, events = asyncio.get_running_loop(), ports.port_events(transport)
+    if transport is TransportName.CUDA_IPC:
+        return CudaIpcReceiverPort(
+            region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
+        )
     if transport is TransportName.SHM:
         return ShmReceiverPort(
             region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
@@ -98,7 +104,7 @@ def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool,
     listen = config.data_listen or join_endpoint(host, 0)
     with _port_errors(listen):
         return TcpReceiverPort(
-            region=pool.region,
+            region=pool.host_region,
             events=events,
             loop=loop,
             randomness=secrets.token_bytes,
@@ -109,7 +115,11 @@ def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool,
 
 
 def _open_rdma_port(
-    config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts, lent: LentRegistration | None
+    config: DecodeConfig,
+    pool: DevicePool,
+    ports: ReceiverPorts,
+    serving: Sequence[TransportName],
+    lent: LentRegistration | None,
 ) -> None:
     """Only where a device works. What its links have to say goes to a port of its own, on the host of tcp's."""
     loop = asyncio.get_running_loop()
@@ -117,7 +127,7 @@ def _open_rdma_port(
         memory = lent.memory
     else:
         memory = register_if_usable(
-            config.transports, lambda: pool.region.array_U8, config.rdma.rdma, loop, remote_writes=True
+            serving, lambda: pool.host_region.array_U8, config.rdma.rdma, loop, remote_writes=True
         )
     if memory is None:
         return
@@ -139,15 +149,17 @@ def _open_rdma_port(
     ports.add(port)
 
 
-def _open_ucx_port(config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> None:
+def _open_ucx_port(
+    config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts, serving: Sequence[TransportName]
+) -> None:
     """Only where NIXL is there. What its links have to say goes to a port of its own, on the host of tcp's."""
-    if not usable(config.transports, config.ucx.tls):
+    if not usable(serving, config.ucx.tls):
         return
     host, _ = split_endpoint(config.data_listen or config.listen)
     listen = join_endpoint(host, 0)
     with _port_errors(listen):
         port = UcxReceiverPort(
-            region=pool.region,
+            region=pool.host_region,
             events=ports.port_events(TransportName.UCX),
             loop=asyncio.get_running_loop(),
             randomness=secrets.token_bytes,

@@ -49,8 +49,8 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             raise BatonError(
                 Reason.INCOMPATIBLE_NODE,
                 f"{request.writer_name} offers the transports {', '.join(request.transports) or 'none'}, this node "
-                f"{', '.join(t.value for t in own)}; none of them works between the two (shm needs the same machine, "
-                "user and namespaces). Add tcp to the transports of both.",
+                f"{', '.join(t.value for t in own)}; none of them works between the two (shm and cuda_ipc need the "
+                "same machine, user and namespaces). Add tcp to the transports of both, where their regions allow it.",
             )
         endpoint = self._receiver.connect(
             pair, request.writer_endpoint, transport, name=request.writer_name, host=request.host_name

@@ -78,8 +78,10 @@ class BlockManager:
     `fingerprint` names the model (and adapter) whose KV this is; chains of different fingerprints never match.
     """
 
-    def __init__(self, ledger: BlockLedger, block_size: int, fingerprint: bytes) -> None:
+    def __init__(self, ledger: BlockLedger, block_size: int, fingerprint: bytes, *, padding_blocks: int = 0) -> None:
+        """`padding_blocks` of the ledger's held blocks belong to the engine itself, for good."""
         self.ledger = ledger
+        self.padding_blocks = padding_blocks
         self.block_size = block_size
         self.prefix_cache = PrefixCache(ledger, block_size=block_size, fingerprint=fingerprint)
 
@@ -88,14 +90,14 @@ class BlockManager:
 
     @property
     def blocks_usable(self) -> int:
-        """What one request may need at most: what pins keep, or will keep, is never its own."""
-        return self.ledger.num_blocks - self.prefix_cache.pinned_blocks_wanted
+        """What one request may need at most: what pins keep, or will keep, is never its own, nor is padding."""
+        return self.ledger.num_blocks - self.padding_blocks - self.prefix_cache.pinned_blocks_wanted
 
     @property
-    def less_pins(self) -> str:
+    def less_others(self) -> str:
         """For errors about `blocks_usable`, behind the size of the region."""
-        wanted = self.prefix_cache.pinned_blocks_wanted
-        return f", {wanted} of them for pinned prefixes" if wanted else ""
+        counts = ((self.prefix_cache.pinned_blocks_wanted, "pinned prefixes"), (self.padding_blocks, "padding"))
+        return "".join(f", {count} of them for {what}" for count, what in counts if count)
 
     def match(self, tokens: Sequence[int], salt: bytes, blocks_max: int) -> list[BlockId]:
         """The longest cached chain of full blocks. Not held: do so before anything else is allocated."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
+from engine.gpu.config import GpuConfig
 from engine.mock import MockConfig, MockRunner
 from engine.model_config import (
     ComputeDtype,
@@ -21,7 +22,7 @@ from engine.model_config import (
 )
 from engine.pins import PinLimits
 from engine.scheduler import SchedulerConfig
-from engine.types import Runner
+from engine.types import DeviceRunner, Runner
 
 BLOCKS_MAX = 1 << 24
 
@@ -33,8 +34,19 @@ class EngineKind(Enum):
 
 class ComputeDevice(Enum):
     CPU = "cpu"
-    CUDA = "cuda"
-    CPU_MIRRORED = "cpu-mirrored"  # the copies of cuda without a GPU, for tests
+    CUDA = "cuda"  # kernels and graphs over a region in the GPU's memory
+    CUDA_MIRRORED = "cuda-mirrored"  # PyTorch's own operations over a copy of a region in host memory
+    CPU_KERNELS = "cpu-kernels"  # what cuda is made of, without a GPU, for tests: slow
+    CPU_MIRRORED = "cpu-mirrored"  # the copies of cuda-mirrored without a GPU, for tests
+
+    @property
+    def on_gpu(self) -> bool:
+        return self in (ComputeDevice.CUDA, ComputeDevice.CUDA_MIRRORED)
+
+    @property
+    def has_region(self) -> bool:
+        """The region lies in the device's memory, and not in the host's."""
+        return self in (ComputeDevice.CUDA, ComputeDevice.CPU_KERNELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +61,12 @@ class EngineConfig:
     )
     device: ComputeDevice = field(
         default=ComputeDevice.CPU,
-        metadata={"help": "cpu, or cuda: weights and KV on the GPU, KV copied to and from host memory for the handoff"},
+        metadata={
+            "help": "cpu; cuda: weights, KV and the handoff on a GPU; cuda-mirrored: PyTorch's plain operations on a "
+            "GPU, KV copied to and from host memory"
+        },
     )
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     deterministic: bool = field(
         default=False,
         metadata={
@@ -101,8 +117,12 @@ class EngineConfig:
             raise InvalidField("quantisation", "needs dtype bfloat16 (or auto) and not deterministic")
         if self.device is not ComputeDevice.CPU and self.kind is EngineKind.MOCK:
             raise InvalidField("device", "must be cpu for the mock engine, which computes nothing")
-        if self.device is ComputeDevice.CUDA and self.quantisation is not Quantisation.NONE:
+        if (self.device.on_gpu or self.device.has_region) and self.quantisation is not Quantisation.NONE:
             raise InvalidField("device", "must be cpu for quantised weights; set quantisation to none for cuda")
+        if self.device.has_region and self.deterministic:
+            raise InvalidField(
+                "deterministic", "is for the devices cpu and cuda-mirrored; cuda's kernels have no such mode"
+            )
         if self.mock_layer_delay_ms < 0:
             raise InvalidField("mock_layer_delay_ms", "must not be negative")
 
@@ -130,6 +150,8 @@ class BuiltEngine:
     quantisation_must_agree: bool = False
     block_freed: Callable[[BlockId], None] | None = None
     """To be told of each block that becomes free, where the runner wants to know."""
+    on_device: DeviceRunner | None = None
+    """The runner again, where its region is to lie in its device's memory."""
 
 
 def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> BuiltEngine:
@@ -166,23 +188,24 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
     from engine.torch_runner import TorchRunner, configure_threads
 
     configure_threads(config.compute_threads)
-    if config.device is ComputeDevice.CUDA:
-        _check_cuda()
+    if config.device.on_gpu:
+        _check_cuda(config.device)
     folder: Path = resolve_model(config.model)
+    if config.device.has_region:
+        return _build_on_device(config, folder, progress)
     runner = TorchRunner.load(
         folder,
         block_size=config.block_size,
         dtype=config.dtype,
         deterministic=config.deterministic,
         quantisation=config.quantisation,
-        device="cuda" if config.device is ComputeDevice.CUDA else "cpu",
+        device="cuda" if config.device.on_gpu else "cpu",
         mirrored=config.device is not ComputeDevice.CPU,
         progress=progress,
     )
-    name = Path(config.model).name if Path(config.model).is_dir() else config.model
     return BuiltEngine(
         runner=runner,
-        model_name=name,
+        model_name=_model_name(config),
         fingerprint=checkpoint_fingerprint(folder),
         quantisation="" if config.quantisation is Quantisation.NONE else config.quantisation.value,
         quantisation_must_agree=config.quantisation_must_agree,
@@ -190,7 +213,44 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
     )
 
 
-def _check_cuda() -> None:
+def _model_name(config: EngineConfig) -> str:
+    return Path(config.model).name if Path(config.model).is_dir() else config.model
+
+
+def _build_on_device(config: EngineConfig, folder: Path, progress: Callable[[int, int], None] | None) -> BuiltEngine:
+    """Raises ModelError, BatonError BAD_CONFIG."""
+    from engine.checkpoint import checkpoint_fingerprint
+
+    try:
+        if config.device is ComputeDevice.CPU_KERNELS:
+            from engine.gpu.interpreter import use_interpreter
+
+            use_interpreter()
+        from engine.gpu.runner import GpuRunner
+    except ImportError as error:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"engine.device is {config.device.value}, and its kernels cannot be loaded: {error}. Install triton.",
+            field="engine.device",
+        ) from error
+    rows_max = min(config.gpu.graphs.graph_rows_max, config.sequences_max)
+    runner = GpuRunner.load(
+        folder,
+        block_size=config.block_size,
+        dtype=config.dtype,
+        device="cuda" if config.device.on_gpu else "cpu",
+        gpu=replace(config.gpu, graphs=replace(config.gpu.graphs, graph_rows_max=rows_max)),
+        progress=progress,
+    )
+    return BuiltEngine(
+        runner=runner,
+        model_name=_model_name(config),
+        fingerprint=checkpoint_fingerprint(folder),
+        on_device=runner,
+    )
+
+
+def _check_cuda(device: ComputeDevice) -> None:
     """Raises BatonError BAD_CONFIG."""
     import torch
 
@@ -198,7 +258,7 @@ def _check_cuda() -> None:
         built = f"was built for CUDA {torch.version.cuda} and finds no GPU" if torch.version.cuda else "has no CUDA"
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"engine.device is cuda, and PyTorch {torch.__version__} {built}. Install PyTorch with CUDA on a machine "
-            "with a GPU and its driver, or set engine.device to cpu.",
+            f"engine.device is {device.value}, and PyTorch {torch.__version__} {built}. Install PyTorch with CUDA on a "
+            "machine with a GPU and its driver, or set engine.device to cpu.",
             field="engine.device",
         )

@@ -19,12 +19,23 @@ from kvtransfer.checksums import (
     sample_fraction,
     segments,
 )
+from kvtransfer.device.region import DeviceRegion
 from kvtransfer.plan import Int64Array
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.loop_calls import call_loop
 
 INLINE_BYTES_MAX = 64 << 10
 """So much is read on the control thread at once: a hop to another thread and back would take as long."""
+
+
+class _DeviceBytes:
+    """A region on a device, as `crcs` reads it: each part is copied to the host."""
+
+    def __init__(self, region: DeviceRegion) -> None:
+        self._region = region
+
+    def __getitem__(self, part: slice) -> bytes:
+        return self._region.read(part.start, part.stop)
 
 
 class ChecksumThread:
@@ -34,8 +45,9 @@ class ChecksumThread:
     """
 
     def __init__(self, region: Any, *, name: str) -> None:
-        """`region` is a buffer that outlives this object's `close`."""
-        self._region: memoryview | None = memoryview(region)
+        """`region` is a buffer, or a region on a device, and outlives this object's `close`."""
+        on_device = isinstance(region, DeviceRegion)
+        self._region: memoryview | _DeviceBytes | None = _DeviceBytes(region) if on_device else memoryview(region)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"checksum-{name}")
 
     def submit(self, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Future[Uint32Array]:

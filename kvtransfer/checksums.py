@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,13 @@ def segments(offsets_W: Int64Array, records: int) -> Int64Array:
     return offsets_W.reshape(-1, records).T
 
 
-def crcs(region: memoryview, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Uint32Array:
+class Readable(Protocol):
+    """Bytes that may lie anywhere, read part by part."""
+
+    def __getitem__(self, part: slice, /) -> bytes | memoryview: ...
+
+
+def crcs(region: Readable, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Uint32Array:
     """CRC-32 of each record -> [R]. Reads the region; from any thread."""
     lengths = [int(nbytes) for nbytes in nbytes_S]
     found = np.empty(len(offsets_RS), dtype=np.uint32)

@@ -5,21 +5,28 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from baton.errors import InvalidField
-from kvtransfer.transport import TransportName
+from kvtransfer.transport import RegionKind, TransportName
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
 DATA_GOES_ELSEWHERE = frozenset({TransportName.RDMA, TransportName.UCX})
 """Their links are made over a TCP connection: that one could be made says nothing of the devices' way to each other."""
 
-DEFAULT_TRANSPORTS = (TransportName.SHM, TransportName.RDMA, TransportName.TCP)
-"""rdma is left out, without a word, where there is no device (`rdma_offer`). ucx is used where a configuration names it
-(ARCHITECTURE.md says why)."""
+SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
+    RegionKind.HOST: frozenset({TransportName.SHM, TransportName.RDMA, TransportName.UCX, TransportName.TCP}),
+    RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC}),
+}
+"""Which transports can read and write a region of each kind: the one place that says so."""
+
+DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
+"""Those that do not serve the node's kind of region are left out. So is rdma, without a word, where there is no device
+(`rdma_offer`). ucx is used where a configuration names it (ARCHITECTURE.md says why)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +45,20 @@ class FallbackConfig:
                 raise InvalidField(name, f"must be positive, not {getattr(self, name)}")
 
 
-def check_transports(transports: Sequence[TransportName]) -> None:
-    """Raises InvalidField unless `transports` names at least one, none twice, each for a region in host memory."""
-    if TransportName.CUDA_IPC in transports:
-        raise InvalidField("transports", "has cuda_ipc, but this node's region is in host memory: use shm, tcp")
+def serving(transports: Sequence[TransportName], region: RegionKind) -> tuple[TransportName, ...]:
+    """Those of `transports` that serve such a region, in their order."""
+    return tuple(transport for transport in transports if transport in SERVED_BY[region])
+
+
+def check_transports(transports: Sequence[TransportName], region: RegionKind) -> None:
+    """Raises InvalidField unless `transports` names at least one that serves the node's region, and none twice."""
     if not transports or len(set(transports)) != len(transports):
         raise InvalidField("transports", "must name at least one transport, none of them twice")
+    if not serving(transports, region):
+        fit = ", ".join(transport.value for transport in TransportName if transport in SERVED_BY[region])
+        raise InvalidField(
+            "transports", f"names none that serves this node's region, which is in {region.value}: {fit}"
+        )
 
 
 def check_some_work(working: Sequence[TransportName]) -> None:

@@ -12,8 +12,11 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import numpy as np
+
+from kvtransfer.transport import RegionKind
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -41,12 +44,29 @@ class RegionInUse(Exception):
     """`Region.close` while arrays or tensors still look into it: drop them first. The region stays open."""
 
 
+class SharedRegion(Protocol):
+    """Memory that another process of the machine is given by a descriptor."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def huge_bytes(self) -> int: ...
+
+    @property
+    def fd(self) -> int:
+        """Still owned by the region."""
+        ...
+
+
 class Region:
     """Shared memory of a fixed size. Owns the memfd and the mapping until `close`.
 
     The file is sealed against growing and shrinking, so that nobody who maps it can be hit by SIGBUS.
     Not thread-safe; `array_U8` may be read and written from any thread.
     """
+
+    kind: ClassVar[RegionKind] = RegionKind.HOST
 
     def __init__(self, fd: int, mapping: mmap.mmap, nbytes: int) -> None:
         """Takes ownership of both; the mapping is whole pages, the region its first `nbytes`. Use `create`."""
@@ -107,6 +127,11 @@ class Region:
         """All bytes, writable. Views of it must be dropped before `close`."""
         assert self._array_U8 is not None, "the region is closed"
         return self._array_U8
+
+    @property
+    def memory(self) -> np.ndarray:
+        """What a runner is bound to: `array_U8`."""
+        return self.array_U8
 
     @property
     def fd(self) -> int:

@@ -25,6 +25,13 @@ class TransportName(Enum):
     TCP = "tcp"
 
 
+class RegionKind(Enum):
+    """What memory a node's region lies in. Which transports serve it: `kvtransfer.negotiation.SERVED_BY`."""
+
+    HOST = "host memory"
+    DEVICE = "device memory"
+
+
 class PairBeingFenced(Exception):
     """`ReceiverPort.expect` for an epoch whose right to write is being taken back: ask again once it has been."""
 

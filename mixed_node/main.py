@@ -14,7 +14,9 @@ from baton.rpc_client import Channels
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role
 from cachestore.device_pool import DevicePool, open_device_pool
+from cachestore.engine_report import report_engine
 from cachestore.prefix_service import serve_prefixes
+from cachestore.regions import offered
 from decode_node.node import DecodeNode
 from decode_node.receiving import add_counters, make_receiver, open_ports
 from decode_node.service import DecodeService
@@ -76,7 +78,8 @@ def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration | 
     if config.rdma_writer.rdma != settings:
         return None
     loop = asyncio.get_running_loop()
-    memory = register_if_usable(config.transports, lambda: pool.region.array_U8, settings, loop, remote_writes=True)
+    serving = offered(config.transports, pool.region)
+    memory = register_if_usable(serving, lambda: pool.host_region.array_U8, settings, loop, remote_writes=True)
     return LentRegistration(memory=memory)
 
 
@@ -170,6 +173,7 @@ async def _run(
     runtime.status, runtime.upkeep = status, upkeep
     runtime.holds = lambda: node.holds(peers.holds())
     serve_prefixes(runtime, pool)
+    report_engine(runtime, pool)
     _add_services(runtime, node, peers, attendance, pool)
     stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
     try:

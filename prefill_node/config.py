@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
-from baton.errors import check_positive
+from baton.errors import InvalidField, check_positive
 from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
+from cachestore.regions import region_kind
 from engine.build import EngineConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
-from kvtransfer.transport import TransportName
+from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma import RdmaWriterConfig
 from kvtransfer.transports.shm import ShmWriterConfig
 from kvtransfer.transports.tcp import TcpWriterConfig
@@ -58,7 +59,12 @@ class PrefillConfig:
     stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
-        check_transports(self.transports)
+        check_transports(self.transports, region_kind(self.engine))
+        if self.writer.checksum_fraction and region_kind(self.engine) is RegionKind.DEVICE:
+            raise InvalidField(
+                "writer.checksum_fraction",
+                "must be 0 where the region is on a device: a record is posted before the device has computed it",
+            )
         check_directory_setting(self.directory)
         check_positive(
             self,

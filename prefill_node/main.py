@@ -15,6 +15,7 @@ from baton.drain import Holdings
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from cachestore.device_pool import DevicePool, open_device_pool
+from cachestore.engine_report import report_engine
 from cachestore.prefix_service import serve_prefixes
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.conservation import ConservationWatch
@@ -48,7 +49,7 @@ async def serve(
         on_change=lambda: peers.follow_directory(),
     )
     await runtime.check_listen()
-    pool = await open_device_pool(config.engine, name=config.name, progress=progress)
+    pool = await open_device_pool(config.engine, name=config.name, progress=progress, decodes=False)
     try:
         peers = Peers(runtime=runtime, config=config, pool=pool, observer=observer)
         node = PrefillNode(
@@ -102,6 +103,7 @@ async def _run(
     runtime.transports = tuple(t.value for t in peers.transports)
     runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
     serve_prefixes(runtime, pool)
+    report_engine(runtime, pool)
     service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)
     runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)
     runtime.server.add(

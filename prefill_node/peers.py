@@ -15,11 +15,13 @@ from baton.ids import Incarnation, Pair
 from baton.runtime import NodeRuntime
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool
+from cachestore.regions import checksum_thread, offered
 from kvtransfer.attendance import WriterAttendance
-from kvtransfer.checksum_thread import ChecksumThread
+from kvtransfer.device.region import DeviceRegion
 from kvtransfer.negotiation import Offers, check_some_work, host_identity
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
+from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma import RdmaConnectError, RdmaWriterLink
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from kvtransfer.transports.shm import ShmConnectError, ShmWriterLink
@@ -55,15 +57,16 @@ class Peers:
         self._host = host_identity()
         self._loop = asyncio.get_running_loop()
         self._closes_rdma = lent is None
+        serving = offered(config.transports, pool.region)
         if lent is not None:
             self._rdma = lent.memory
         else:
             self._rdma = register_if_usable(
-                config.transports, lambda: pool.region.array_U8, config.rdma.rdma, self._loop, remote_writes=False
+                serving, lambda: pool.host_region.array_U8, config.rdma.rdma, self._loop, remote_writes=False
             )
-        ucx_works = usable(config.transports, config.ucx.tls)
+        ucx_works = usable(serving, config.ucx.tls)
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
-        self.transports = tuple(t for t in config.transports if works.get(t, True))
+        self.transports = tuple(t for t in serving if works.get(t, True))
         """Offered to decode nodes, best first."""
         check_some_work(self.transports)  # none: nothing has been registered either
         self._peers: dict[Incarnation, WriterPeer] = {}
@@ -72,9 +75,7 @@ class Peers:
         self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._checksums = (
-            ChecksumThread(pool.region.array_U8, name=runtime.name) if config.writer.checksum_fraction else None
-        )
+        self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
 
     def for_record(self, record: NodeRecord) -> WriterPeer:
         """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""
@@ -222,8 +223,14 @@ class Peers:
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE."""
-        source_U8 = self._pool.region.array_U8
+        region = self._pool.region
         try:
+            if endpoint.transport is TransportName.CUDA_IPC:
+                assert isinstance(region, DeviceRegion), region.kind
+                return await CudaIpcWriterLink.connect_device(
+                    endpoint, pair, region, events, self._loop, region.driver, self._config.shm
+                )
+            source_U8 = self._pool.host_region.array_U8
             if endpoint.transport is TransportName.SHM:
                 return await ShmWriterLink.connect(
                     endpoint, pair, source_U8, events, self._loop, self._config.shm, self._copy_turns

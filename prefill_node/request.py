@@ -38,7 +38,7 @@ def check_request(request: prefill_pb2.PrefillRequest, *, runner: Runner, blocks
 
 def no_room(tokens: Sequence[int], blocks: BlockManager) -> BatonError:
     """They do not fit into the region, less what pins ask for, whatever else is free."""
-    has = f"{blocks.ledger.num_blocks}{blocks.less_pins}"
+    has = f"{blocks.ledger.num_blocks}{blocks.less_others}"
     text = (
         f"The prompt's {len(tokens)} tokens need {blocks.blocks_for(len(tokens))} blocks; this node's region has {has}."
     )

@@ -304,7 +304,7 @@ def leftovers(statuses: Mapping[str, node_pb2.NodeStatus]) -> dict[str, dict[str
             "grants_received": status.grants_received,
             "grants_written": status.grants_written,
             "unacknowledged_writes": status.unacknowledged_writes,
-            "held": blocks.held,
+            "held": blocks.held - status.engine.padding_blocks,
             "writer_owned": blocks.writer_owned,
             "quarantined": blocks.quarantined,
             "promised": blocks.promised,

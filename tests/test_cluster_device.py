@@ -1,4 +1,4 @@
-"""Clusters whose engines compute on a device that no transport can write to: `engine.device` cuda.
+"""Clusters whose engines compute on a copy of the region: `engine.device` cuda-mirrored.
 
 Without a GPU the same copies are made between two places of the host's memory. On a machine with one:
 `BATON_TEST_DEVICE=cuda python -m pytest tests/test_cluster_device.py tests/test_engine_device.py`.
@@ -22,7 +22,8 @@ from engine.demo_model import DemoModelParams, write_demo_model
 from engine.types import SamplingParams
 from tests.cluster_harness import assert_conserved, running
 
-DEVICE = ComputeDevice(os.environ.get("BATON_TEST_DEVICE", ComputeDevice.CPU_MIRRORED.value)).value
+ON_GPU = os.environ.get("BATON_TEST_DEVICE") == "cuda"
+DEVICE = (ComputeDevice.CUDA_MIRRORED if ON_GPU else ComputeDevice.CPU_MIRRORED).value
 PARAMS = DemoModelParams(num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=600)
 TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=TOKENS)

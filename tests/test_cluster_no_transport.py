@@ -12,19 +12,22 @@ from baton.errors import InvalidField
 from decode_node import receiving
 from decode_node.receiving import open_ports
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.transport import TransportName
+from kvtransfer.transport import RegionKind, TransportName
 from prefill_node import peers
 from prefill_node.peers import Peers
 
 NEITHER = (TransportName.RDMA, TransportName.UCX)
 
 
+POOL: Any = SimpleNamespace(region=SimpleNamespace(kind=RegionKind.HOST))
+
+
 def start_prefill(config: Any) -> None:
-    Peers(runtime=None, config=config, pool=None)  # type: ignore[arg-type]
+    Peers(runtime=None, config=config, pool=POOL)  # type: ignore[arg-type]
 
 
 def start_decode(config: Any) -> None:
-    open_ports(config, None, ReceiverPorts(None))  # type: ignore[arg-type]
+    open_ports(config, POOL, ReceiverPorts(None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("module", "start"), [(peers, start_prefill), (receiving, start_decode)])

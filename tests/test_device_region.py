@@ -14,11 +14,12 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  # before the kernel
 from baton.errors import InvalidField
+from cachestore.regions import offered
 from kvtransfer.device.copy_kernel import copy_records
 from kvtransfer.device.driver import CudaDriver, DeviceError, mps_in_use
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
-from kvtransfer.negotiation import check_transports, choose
-from kvtransfer.transport import DataEndpoint, TransportName
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports, choose, serving
+from kvtransfer.transport import DataEndpoint, RegionKind, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.shm import ShmConnectError
 from tests.fake_device import FakeDriver
@@ -58,10 +59,16 @@ def test_a_file_that_is_no_export_is_refused() -> None:
 
 
 def test_under_mps_neither_side_begins() -> None:
-    """A region is not made and a link is not tried; both say what to do."""
+    """A region to share is not made and a link is not tried; both say what to do. One for its own process is made."""
     driver = FakeDriver(refusal="the Multi-Process Service runs here; stop MPS")
     with pytest.raises(DeviceError, match="cuda_ipc: the Multi-Process Service runs here"):
         DeviceRegion(driver, 4096, "region")
+    assert driver.open_memories == 0
+    own = DeviceRegion(driver, 4096, "region", shared=False)
+    assert not own.shared
+    with pytest.raises(InvalidField, match=r"none that serves this node's region here; cuda_ipc: .* stop MPS"):
+        offered([TransportName.CUDA_IPC, TransportName.TCP], own)
+    own.close()
     assert driver.open_memories == 0
 
     async def connect() -> None:
@@ -92,13 +99,21 @@ def test_without_a_gpu_the_driver_says_what_is_missing() -> None:
         CudaDriver()
 
 
-def test_cuda_ipc_is_chosen_on_one_host_only_and_needs_a_region_on_a_gpu() -> None:
-    """Best of all between two processes of a host, never between hosts; a node in host memory cannot be set to it."""
+def test_cuda_ipc_is_chosen_on_one_host_only_and_serves_a_region_on_a_gpu() -> None:
+    """Best of all between two processes of a host, never between hosts. Of a list each node takes what serves its own
+    region; a list in which nothing does is refused."""
     both = [TransportName.CUDA_IPC, TransportName.TCP]
     assert choose(["cuda_ipc", "tcp"], both, same_host=True) is TransportName.CUDA_IPC
     assert choose(["cuda_ipc", "tcp"], both, same_host=False) is TransportName.TCP
-    with pytest.raises(InvalidField, match="has cuda_ipc, but this node's region is in host memory"):
-        check_transports(both)
+    assert serving(both, RegionKind.DEVICE) == (TransportName.CUDA_IPC,)
+    assert serving(both, RegionKind.HOST) == (TransportName.TCP,)
+    for region in RegionKind:
+        check_transports(both, region)
+        assert serving(DEFAULT_TRANSPORTS, region)
+    with pytest.raises(InvalidField, match="region, which is in host memory: shm, rdma, ucx, tcp"):
+        check_transports([TransportName.CUDA_IPC], RegionKind.HOST)
+    with pytest.raises(InvalidField, match="region, which is in device memory: cuda_ipc"):
+        check_transports([TransportName.SHM, TransportName.TCP], RegionKind.DEVICE)
 
 
 @pytest.mark.parametrize("seed", range(6))

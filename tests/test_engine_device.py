@@ -209,11 +209,14 @@ def test_no_tensor_is_made_on_a_device_that_nobody_named(folder: Path, plain: No
         assert node.step(prompt, 12, 13, table, sampled) in range(VOCAB)
 
 
-def test_cuda_without_cuda_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [ComputeDevice.CUDA, ComputeDevice.CUDA_MIRRORED])
+def test_cuda_without_cuda_is_a_clear_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: ComputeDevice
+) -> None:
     """The node does not start, and says which key to change."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(BatonError, match=r"set engine\.device to cpu") as caught:
-        build_runner(EngineConfig(model=str(folder), device=ComputeDevice.CUDA))
+    with pytest.raises(BatonError, match=rf"is {device.value}, and .* set engine\.device to cpu") as caught:
+        build_runner(EngineConfig(model=str(folder), device=device))
     assert (caught.value.reason, caught.value.field) == (Reason.BAD_CONFIG, "engine.device")
 
 

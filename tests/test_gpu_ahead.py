@@ -31,9 +31,9 @@ from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.block_manager import BlockManager, growth_blocks
 from engine.core import Engine
 from engine.filters import TOP_K_BLIND_MAX, best_blind, best_ranked
-from engine.gpu.graphs import GraphConfig
+from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.in_flight import HOST_KNOWS, FutureTokens, pick
-from engine.gpu.runner import GpuConfig, GpuRunner
+from engine.gpu.runner import GpuRunner
 from engine.sampler import draws_blind, sample
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence as EngineSequence

@@ -15,8 +15,9 @@ from tests.gpu_models import BLOCK_SIZE, DRAWN, GREEDY, NUM_BLOCKS, FakeCapture,
 # isort: split
 from baton.errors import InvalidField
 from baton.ids import BlockId
-from engine.gpu.graphs import GraphConfig, bucket_sizes
-from engine.gpu.runner import GpuConfig, GpuRunner
+from engine.gpu.config import GpuConfig, GraphConfig
+from engine.gpu.graphs import bucket_sizes
+from engine.gpu.runner import GpuRunner
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, StepResult
 
@@ -96,7 +97,7 @@ def test_tokens_are_those_of_the_torch_runner(params: SamplingParams) -> None:
             assert logprobs.logprob == pytest.approx(other.logprobs[key].logprob, abs=1e-4)
     assert capture.captured == 3
     # Of 9 steps, those of one token a sequence and at most 4 of them: 3, then 4, 2, 1.
-    assert runner.describe()["decode graphs"] == "4 steps, 1 rows of padding"
+    assert runner.describe()["decode graphs used"] == "4 steps, 1 rows of padding"
 
 
 def test_padding_touches_its_own_block_only() -> None:
@@ -125,7 +126,7 @@ def test_the_sink_is_told_of_every_layer_once_in_order() -> None:
         runner.run(Batch(slices=(s,)), sink)
         seq.computed = s.stop
         assert sink.layers == list(range(CONFIG.num_layers))
-        assert runner.describe()["decode graphs"].startswith(f"{graph_steps} steps")
+        assert runner.describe()["decode graphs used"].startswith(f"{graph_steps} steps")
 
 
 def test_long_contexts_and_large_batches_run_without_a_graph() -> None:
@@ -143,8 +144,10 @@ def test_long_contexts_and_large_batches_run_without_a_graph() -> None:
         seen.append([seq.tokens for seq in seqs])
     assert seen[0] == seen[1]
     assert capture.captured == 2
-    assert runner.describe()["decode graphs"] == "1 steps, 0 rows of padding"
-    assert eager.describe()["decode graphs"] == "none"
+    assert runner.describe()["decode graphs used"] == "1 steps, 0 rows of padding"
+    assert runner.describe()["decode graphs"] == "of 1, 2 rows, contexts up to 8 tokens"
+    assert eager.describe()["decode graphs"] == "none (graph_rows_max is 0)"
+    assert (runner.padding_blocks, eager.padding_blocks) == (1, 0)
 
 
 def test_rows_that_draw_nothing_are_computed_and_not_answered() -> None:
@@ -154,7 +157,7 @@ def test_rows_that_draw_nothing_are_computed_and_not_answered() -> None:
     step(runner, [reading, running], [4, None])
     result = step(runner, [reading, running], [1, None])
     assert set(result.sampled) == {running.key}
-    assert runner.describe()["decode graphs"].startswith("1 steps")
+    assert runner.describe()["decode graphs used"].startswith("1 steps")
     result = step(runner, [reading], [None])
     assert set(result.sampled) == {reading.key}
 

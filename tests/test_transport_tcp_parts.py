@@ -13,7 +13,15 @@ from kvtransfer.layout import kv_layout
 from kvtransfer.negotiation import FallbackConfig, Offers, check_transports, choose, host_identity
 from kvtransfer.ranges import LOOPED_SEGMENTS_MAX, RecordRanges
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TransportName, WriteOps, WriteRanges
+from kvtransfer.transport import (
+    DataEndpoint,
+    PairBeingFenced,
+    RegionKind,
+    Seal,
+    TransportName,
+    WriteOps,
+    WriteRanges,
+)
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.tcp_frames import Batch, cut_frames
 from tests.shm_harness import grant_of, pair_of
@@ -162,7 +170,7 @@ def test_a_transport_that_fails_twice_within_the_window_is_given_up() -> None:
 def test_a_wrong_list_of_transports_is_refused(transports: tuple[TransportName, ...]) -> None:
     """None at all, or one twice."""
     with pytest.raises(InvalidField, match="at least one"):
-        check_transports(transports)
+        check_transports(transports, RegionKind.HOST)
 
 
 class FakePort:

@@ -19,12 +19,12 @@ from baton.log import get_log
 from engine.attention import TorchAttention
 from engine.gpu import libraries
 from engine.gpu.attention import BackendUnfit, PagedAttention, TorchPaged, TritonDecode
+from engine.gpu.config import AUTO
 from engine.kv_pool import KvPool
 from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 
 log = get_log("attention")
 
-AUTO = "auto"
 ERROR_MAX = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest difference allowed, of the largest reference value: a few units of rounding of the type."""
 

@@ -10,38 +10,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from baton.errors import InvalidField
 from baton.ids import BlockId
+from engine.gpu.config import GraphConfig
 from engine.gpu.in_flight import HOST_KNOWS
 from engine.types import SequenceSlice
 
 _FIXED_COLUMNS = 3
 """Of a packed row, before its block table: token id, position, row of the token among those of the step before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphConfig:
-    """Which decode steps run as graphs; others run as they are, kernel by kernel."""
-
-    graph_rows_max: int = field(
-        default=64, metadata={"help": "largest decode batch that runs as a CUDA graph; 0: none"}
-    )
-    graph_context_max: int = field(
-        default=8192,
-        metadata={"help": "longest context, in tokens, of a sequence in a decode batch that runs as a graph"},
-    )
-
-    def __post_init__(self) -> None:
-        if self.graph_rows_max < 0:
-            raise InvalidField("graph_rows_max", f"is {self.graph_rows_max}; must be 0 (no graphs) or more")
-        if self.graph_context_max < 1:
-            raise InvalidField("graph_context_max", f"is {self.graph_context_max}; must be at least 1")
 
 
 def bucket_sizes(rows_max: int) -> tuple[int, ...]:
@@ -99,6 +80,14 @@ class CudaCapture:
         return replay
 
 
+class NoCapture:
+    """For a device without graphs: computes again. For tests."""
+
+    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        out = compute().clone()
+        return lambda: out.copy_(compute())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
     """The inputs of one decode step on the device, as `forward` of `DecodeGraphs` gets them; views of one buffer."""
@@ -152,6 +141,11 @@ class DecodeGraphs:
         self.steps = 0
         self.rows_padded = 0
 
+    def __str__(self) -> str:
+        """For people."""
+        rows = ", ".join(map(str, self._sizes))
+        return f"of {rows} rows, contexts up to {self._context_max} tokens"
+
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every bucket, the largest first so that the others fit into its memory. Writes the padding block."""
         for done, rows in enumerate(reversed(self._sizes)):
@@ -192,7 +186,8 @@ class DecodeGraphs:
             future_rows_B=inputs[:, 2],
             tables_BM=inputs[:, _FIXED_COLUMNS:],
         )
-        return _Graph(inputs=inputs, staging=staging, replay=self._capture.capture(lambda: self._forward(views)))
+        forward = self._forward  # and not through self: what is captured must not keep its graphs alive
+        return _Graph(inputs=inputs, staging=staging, replay=self._capture.capture(lambda: forward(views)))
 
     def _fill(self, staging: np.ndarray, slices: Sequence[SequenceSlice]) -> None:
         """A row of padding is a sequence of one token, id 0, in the padding block."""

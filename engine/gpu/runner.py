@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from baton.ids import BlockId
+from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.checkpoint import Progress, load_tensors
 from engine.gpu import paged
-from engine.gpu.admission import AUTO, Phase, admit
+from engine.gpu.admission import Phase, admit
 from engine.gpu.attention import DecodePlan, GpuAttention, TritonDecode
-from engine.gpu.graphs import Capture, CudaCapture, DecodeGraphs, DecodeInputs, GraphConfig
+from engine.gpu.config import GpuConfig
+from engine.gpu.graphs import Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
 from engine.gpu.in_flight import ROWS_AHEAD_MAX, FutureTokens, LaunchedStep, pick
 from engine.kv_pool import KvPool
 from engine.logprobs import ScoredRows
@@ -24,31 +26,19 @@ from engine.models.decoder import Decoder
 from engine.models.weights import weight_shapes
 from engine.sampler import draws_blind, sample
 from engine.staging import to_device
-from engine.types import Batch, KvSink, KvSpec, SamplingParams, StepResult
+from engine.types import Batch, KvSink, KvSpec, NullSink, SamplingParams, SequenceSlice, StepResult
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuConfig:
-    """What can be chosen about the GPU's part."""
-
-    attention_prefill: str = field(
-        default=AUTO, metadata={"help": "attention of prompts: auto (the best that passes its trial), or a name"}
-    )
-    attention_decode: str = field(default=AUTO, metadata={"help": "attention of single tokens: auto, or a name"})
-    graphs: GraphConfig = field(default_factory=GraphConfig)
-    steps_ahead: bool = field(
-        default=True, metadata={"help": "launch a step while the one before is computed; off: one after the other"}
-    )
+_REHEARSAL = RequestKey(request=RequestId("rehearsal"), attempt=Attempt(0))
 
 
 class GpuRunner:
     """An `AheadRunner` for one model on one device. `run` is called from one thread at a time.
 
+    When `run` returns or raises, the device is through with the step: its blocks may go to a remote writer then, whose
+    copies no stream orders behind the step's kernels.
+
     On a device of type "cpu" it runs too, where Triton's kernels run in the interpreter: for tests.
     """
-
-    padding_blocks = 1
-    """How many blocks of the region `warm_up` wants for itself."""
 
     def __init__(
         self,
@@ -84,6 +74,8 @@ class GpuRunner:
         self._graphs: DecodeGraphs | None = None
         self.rows_ahead_max = ROWS_AHEAD_MAX if self.gpu.steps_ahead else 0
         self._future = FutureTokens(self.device)
+        self._no_graphs = "not bound"
+        """Why there are none, as long as there are none."""
 
     @classmethod
     def load(
@@ -94,6 +86,7 @@ class GpuRunner:
         dtype: ComputeDtype = ComputeDtype.AUTO,
         device: torch.device | str = "cuda",
         gpu: GpuConfig | None = None,
+        capture: Capture | None = None,
         progress: Progress | None = None,
     ) -> GpuRunner:
         """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
@@ -104,12 +97,15 @@ class GpuRunner:
         config = load_model_config(folder)
         torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
         tensors = load_tensors(folder, weight_shapes(config), dtype=torch_dtype, progress=progress)
-        return cls(config=config, tensors=tensors, block_size=block_size, device=device, gpu=gpu)
+        return cls(config=config, tensors=tensors, block_size=block_size, device=device, gpu=gpu, capture=capture)
 
-    def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
-        """See `Runner.bind`. A region in host memory serves a runner on the CPU only."""
-        assert self.device.type == "cpu", f"a region in host memory cannot serve {self.device}: use bind_tensor"
-        self.bind_tensor(torch.from_numpy(region_U8), num_blocks)
+    def bind(self, region_U8: Any, num_blocks: int) -> None:
+        """See `Runner.bind`. Takes the memory as its driver gives it: a tensor on this runner's device, or an array.
+
+        Raises:
+            InvalidField: as `bind_tensor`.
+        """
+        self.bind_tensor(torch.as_tensor(region_U8), num_blocks)
 
     def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
         """As `bind`, for a region that is a tensor on this runner's device. Chooses the attention: runs kernels.
@@ -126,6 +122,29 @@ class GpuRunner:
         self._attention_rows = {f"{each.phase.value} attention": str(each) for each in (prefill, decode)}
         self._pool = pool
         self._attention = GpuAttention(pool, prefill=prefill.backend, decode=decode.backend)
+        self._no_graphs = self._unfit_for_graphs() or "not captured"
+
+    @property
+    def padding_blocks(self) -> int:
+        """How many blocks of the region `warm_up` wants for itself: none where it captures nothing. After `bind`."""
+        return 0 if self._unfit_for_graphs() else 1
+
+    def rehearse(self, block: BlockId) -> None:
+        """Compute a prompt in `block`, which is nobody else's, and draw: kernels are compiled now, and not while the
+        first request waits. The block is the caller's again afterwards."""
+        tokens = [0] * min(self.kv_spec.block_size, self.context_len_max)
+        params = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
+        prompt = SequenceSlice(
+            key=_REHEARSAL,
+            tokens=tokens,
+            start=0,
+            stop=len(tokens),
+            block_table=(block,),
+            sample=True,
+            output_index=0,
+            params=params,
+        )
+        self.run(Batch(slices=(prompt,)), NullSink())
 
     @torch.inference_mode()
     def warm_up(self, padding_block: BlockId, progress: Callable[[int, int], None] | None = None) -> None:
@@ -135,32 +154,54 @@ class GpuRunner:
         """
         assert self._pool is not None and self._attention is not None, "bind comes before warm_up"
         decode = self._attention.decode
-        if not self.gpu.graphs.graph_rows_max or not isinstance(decode, TritonDecode):
+        if self._unfit_for_graphs():
             return
-        pool, context_max = self._pool, self.gpu.graphs.graph_context_max
+        assert isinstance(decode, TritonDecode)
+        limits = self.gpu.graphs
+        context_max = min(limits.graph_context_max, self.context_len_max)
+        pool = self._pool
         graphs = DecodeGraphs(
             forward=lambda inputs: self._decode_forward(pool, decode, inputs, context_max),
             block_size=self.kv_spec.block_size,
             padding_block=padding_block,
             device=self.device,
             row_of=self._future.row_of,
-            capture=self._capture or CudaCapture(self.device),
-            config=self.gpu.graphs,
+            capture=self._capture or (CudaCapture(self.device) if self.device.type == "cuda" else NoCapture()),
+            config=replace(limits, graph_context_max=context_max),
         )
         graphs.warm_up(progress)
         self._graphs = graphs
 
+    def _unfit_for_graphs(self) -> str:
+        """Why `warm_up` captures nothing; empty where it does."""
+        assert self._attention is not None, "bind comes first"
+        if not self.gpu.graphs.graph_rows_max:
+            return "graph_rows_max is 0"
+        if not isinstance(self._attention.decode, TritonDecode):
+            return "the attention of single tokens is not Triton's"
+        return ""
+
+    def poison(self, block: BlockId) -> None:
+        """Fill a block that is free with NaN, and wait until it is: its next writer may be another process. Any thread,
+        beside a step too."""
+        assert self._pool is not None, "unbound"
+        self._pool.kv_LN2KSD[:, block] = float("nan")
+        self._settle()
+
     def unbind(self) -> None:
-        """See `Runner.unbind`."""
+        """See `Runner.unbind`. Waits for the device."""
         self._pool = self._attention = self._graphs = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def describe(self) -> dict[str, str]:
-        """For people: what computes the attention, and why."""
+        """For people: what computes the attention, and why; which decode steps run as graphs, and how many have."""
         if self._graphs is None:
-            return {**self._attention_rows, "decode graphs": "none"}
+            return {**self._attention_rows, "decode graphs": f"none ({self._no_graphs})"}
         return {
             **self._attention_rows,
-            "decode graphs": f"{self._graphs.steps} steps, {self._graphs.rows_padded} rows of padding",
+            "decode graphs": str(self._graphs),
+            "decode graphs used": f"{self._graphs.steps} steps, {self._graphs.rows_padded} rows of padding",
         }
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:

@@ -17,7 +17,7 @@ from kvtransfer.transport import WriteOps
 PIECE_WORDS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_writes"])  # or each kind of number is compiled for when it first comes
 def copy_kernel(
     dst: Any,
     src: Any,

@@ -76,18 +76,24 @@ class CudaDriver:
         self._torch = torch
         self._runtime = runtime
         self._ordinal = ordinal
+        self._exported: set[int] = set()
         self.device = torch.device("cuda", ordinal)
         self.streams: DeviceStreams = CudaStreams(self.device)
 
     def allocate(self, nbytes: int) -> int:
         address = int(self._call("cudaMalloc", nbytes))
         self._call("cudaMemset", address, 0, nbytes)
+        # Other processes' streams, and side streams here, are not behind the one that has zeroed it.
+        self._call("cudaDeviceSynchronize")
         return address
 
     def free(self, address: int) -> None:
-        self._call("cudaFree", address)
+        """What was exported is freed with the process: freeing it while another has it open is undefined, by CUDA."""
+        if address not in self._exported:
+            self._call("cudaFree", address)
 
     def export(self, address: int) -> bytes:
+        self._exported.add(address)
         return bytes(self._call("cudaIpcGetMemHandle", address).reserved)
 
     def open(self, handle: bytes) -> int:

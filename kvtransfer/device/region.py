@@ -5,10 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from typing import Any, Protocol
+import threading
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceDriver, DeviceError
+from kvtransfer.transport import RegionKind, WriteOps
 
+_POLL_INTERVAL_S = 1e-3
 _MAGIC = b"BtCu"
 _EXPORT = struct.Struct(f"<4sQ{IPC_HANDLE_BYTES}s")
 
@@ -32,43 +37,74 @@ class DeviceRegion:
     passes the memory itself on a CPU. Not thread-safe; the memory may be used from any thread.
     """
 
+    kind: ClassVar[RegionKind] = RegionKind.DEVICE
     huge_bytes = 0
     """A device has no such pages."""
 
-    def __init__(self, driver: DeviceDriver, nbytes: int, name: str) -> None:
-        """Raises DeviceError: no room, or memory cannot be shared here."""
+    def __init__(self, driver: DeviceDriver, nbytes: int, name: str, *, shared: bool = True) -> None:
+        """`shared`: other processes can be given it (cuda_ipc). Raises DeviceError: no room, or it cannot be shared."""
         assert nbytes > 0, nbytes
-        refusal = driver.refusal()
+        refusal = driver.refusal() if shared else None
         if refusal is not None:
             raise DeviceError(f"cuda_ipc: {refusal}")
         self.nbytes = nbytes
-        self._driver = driver
+        self.driver = driver
         self._address = driver.allocate(nbytes)
+        self._fd: int | None = None
         try:
-            self._fd = _sealed_file(name, _EXPORT.pack(_MAGIC, nbytes, driver.export(self._address)))
+            if shared:
+                self._fd = _sealed_file(name, _EXPORT.pack(_MAGIC, nbytes, driver.export(self._address)))
         except BaseException:
             driver.free(self._address)
             raise
         self._open = True
 
     @property
+    def shared(self) -> bool:
+        """Whether there is a descriptor to give away."""
+        return self._fd is not None
+
+    @property
     def fd(self) -> int:
         """Still owned by the region."""
         assert self._open, "the region is closed"
+        assert self._fd is not None, "the region is not shared"
         return self._fd
 
     @property
     def memory(self) -> Any:
         """All bytes, as the driver's streams and the engine take them; not to be used after `close`."""
         assert self._open, "the region is closed"
-        return self._driver.memory(self._address, self.nbytes)
+        return self.driver.memory(self._address, self.nbytes)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """A copy of these bytes, behind what the calling thread's stream has queued. Blocks. Any thread."""
+        part_U8 = self.memory[start:stop]
+        return bytes(part_U8 if isinstance(part_U8, np.ndarray) else part_U8.cpu().numpy())
+
+    def rehearse_copy(self, record_bytes: int) -> None:
+        """Copy one record as a transport does, and wait: kernels are compiled now, and not in the first handoff.
+
+        Blocks; writes to the second record. Called before anybody uses the region.
+        """
+        if self.nbytes < 2 * record_bytes:
+            return
+        streams, memory = self.driver.streams, self.memory
+        src, dst, nbytes = (np.array([number], dtype=np.int64) for number in (0, record_bytes, record_bytes))
+        side = streams.side()
+        streams.copy(side, memory, memory, WriteOps(src=src, dst=dst, nbytes=nbytes))
+        done = side.record()
+        pause = threading.Event()
+        while not done.done():
+            pause.wait(_POLL_INTERVAL_S)
 
     def close(self) -> None:
         """Free the memory; the caller has made sure that no stream uses it any more. Idempotent."""
         if self._open:
+            self.driver.free(self._address)
             self._open = False
-            os.close(self._fd)
-            self._driver.free(self._address)
+            if self._fd is not None:
+                os.close(self._fd)
 
 
 class OpenedRegion:

@@ -19,7 +19,7 @@ from enum import Enum
 from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.region import Region
+from kvtransfer.region import SharedRegion
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName, WriteRanges
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.acceptor import Acceptor
@@ -96,7 +96,7 @@ class ShmReceiverPort:
     def __init__(
         self,
         *,
-        region: Region,
+        region: SharedRegion,
         events: ReceiverEvents,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],

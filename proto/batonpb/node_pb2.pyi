@@ -20,7 +20,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes")
+    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes", "engine")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class NodeStatus(_message.Message):
     SAFE_TO_DELETE_FIELD_NUMBER: _ClassVar[int]
     STORY_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     record: _directory_pb2.NodeRecord
     requests: int
     grants_received: int
@@ -47,7 +48,24 @@ class NodeStatus(_message.Message):
     safe_to_delete: bool
     story: str
     prefixes: PrefixStatus
-    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ...) -> None: ...
+    engine: EngineStatus
+    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ..., engine: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
+
+class EngineStatus(_message.Message):
+    __slots__ = ("facts", "padding_blocks")
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    facts: _containers.RepeatedCompositeFieldContainer[Fact]
+    padding_blocks: int
+    def __init__(self, facts: _Optional[_Iterable[_Union[Fact, _Mapping]]] = ..., padding_blocks: _Optional[int] = ...) -> None: ...
+
+class Fact(_message.Message):
+    __slots__ = ("name", "text")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    text: str
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class PrefixStatus(_message.Message):
     __slots__ = ("prompt_tokens", "hit_tokens", "pinned_blocks", "pinned_blocks_max", "pins")

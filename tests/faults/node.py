@@ -113,9 +113,10 @@ def _wrap_landing(points: Failpoints, marks: Marks) -> None:
         mark, peer = marks.of_request.get(request, -1), marks.peer_of_request.get(request, "")
         if grant is not None and points.reach(Failpoint.LANDED, mark=mark, request=request, peer=peer):
             checks, layout = self.checks, self._layout
-            assert checks._thread._region is not None
+            region = checks._thread._region
+            assert isinstance(region, memoryview)
             last_layer = (layout.num_layers - 1) * checks._num_blocks
-            checks._thread._region[(last_layer + grant.blocks[1]) * layout.record_bytes + 5] ^= 0x10
+            region[(last_layer + grant.blocks[1]) * layout.record_bytes + 5] ^= 0x10
         real_seal_landed(self, pair, seal)
 
     _replace(Receiver, "seal_landed", seal_landed)

@@ -24,6 +24,7 @@ from engine.pins import PinTable
 from engine.types import Batch, KvSink, KvSpec, Runner, SequenceSlice, StepResult, TokenLogprobs
 from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.ledger import Ledger
+from kvtransfer.transport import RegionKind
 
 LAYERS = 2
 SLOT_BYTES = 4
@@ -51,8 +52,11 @@ def _draw(context: int, seed: int, index: int, attempt: int) -> int:
 class SimRegion:
     """Stands for `kvtransfer.region.Region`."""
 
+    kind = RegionKind.HOST
+
     def __init__(self, nbytes: int) -> None:
         self.array_U8 = bytearray(nbytes)
+        self.nbytes = nbytes
         self.nbytes = nbytes
 
     def close(self) -> None:

@@ -1,0 +1,43 @@
+"""What can be chosen about the GPU's part of an engine. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.errors import InvalidField
+
+AUTO: Final = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphConfig:
+    """Which decode steps run as graphs; others run as they are, kernel by kernel."""
+
+    graph_rows_max: int = field(
+        default=64, metadata={"help": "largest decode batch that runs as a CUDA graph; 0: none"}
+    )
+    graph_context_max: int = field(
+        default=8192,
+        metadata={"help": "longest context, in tokens, of a sequence in a decode batch that runs as a graph"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.graph_rows_max < 0:
+            raise InvalidField("graph_rows_max", f"is {self.graph_rows_max}; must be 0 (no graphs) or more")
+        if self.graph_context_max < 1:
+            raise InvalidField("graph_context_max", f"is {self.graph_context_max}; must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConfig:
+    """Of an engine whose device has a region of its own."""
+
+    attention_prefill: str = field(
+        default=AUTO, metadata={"help": "attention of prompts: auto (the best that passes its trial), or a name"}
+    )
+    attention_decode: str = field(default=AUTO, metadata={"help": "attention of single tokens: auto, or a name"})
+    graphs: GraphConfig = field(default_factory=GraphConfig)
+    steps_ahead: bool = field(
+        default=True, metadata={"help": "launch a step while the one before is computed; off: one after the other"}
+    )

@@ -1,0 +1,149 @@
+"""A driver of a device that is not there, for tests of whole nodes without a GPU: its memory is shared host memory.
+
+The IPC handle names the process and its descriptor, and is opened through /proc. Copies are late, as those of a device:
+they run when somebody looks whether they have ended, in the order of their stream, on the thread that looks.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import mmap
+import os
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError
+from kvtransfer.device.streams import DeviceStreams
+from kvtransfer.region import Region, RegionTooLarge
+from kvtransfer.transport import WriteOps
+from kvtransfer.transports.shm_copy import copy_records
+
+_HANDLE = struct.Struct("<iiQ")
+
+
+class HostEvent:
+    """A point in a `HostStream`. Never passed at the first look, so that whoever polls has to come back."""
+
+    def __init__(self, stream: HostStream, number: int) -> None:
+        self._stream = stream
+        self._number = number
+        self._looked_at = False
+
+    def done(self) -> bool:
+        if not self._looked_at:
+            self._looked_at = True
+            return False
+        self.reach()
+        return True
+
+    def reach(self) -> None:
+        """Run what lies before it."""
+        self._stream.run_to(self._number)
+
+
+class HostStream:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._work: deque[Callable[[], None]] = deque()
+        self._launched = 0
+        self._run = 0
+
+    def launch(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._work.append(work)
+            self._launched += 1
+
+    def record(self) -> HostEvent:
+        with self._lock:
+            return HostEvent(self, self._launched)
+
+    def wait(self, event: HostEvent) -> None:
+        self.launch(event.reach)
+
+    def run_to(self, number: int) -> None:
+        """Run the first `number` pieces of work, as far as they have not run."""
+        with self._lock:
+            while self._run < number:
+                self._work.popleft()()
+                self._run += 1
+
+
+class HostStreams:
+    """The compute stream is empty: what the CPU computes is there when the call that computes it returns."""
+
+    def __init__(self) -> None:
+        self._compute = HostStream()
+
+    def current(self) -> HostStream:
+        return self._compute
+
+    def side(self) -> HostStream:
+        return HostStream()
+
+    def copy(self, stream: HostStream, dst: np.ndarray, src: np.ndarray, ops: WriteOps) -> None:
+        own = WriteOps(src=ops.src.copy(), dst=ops.dst.copy(), nbytes=ops.nbytes.copy())
+        stream.launch(lambda: copy_records(dst, src, own))
+
+
+class HostDriver:
+    """See `DeviceDriver`. Addresses are numbers. Memory is not freed, nor closed, while an array looks into it."""
+
+    def __init__(self) -> None:
+        self.streams: DeviceStreams = HostStreams()
+        self._addresses = itertools.count(1)
+        self._own: dict[int, Region] = {}
+        self._opened: dict[int, mmap.mmap] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        try:
+            region = Region.create(nbytes, "baton-host-device")
+        except RegionTooLarge as error:
+            raise DeviceError(str(error)) from error
+        address = next(self._addresses)
+        self._own[address] = region
+        return address
+
+    def free(self, address: int) -> None:
+        """Raises RegionInUse."""
+        gc.collect()  # Triton's interpreter leaves what it was called with behind in cycles
+        self._own[address].close()
+        del self._own[address]
+
+    def export(self, address: int) -> bytes:
+        region = self._own[address]
+        return _HANDLE.pack(os.getpid(), region.fd, region.nbytes).ljust(IPC_HANDLE_BYTES, b"\0")
+
+    def open(self, handle: bytes) -> int:
+        pid, number, _ = _HANDLE.unpack(handle[: _HANDLE.size])
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DeviceError(f"the memory of process {pid} cannot be opened: {error}") from error
+        try:
+            # All of the file: of huge pages it may have more bytes than the region.
+            mapping = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED)
+        finally:
+            os.close(fd)
+        address = next(self._addresses)
+        self._opened[address] = mapping
+        return address
+
+    def close(self, address: int) -> None:
+        """Raises BufferError."""
+        self._opened[address].close()
+        del self._opened[address]
+
+    def memory(self, address: int, nbytes: int) -> Any:
+        """A uint8 array [nbytes]."""
+        if address in self._own:
+            return self._own[address].array_U8[:nbytes]
+        return np.frombuffer(self._opened[address], dtype=np.uint8, count=nbytes)
+
+    def refusal(self) -> str | None:
+        return None
