@@ -14,7 +14,6 @@ from typing import Final
 
 from batonpb import node_pb2
 
-import tests.triton_interpreter  # noqa: F401  # before anything that imports the kernels
 from cli.services import Service
 from cli.supervisor import ClusterSpec
 from engine.build import ComputeDevice, EngineKind

@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu_node import BLOCK_SIZE, MODEL, write_model
-
-# isort: split
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from cachestore.device_pool import DevicePool, open_device_pool
@@ -31,6 +28,7 @@ from kvtransfer.handoff import WriterConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
 from prefill_node.config import PrefillConfig
+from tests.gpu_node import BLOCK_SIZE, MODEL, write_model
 
 NUM_BLOCKS = 10
 GRAPHS = GraphConfig(graph_rows_max=2)

@@ -7,11 +7,16 @@ On a machine with one: `BATON_TEST_DEVICE=cuda python -m pytest tests/test_clust
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from cli.reference import Reference
+from engine.types import SamplingParams
+from tests.cli_harness import run_baton
+from tests.cluster_harness import RunningCluster, assert_conserved, leftovers, running, wait_for
 from tests.gpu_node import (
     DEVICE,
     MODEL,
@@ -23,11 +28,6 @@ from tests.gpu_node import (
     spec_of,
     write_model,
 )
-
-# isort: split
-from cli.reference import Reference
-from engine.types import SamplingParams
-from tests.cluster_harness import RunningCluster, assert_conserved, leftovers, running, wait_for
 from tests.inprocess_cluster import InProcessCluster
 
 TOKENS = 6
@@ -133,3 +133,14 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             await assert_conserved(cluster)
 
         cluster.run(scene())
+        told = run_baton("describe", "decode-0", "--directory", cluster.cluster.directory)
+        assert told.returncode == 0, told.stderr
+        for row in (
+            "transports +cuda_ipc",
+            rf"device +{DEVICE.value}",
+            "region +[0-9,]+ bytes in device memory",
+            "decode attention +triton",
+            "decode graphs +of 1, 2, 4 rows, contexts up to 160 tokens",
+            r"blocks +\d+ free, \d+ cached, 1 held \(1 for padding\), 0 owned by a writer",
+        ):
+            assert re.search(f"^{row}", told.stdout, re.MULTILINE), (row, told.stdout)
