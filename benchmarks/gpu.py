@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey
+from benchmarks.gpu_engine import steps_through_the_engine
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import Capture
 from engine.gpu.runner import GpuRunner
@@ -196,6 +197,9 @@ class Bench:
         graphs, runner._graphs = runner._graphs, None
         without_s = self.time_s(lambda: runner.run(Batch(slices=slices), NullSink()))
         runner._graphs = graphs
+        engine = steps_through_the_engine(
+            runner, num_blocks, rows=rows, prompt_len=context // 2, tokens=8 if self.tiny else 200
+        )
         kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize * context * rows
         moved = weight_bytes + kv_bytes
         return {
@@ -208,6 +212,7 @@ class Bench:
             "decode_of_copy_rate": moved / with_graphs_s / 1e9 / limits["copy_gbytes_s"],
             "steps_s_with_graphs": 1 / with_graphs_s,
             "steps_s_without_graphs": 1 / without_s,
+            "engine": engine,
             "attention": runner.describe(),
         }
 

@@ -61,7 +61,7 @@ class DevicePool:
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
         facts = {"device": self.device.value, "region": f"{self.region.nbytes:,} bytes in {self.region.kind.value}"}
-        return facts if self.on_device is None else facts | self.on_device.describe()
+        return facts if self.on_device is None else facts | self.on_device.describe() | self.engine.describe()
 
     def close(self) -> None:
         if self.host is not None:

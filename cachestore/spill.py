@@ -173,6 +173,13 @@ class Spill:
             )
         )
 
+    def lets_step(self, runners: Several[Sequence]) -> bool:
+        """See `Overcommit.lets_step`: nobody is parked, and there is room for all that the runners need."""
+        if self._broken is not None or self._parked:
+            return False
+        self._runners = {seq.key: seq for seq in runners}
+        return sum(map(self._engine.needs_block, runners)) <= self._ledger.growable
+
     def parked(self, seq: Sequence) -> None:
         """See `Overcommit.parked`."""
         parked = self._parked[seq.key] = _Parked(seq)

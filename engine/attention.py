@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kv_pool import KvPool, SlotMapping
+from engine.staging import to_device
 from engine.types import Batch, SequenceSlice
 
 
@@ -68,7 +69,7 @@ class TorchAttention:
             first_row += s.stop - s.start
         return AttentionMetadata(
             slots=self.pool.map_slots(batch),
-            positions_T=torch.from_numpy(positions_T).to(self.pool.device),
+            positions_T=to_device(positions_T, self.pool.device),
             plan=tuple(plans),
         )
 
@@ -91,7 +92,7 @@ class TorchAttention:
             first_row=first_row,
             num_rows=num_rows,
             context_len=s.stop,
-            runs_2Kn=torch.from_numpy(runs_2Kn.reshape(-1)).to(device),
+            runs_2Kn=to_device(runs_2Kn.reshape(-1), device),
             is_causal=s.start == 0 and num_rows > 1,
             mask_TC=mask_TC,
         )

@@ -2,18 +2,36 @@
 
 Everything is called on the node's control thread but `Engine.run`, which runs one step on the engine thread and touches
 nothing but the batch. Meanwhile the control thread may submit, resume and abort.
+
+With a runner whose device computes beside the host (`AheadRunner`), a step is launched and collected instead, and the
+one behind it may be launched in between (the idea is that of NanoFlow, Zhu et al. 2024, and of SGLang's scheduler): its
+tokens that the host does not know yet are taken on the device. What shows only when the first step is collected, a stop
+token, an abort or a failure, makes one surplus slice in the second: its token is dropped, and the blocks that it writes
+to stay held until it is over.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from baton.ids import RequestKey
 from engine.block_manager import BlockManager, growth_blocks
 from engine.overcommit import Overcommit
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, Runner, SequenceSlice, StepResult, TokenLogprobs
+from engine.sequence import After, Sequence, SequenceMode
+from engine.types import (
+    STEPS_IN_FLIGHT_MAX,
+    AheadRunner,
+    Batch,
+    FinishReason,
+    KvSink,
+    Runner,
+    SequenceSlice,
+    StepResult,
+    TokenLogprobs,
+)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -34,14 +52,31 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """A snapshot; the last four are totals since the start."""
+    """A snapshot; all but the first two are totals since the start."""
 
     running: int
     waiting: int
     steps: int
+    steps_ahead: int
+    """Of `steps`, those launched while the one before was in flight."""
+    steps_held_back: int
+    """Times that the next step had to wait for the one in flight: a request draws by what the host has to know or look
+    at, or memory has to be made room in."""
     tokens_computed: int
+    """Without those of surplus slices."""
     tokens_drawn: int
+    tokens_surplus: int
+    """Drawn for sequences that had ended, and dropped."""
     tokens_cached: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A step that is not over."""
+
+    batch: Batch
+    seqs: list[Sequence]
+    """Those of the batch's slices, in order."""
 
 
 class Engine:
@@ -56,13 +91,19 @@ class Engine:
         self._runner = runner
         self._blocks = blocks
         self._scheduler = Scheduler(config, blocks)
-        self._in_flight: Batch | None = None
-        self._flying: dict[RequestKey, Sequence] = {}
+        self._ahead: AheadRunner | None = None
+        if isinstance(runner, AheadRunner) and config.rows_max <= runner.rows_ahead_max:
+            self._ahead = runner
+        self._flights: deque[_Flight] = deque()
         self._aborting: set[RequestKey] = set()
         self._events: list[TokenEvent] = []
-        self._steps = 0
-        self._tokens_computed = 0
-        self._tokens_drawn = 0
+        self._steps = self._steps_ahead = self._steps_held_back = 0
+        self._tokens_computed = self._tokens_drawn = self._tokens_surplus = 0
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether steps are launched and collected, instead of run."""
+        return self._ahead is not None
 
     @property
     def running(self) -> int:
@@ -75,7 +116,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """There is something to compute, or a step is in flight, or a sequence is parked."""
-        return self.running + self.waiting + self.parked > 0
+        return self.running + self.waiting + self.parked > 0 or bool(self._flights)
 
     @property
     def parked(self) -> int:
@@ -88,10 +129,20 @@ class Engine:
             running=self.running,
             waiting=self.waiting,
             steps=self._steps,
+            steps_ahead=self._steps_ahead,
+            steps_held_back=self._steps_held_back,
             tokens_computed=self._tokens_computed,
             tokens_drawn=self._tokens_drawn,
+            tokens_surplus=self._tokens_surplus,
             tokens_cached=self._blocks.prefix_cache.stats.hit_tokens,
         )
+
+    def describe(self) -> dict[str, str]:
+        """For people: how steps and the host's work overlap, where they may."""
+        if self._ahead is None:
+            return {}
+        counts = f"{self._steps_ahead} of {self._steps}, {self._steps_held_back} held back"
+        return {"steps launched ahead": f"{counts}, {self._tokens_surplus} surplus tokens"}
 
     def submit(self, seq: Sequence) -> None:
         """Take a sequence to compute. Its blocks are held, its promise made (see `Scheduler.submit`).
@@ -125,7 +176,7 @@ class Engine:
 
     def park(self, seq: Sequence) -> None:
         """Take a decoding sequence out of the steps. Only from inside `Overcommit.before_step`."""
-        assert seq.key not in self._flying, (seq.key, "is in the step in flight")
+        assert seq.steps_in_flight == 0, (seq.key, "is in the step in flight")
         assert self._scheduler.overcommit is not None
         self._scheduler.park(seq)
         self._scheduler.overcommit.parked(seq)
@@ -141,13 +192,13 @@ class Engine:
     def abort(self, key: RequestKey) -> bool:
         """End a sequence; False when it is not here. Idempotent until its event is out.
 
-        If the step in flight contains it, it keeps its blocks until that step's `postprocess`, whose events tell it.
-        Otherwise it leaves at once, and `take_events` has the event.
+        If a step in flight contains it, it keeps its blocks until the last such step's `postprocess`, whose events tell
+        it; no token of it is told before. Otherwise it leaves at once, and `take_events` has the event.
         """
         seq = self._scheduler.find(key)
         if seq is None:
             return False
-        if key in self._flying:
+        if seq.steps_in_flight:
             self._aborting.add(key)
         else:
             self._events.append(self._leave(seq, None, FinishReason.ABORTED))
@@ -159,48 +210,105 @@ class Engine:
         return events
 
     def schedule(self) -> Batch | None:
-        """The next step's batch, or None when there is nothing to do. At most one step is in flight."""
-        assert self._in_flight is None, "a step is in flight"
-        batch = self._scheduler.schedule()
-        if batch is None:
+        """The next step's batch, or None when there is nothing to do. No step is in flight."""
+        assert not self._flights, "a step is in flight"
+        return self._take_off(self._scheduler.schedule())
+
+    def schedule_ahead(self) -> Batch | None:
+        """The batch of the step behind the one in flight, which has been launched and is not collected.
+
+        None: the runner takes none, there is nothing to do, or it is held back (see `EngineCounters`); the step in
+        flight is to be collected then.
+        """
+        if self._ahead is None:
             return None
-        self._in_flight = batch
-        for piece in batch.slices:
-            seq = self._scheduler.find(piece.key)
-            assert seq is not None, piece.key
-            self._flying[piece.key] = seq
-        return batch
+        (flight,) = self._flights
+        pairs = zip(flight.seqs, flight.batch.slices, strict=True)
+        afters = [(seq, self._after(seq, piece)) for seq, piece in pairs if not seq.has_left]
+        going_on = [seq for seq, after in afters if not after.leaves]
+        drawing = [seq for seq, after in afters if after.draws and not after.leaves]
+        batch = None
+        if all(self._ahead.draws_ahead(seq.params) for seq in drawing):
+            for seq, after in afters:
+                seq.after = after
+            try:
+                batch = self._scheduler.schedule(ahead=True)
+            finally:
+                for seq, _ in afters:
+                    seq.after = None
+        self._steps_ahead += batch is not None
+        self._steps_held_back += batch is None and bool(going_on)
+        return self._take_off(batch)
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
-        """Compute the batch. The only method for another thread; whatever the runner raises comes through."""
+        """Compute the batch. On any thread, as `launch` and `collect`; whatever the runner raises comes through."""
         return self._runner.run(batch, sink)
 
+    def launch(self, batch: Batch, sink: KvSink) -> Any:
+        """See `AheadRunner.launch`. The batch's sequences are not to change before it returns."""
+        assert self._ahead is not None
+        return self._ahead.launch(batch, sink)
+
+    def collect(self, in_flight: Any) -> StepResult:
+        """See `AheadRunner.collect`."""
+        assert self._ahead is not None
+        return self._ahead.collect(in_flight)
+
     def postprocess(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
-        """Take the step's outcome in: tokens appended, full blocks indexed, ended sequences gone. Events in order."""
-        assert batch is self._in_flight, "not the step in flight"
+        """Take the oldest step's outcome in: tokens appended, full blocks indexed, ended sequences gone -> events.
+
+        The step is over: nothing of it is written any more.
+        """
+        flight = self._land(batch)
         events = self.take_events()
-        for piece in batch.slices:
-            event = self._advance(self._flying.pop(piece.key), piece, result)
+        self._tokens_computed += batch.num_tokens
+        for seq, piece in zip(flight.seqs, batch.slices, strict=True):
+            event = self._advance(seq, piece, result)
             if event is not None:
                 events.append(event)
         self._steps += 1
-        self._tokens_computed += batch.num_tokens
-        self._landed()
         return events
 
     def fail_step(self, batch: Batch) -> list[TokenEvent]:
-        """`run` raised: abort every sequence of the batch. What it half wrote is not indexed."""
-        assert batch is self._in_flight, "not the step in flight"
+        """The oldest step failed, and is over: abort every sequence of the batch. What it half wrote is not indexed.
+
+        One that is in the step behind too is aborted when that one is over.
+        """
+        flight = self._land(batch)
         events = self.take_events()
-        for piece in batch.slices:
-            events.append(self._leave(self._flying.pop(piece.key), None, FinishReason.ABORTED))
-        self._landed()
+        for seq in flight.seqs:
+            seq.steps_in_flight -= 1
+            if seq.has_left:
+                self._release_if_over(seq)
+            elif seq.steps_in_flight:
+                self._aborting.add(seq.key)
+            else:
+                events.append(self._leave(seq, None, FinishReason.ABORTED))
         return events
 
-    def _landed(self) -> None:
-        assert not self._flying, self._flying
-        self._aborting.clear()
-        self._in_flight = None
+    def _take_off(self, batch: Batch | None) -> Batch | None:
+        if batch is None:
+            return None
+        assert len(self._flights) < STEPS_IN_FLIGHT_MAX
+        seqs = []
+        for piece in batch.slices:
+            seq = self._scheduler.find(piece.key)
+            assert seq is not None, piece.key
+            seq.steps_in_flight += 1
+            seqs.append(seq)
+        self._flights.append(_Flight(batch, seqs))
+        return batch
+
+    def _land(self, batch: Batch) -> _Flight:
+        assert self._flights and self._flights[0].batch is batch, "not the oldest step in flight"
+        return self._flights.popleft()
+
+    def _after(self, seq: Sequence, piece: SequenceSlice) -> After:
+        leaves = piece.key in self._aborting
+        if piece.sample and not leaves:
+            finish = self._finish_reason(seq, len(seq.tokens) + 1, None)
+            leaves = finish is not None or seq.mode is SequenceMode.PREFILL_ONLY
+        return After(piece.stop, piece.sample, leaves)
 
     def _check(self, seq: Sequence) -> None:
         size = self._blocks.block_size
@@ -229,26 +337,35 @@ class Engine:
         self._blocks.index(seq.tokens, seq.block_table, seq.computed, seq.cache_salt, seq.index_cursor)
 
     def _advance(self, seq: Sequence, piece: SequenceSlice, result: StepResult) -> TokenEvent | None:
-        key, stop, size = piece.key, piece.stop, self._blocks.block_size
-        before, seq.computed = seq.computed, stop
-        if stop // size > before // size:
-            self._index(seq)
-        if key in self._aborting:
-            return self._leave(seq, None, FinishReason.ABORTED)
+        seq.steps_in_flight -= 1
+        if seq.has_left:
+            self._tokens_computed -= piece.stop - piece.start
+            self._tokens_surplus += piece.sample
+            self._release_if_over(seq)
+            return None
+        before, stop, size = seq.computed, piece.stop, self._blocks.block_size
+        # Otherwise a step before this one was not taken in, and the sequence is being aborted.
+        if piece.start == before and stop <= len(seq.tokens):
+            seq.computed = stop
+            if stop // size > before // size:
+                self._index(seq)
+        if self._aborting and piece.key in self._aborting:
+            return None if seq.steps_in_flight else self._leave(seq, None, FinishReason.ABORTED)
+        assert seq.computed == stop, (seq.key, seq.computed, stop)
         if not piece.sample:
             return None
-        token = result.sampled[key]
+        token = result.sampled[piece.key]
         seq.tokens.append(token)
         self._tokens_drawn += 1
-        logprobs = result.logprobs.get(key) if result.logprobs else None
-        finish = self._finish_reason(seq, token)
+        logprobs = result.logprobs.get(piece.key) if result.logprobs else None
+        finish = self._finish_reason(seq, len(seq.tokens), token)
         if finish is not None or seq.mode is SequenceMode.PREFILL_ONLY:
             return self._leave(seq, token, finish, logprobs)
         return TokenEvent(seq=seq, token=token, index=piece.output_index, finish=None, logprobs=logprobs)
 
-    def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
-        params, runner, known = seq.params, self._runner, len(seq.tokens)
-        output = known - seq.prompt_len
+    def _finish_reason(self, seq: Sequence, known: int, token: int | None) -> FinishReason | None:
+        """Why it ends with `known` tokens, of which `token` is the last; None where that one is not known yet."""
+        params, runner, output = seq.params, self._runner, known - seq.prompt_len
         ends = token in params.stop_token_ids or (not params.ignore_eos and token in runner.eos_token_ids)
         if ends and output > params.min_tokens:
             return FinishReason.STOP
@@ -260,11 +377,19 @@ class Engine:
         self, seq: Sequence, token: int | None, finish: FinishReason | None, logprobs: TokenLogprobs | None = None
     ) -> TokenEvent:
         self._scheduler.remove(seq)
+        self._aborting.discard(seq.key)
         if self._scheduler.overcommit is not None:
             self._scheduler.overcommit.left(seq)
         if seq.mode is SequenceMode.COMPLETE:
-            self._blocks.release(seq.block_table)
-            seq.block_table.clear()
+            seq.has_left = True
+            self._release_if_over(seq)
             self._blocks.ledger.unpromise(seq.promise_key)
+        assert seq.mode is SequenceMode.COMPLETE or not seq.steps_in_flight, (seq.key, "its blocks are in use")
         index = seq.output_count if token is None else seq.output_count - 1
         return TokenEvent(seq=seq, token=token, index=index, finish=finish, logprobs=logprobs)
+
+    def _release_if_over(self, seq: Sequence) -> None:
+        """Give the blocks of a sequence that has left back, unless a launched step may still write to them (I4)."""
+        if seq.steps_in_flight == 0:
+            self._blocks.release(seq.block_table)
+            seq.block_table.clear()

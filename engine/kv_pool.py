@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.staging import to_device
 from engine.types import Batch, KvSpec
 
 
@@ -56,8 +57,8 @@ class KvPool:
         blocks_T = np.concatenate(blocks)
         assert blocks_T.min() >= 0 and blocks_T.max() < self.num_blocks, "block id outside the region"
         return SlotMapping(
-            blocks_T=torch.from_numpy(blocks_T).to(self.device),
-            slots_T=torch.from_numpy(np.concatenate(slots)).to(self.device),
+            blocks_T=to_device(blocks_T, self.device),
+            slots_T=to_device(np.concatenate(slots), self.device),
         )
 
     def store(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor, where: SlotMapping) -> None:

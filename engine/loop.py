@@ -1,10 +1,15 @@
-"""The loop around an engine: schedule and postprocess on the control thread, run on the engine thread."""
+"""The loop around an engine: schedule and postprocess on the control thread, the runner on the engine thread.
+
+Where the engine goes ahead, the step behind the one in flight is scheduled and launched first, and only then is the one
+in flight waited for: the host's work for both falls into the time in which the device computes.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from baton.errors import BatonError, Reason
@@ -19,12 +24,24 @@ class StepHost(Protocol):
     """The node around the engine. Called on the control thread."""
 
     def step_begins(self, batch: Batch) -> KvSink:
-        """About to run: the sink is told of each layer, on the engine thread."""
+        """About to run: the sink is told of each layer, on the engine thread. The step before may not have ended."""
         ...
 
     def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
         """The step is over (or failed: then its sequences are ABORTED). Also called for events outside of a step."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    batch: Batch
+    sink: KvSink
+    launched: asyncio.Future[Any] | None
+    """Done; holds what `Engine.collect` takes, or what kept the step from being launched. None: it is to be run."""
+
+    @property
+    def may_be_followed(self) -> bool:
+        return self.launched is not None and self.launched.exception() is None
 
 
 class EngineLoop:
@@ -43,31 +60,56 @@ class EngineLoop:
         self._work.set()
 
     async def run(self) -> None:
-        """Until `stop`, which waits for the step in flight: its blocks are in use. Not to be cancelled."""
-        loop = asyncio.get_running_loop()
-        while not self._stopping:
+        """Until `stop`, which waits for the steps in flight: their blocks are in use. Not to be cancelled."""
+        step: _Step | None = None
+        while step is not None or not self._stopping:
             events = self._engine.take_events()
             if events:
                 self._host.step_ended(_NO_SINK, events)
-            batch = self._engine.schedule()
-            if batch is None:
+            if step is None:
+                step = await self._begin(self._engine.schedule())
+            if step is None:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            sink = self._host.step_begins(batch)
-            try:
-                result = await loop.run_in_executor(self._thread, self._engine.run, batch, sink)
-            except Exception:
-                # Whatever a kernel raises costs the step's requests, not the node.
-                log.exception("step failed", sequences=len(batch.slices), tokens=batch.num_tokens)
-                self.steps_failed += 1
-                events = self._engine.fail_step(batch)
+            behind = None
+            if step.may_be_followed and not self._stopping:
+                behind = await self._begin(self._engine.schedule_ahead())
+            await self._end(step)
+            step = behind
+
+    async def _begin(self, batch: Batch | None) -> _Step | None:
+        if batch is None:
+            return None
+        sink = self._host.step_begins(batch)
+        launched = None
+        if self._engine.goes_ahead:
+            launched = self._on_thread(self._engine.launch, batch, sink)
+            # Until it has returned it reads tokens and block tables, which scheduling the next step changes.
+            await asyncio.wait([launched])
+        return _Step(batch, sink, launched)
+
+    async def _end(self, step: _Step) -> None:
+        batch = step.batch
+        try:
+            if step.launched is None:
+                result = await self._on_thread(self._engine.run, batch, step.sink)
             else:
-                events = self._engine.postprocess(batch, result)
-            self._host.step_ended(sink, events)
+                result = await self._on_thread(self._engine.collect, step.launched.result())
+        except Exception:
+            # Whatever a kernel raises costs the step's requests, not the node.
+            log.exception("step failed", sequences=len(batch.slices), tokens=batch.num_tokens)
+            self.steps_failed += 1
+            events = self._engine.fail_step(batch)
+        else:
+            events = self._engine.postprocess(batch, result)
+        self._host.step_ended(step.sink, events)
+
+    def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def stop(self, task: asyncio.Task[None]) -> None:
-        """End the loop after the step in flight, and its thread."""
+        """End the loop after the steps in flight, and its thread."""
         self._stopping = True
         self.wake()
         await asyncio.wait([task])

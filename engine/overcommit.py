@@ -18,6 +18,13 @@ class Overcommit(Protocol):
         """
         ...
 
+    def lets_step(self, runners: Several[Sequence]) -> bool:
+        """A step is in flight, so nothing can be parked, and the one behind it is about to be put together.
+
+        Whether `before_step` would change nothing. `runners` as there.
+        """
+        ...
+
     def parked(self, seq: Sequence) -> None:
         """`seq` will not step until it is unparked. Its block table, and the references in it, are the callee's."""
         ...

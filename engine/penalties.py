@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.staging import to_device
 from engine.types import SamplingParams
 
 
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether the scores hang on the tokens before."""
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
 def has_adjustment(params: SamplingParams, output_count: int) -> bool:
-    return (
-        bool(params.logit_bias)
-        or output_count < params.min_tokens
-        or params.repetition_penalty != 1
-        or params.presence_penalty != 0
-        or params.frequency_penalty != 0
-    )
+    return bool(params.logit_bias) or output_count < params.min_tokens or has_penalty(params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Adjusted:
     def put(self, scores_RV: torch.Tensor) -> None:
         """Into their places."""
         device = scores_RV.device
-        rows_P, ids_P = torch.from_numpy(self.rows_P).to(device), torch.from_numpy(self.ids_P).to(device)
+        rows_P, ids_P = to_device(self.rows_P, device), to_device(self.ids_P, device)
         scores_RV[rows_P, ids_P] = self.scores_P.to(scores_RV.dtype)
 
 
@@ -70,25 +70,25 @@ def adjusted_scores(
     )
     pairs_P, _ = _distinct(np.concatenate([biased, forbidden, repeated, counted]))
     rows_P, ids_P = np.divmod(pairs_P, vocab_size)
-    scores_P = logits_BV[torch.from_numpy(rows_P).to(device), torch.from_numpy(ids_P).to(device)].to(torch.float64)
+    scores_P = logits_BV[to_device(rows_P, device), to_device(ids_P, device)].to(torch.float64)
 
     def of_rows(pairs: np.ndarray, name: str) -> torch.Tensor:
         values = np.array([getattr(p, name) for p in params], dtype=np.float64)
-        return torch.from_numpy(values[pairs // vocab_size]).to(device)
+        return to_device(values[pairs // vocab_size], device)
 
     def places(pairs: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.searchsorted(pairs_P, pairs)).to(device)
+        return to_device(np.searchsorted(pairs_P, pairs), device)
 
     if len(biased):  # added to the score, as OpenAI and vLLM document `logit_bias`
-        scores_P[places(biased)] += torch.tensor([bias for _, bias in biases], dtype=torch.float64, device=device)
+        scores_P[places(biased)] += to_device(np.array([bias for _, bias in biases], dtype=np.float64), device)
     if len(forbidden):
-        scores_P[places(forbidden)] = float("-inf")
+        scores_P.index_fill_(0, places(forbidden), float("-inf"))
     if len(repeated):  # positive scores divided, negative ones multiplied (Keskar et al. 2019, CTRL)
         at, penalty = places(repeated), of_rows(repeated, "repetition_penalty")
         scores_P[at] = torch.where(scores_P[at] > 0, scores_P[at] / penalty, scores_P[at] * penalty)
     if len(counted):  # as OpenAI documents them
         at = places(counted)
-        scores_P[at] -= of_rows(counted, "frequency_penalty") * torch.from_numpy(counts).to(device, torch.float64)
+        scores_P[at] -= of_rows(counted, "frequency_penalty") * to_device(counts, device).to(torch.float64)
         scores_P[at] -= of_rows(counted, "presence_penalty")
     return Adjusted(rows_P=rows_P, ids_P=ids_P, scores_P=scores_P)
 

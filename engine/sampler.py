@@ -12,21 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 
-from engine.filters import candidates, filtered_scores, has_filter
+from engine.filters import candidates, filtered_scores, filters_blind, has_filter
 from engine.native.draw import draw_kernel
 from engine.native.kernels import native_kernels
-from engine.penalties import Adjusted, adjusted_scores, has_adjustment
+from engine.penalties import Adjusted, adjusted_scores, has_adjustment, has_penalty
+from engine.staging import to_device
 from engine.types import SamplingParams
 
-__all__ = ["filtered_scores", "gumbel_noise", "gumbel_noise_of", "noise_bits", "row_key", "sample"]
+__all__ = ["draws_blind", "filtered_scores", "gumbel_noise", "gumbel_noise_of", "noise_bits", "row_key", "sample"]
 
 _MASK64 = 2**64 - 1
 # Constants of splitmix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
+
+
+def draws_blind(params: SamplingParams) -> bool:
+    """Whether `sample` draws such a row without knowing its tokens and, when told to, without looking at its scores."""
+    return not has_penalty(params) and (params.temperature == 0 or filters_blind(params))
 
 
 def sample(
@@ -36,6 +43,7 @@ def sample(
     *,
     tokens: Sequence[Sequence[int]] = (),
     eos_token_ids: Collection[int] = (),
+    blind: bool = False,
 ) -> torch.Tensor:
     """Draw one token for each row -> int64 [B]. Mutates nothing.
 
@@ -43,6 +51,9 @@ def sample(
     the draw. temperature 0 takes the highest score of the first group, the lowest id among equals. `tokens` are each
     row's prompt and output, `output_indices` how many of them are output; they and the end-of-sequence tokens are used
     by rows with penalties or min_tokens.
+
+    `blind`: the device's work is queued and not waited for, as long as `draws_blind` holds for every row with a filter.
+    The tokens are the same.
     """
     assert len(params) == len(output_indices) == logits_BV.shape[0], (len(params), len(output_indices), logits_BV.shape)
     adjusted = [has_adjustment(p, index) for p, index in zip(params, output_indices, strict=True)]
@@ -52,10 +63,10 @@ def sample(
     if any(adjusted):
         assert len(tokens) == len(params), "penalties and min_tokens need the rows' tokens"
         changed = adjusted_scores(logits_BV, params, tokens, output_indices, eos_token_ids)
-    kernel = draw_kernel()
+    kernel = None if blind else draw_kernel()
     if kernel is not None and kernel.takes(logits_BV):
         return kernel.draw(logits_BV, params, output_indices, changed)
-    return _draw_each_kind(logits_BV, params, output_indices, changed)
+    return _draw_each_kind(logits_BV, params, output_indices, changed, blind)
 
 
 def _draw_each_kind(
@@ -63,20 +74,25 @@ def _draw_each_kind(
     params: Sequence[SamplingParams],
     output_indices: Sequence[int],
     changed: Adjusted | None,
+    blind: bool,
 ) -> torch.Tensor:
     """PyTorch's operations: any device. Also what the kernel is compared with."""
+    device = logits_BV.device
     adjusted = set() if changed is None else set(changed.rows_P.tolist())
     hard = [i for i, p in enumerate(params) if p.temperature > 0 or i in adjusted]
     # Every other row is greedy, whose argmax needs no float64.
     easy = [i for i, p in enumerate(params) if p.temperature == 0 and i not in adjusted]
-    tokens_B = torch.empty(len(params), dtype=torch.int64, device=logits_BV.device)
+    tokens_B = torch.empty(len(params), dtype=torch.int64, device=device)
     if easy:
-        tokens_B[easy] = _highest(logits_BV[easy])
+        easy_R = _rows(easy, device)
+        tokens_B[easy_R] = _highest(logits_BV[easy_R])
     if changed is not None:
         logits_BV = logits_BV.to(torch.float64, copy=True)
         changed.put(logits_BV)
-    scores_RV = logits_BV[hard].to(torch.float64)
-    tokens_B[hard] = _draw(scores_RV, [params[i] for i in hard], [output_indices[i] for i in hard])
+    if hard:
+        hard_R = _rows(hard, device)
+        scores_RV = logits_BV[hard_R].to(torch.float64)
+        tokens_B[hard_R] = _draw(scores_RV, [params[i] for i in hard], [output_indices[i] for i in hard], blind)
     return tokens_B
 
 
@@ -89,29 +105,36 @@ def _highest(logits_BV: torch.Tensor) -> torch.Tensor:
     return logits_BV.argmax(dim=-1)
 
 
-def _draw(scores_BV: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]) -> torch.Tensor:
+def _draw(
+    scores_BV: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], blind: bool
+) -> torch.Tensor:
     """`scores_BV` are the caller's to lose."""
     device, vocab_size = scores_BV.device, scores_BV.shape[1]
     # Greedy rows go through unscaled, unfiltered and without noise: subtracting the maximum keeps their argmax.
     scores_BV -= scores_BV.amax(dim=-1, keepdim=True)
-    scores_BV /= torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float64, device=device)[:, None]
+    scores_BV /= to_device(np.array([p.temperature or 1.0 for p in params]), device)[:, None]
     keys = [row_key(p.seed, p.choice, index) for p, index in zip(params, output_indices, strict=True)]
     filtered = [i for i, p in enumerate(params) if p.temperature > 0 and has_filter(p)]
     drawn = [i for i, p in enumerate(params) if p.temperature > 0 and not has_filter(p)]
     if drawn:
-        scores_BV[drawn] += gumbel_noise([keys[i] for i in drawn], vocab_size, device)
+        scores_BV[_rows(drawn, device)] += gumbel_noise([keys[i] for i in drawn], vocab_size, device)
     tokens_B = torch.empty(len(params), dtype=torch.int64, device=device)
     whole = [i for i in range(len(params)) if not (params[i].temperature > 0 and has_filter(params[i]))]
     if whole:
-        tokens_B[whole] = scores_BV[whole].argmax(dim=-1)
+        whole_R = _rows(whole, device)
+        tokens_B[whole_R] = scores_BV[whole_R].argmax(dim=-1)
     if filtered:
-        rows = torch.tensor(filtered, device=device)
-        for part in candidates(scores_BV[rows], [params[i] for i in filtered]):
-            part_keys = [keys[filtered[i]] for i in part.rows_R.tolist()]
-            noisy_RC = part.scores_RC + gumbel_noise_of(part_keys, part.ids_RC)
+        rows = _rows(filtered, device)
+        keys_R = _on_device([keys[i] for i in filtered], device)
+        for part in candidates(scores_BV[rows], [params[i] for i in filtered], blind=blind):
+            noisy_RC = part.scores_RC + _gumbel(_noise_bits(keys_R[part.rows_R], part.ids_RC))
             best_R1 = noisy_RC.amax(dim=-1, keepdim=True)
             tokens_B[rows[part.rows_R]] = part.ids_RC.masked_fill(noisy_RC < best_R1, vocab_size).amin(dim=-1)
     return tokens_B
+
+
+def _rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(np.array(rows, dtype=np.int64), device)
 
 
 def row_key(seed: int, choice: int, output_index: int) -> int:
@@ -129,7 +152,7 @@ def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device | st
 
 def gumbel_noise_of(keys: Sequence[int], ids_RC: torch.Tensor) -> torch.Tensor:
     """The same noise, of the given tokens of each row only -> float64 [R, C]."""
-    return _gumbel(_noise_bits(keys, ids_RC))
+    return _gumbel(_noise_bits(_on_device(keys, ids_RC.device), ids_RC))
 
 
 def noise_bits(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -137,16 +160,20 @@ def noise_bits(keys: Sequence[int], vocab_size: int, device: torch.device | str 
 
     52 and not 53: `(bits + 0.5) / 2**52` is then exact in float64 and strictly between 0 and 1.
     """
-    return _noise_bits(keys, torch.arange(vocab_size, dtype=torch.int64, device=device)[None, :])
+    device = torch.device(device)
+    return _noise_bits(_on_device(keys, device), torch.arange(vocab_size, dtype=torch.int64, device=device)[None, :])
 
 
 def _gumbel(bits: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-52).log_().neg_().log_().neg_()
 
 
-def _noise_bits(keys: Sequence[int], ids_RC: torch.Tensor) -> torch.Tensor:
-    keys_R1 = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=ids_RC.device)[:, None]
-    z_RC = keys_R1 + (ids_RC + 1) * _signed(_GOLDEN)
+def _on_device(keys: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(np.array([_signed(key) for key in keys], dtype=np.int64), device)
+
+
+def _noise_bits(keys_R: torch.Tensor, ids_RC: torch.Tensor) -> torch.Tensor:
+    z_RC = keys_R[:, None] + (ids_RC + 1) * _signed(_GOLDEN)
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         z_RC.bitwise_xor_(_shift_right(z_RC, shift)).mul_(_signed(multiplier))
     z_RC.bitwise_xor_(_shift_right(z_RC, _SHIFTS[-1]))

@@ -5,6 +5,8 @@ then waiting prompts in order of arrival, all under one budget of tokens. A prom
 `overtakes_max` later sequences that come to decode; prompts never overtake each other. Nothing that runs is ever
 preempted to be computed again: growth comes from a promise made at admission (DESIGN I5). Where promises are backed by
 host memory, a sequence may be parked for a while, and one whose next block is not there yet sits a step out.
+
+The step behind one in flight is put together from where that one will have left its sequences (`Sequence.after`).
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ class Scheduler:
 
     def needs_block(self, seq: Sequence) -> bool:
         """Whether the next step of a decoding sequence starts a new block."""
-        return len(seq.block_table) < self._blocks.blocks_for(len(seq.tokens))
+        return len(seq.block_table) < self._blocks.blocks_for(seq.planned_len)
 
     def park(self, seq: Sequence) -> None:
         """Take a decoding sequence out until `unpark`. The caller takes over its block table."""
@@ -151,23 +153,31 @@ class Scheduler:
         self._resumed[seq.key] = seq
         self._resumed.move_to_end(seq.key, last=False)
 
-    def schedule(self) -> Batch | None:
-        """The next step, or None when there is nothing to compute. Draws growth blocks from promises."""
+    def schedule(self, *, ahead: bool = False) -> Batch | None:
+        """The next step, or None when there is nothing to compute. Draws growth blocks from promises.
+
+        `ahead`: a step is in flight, whose sequences have their `after`; then None too where memory has to be made
+        room in first.
+        """
         self._fill_places()
-        if self.overcommit is not None:
+        if self.overcommit is not None and ahead:
+            if not self.overcommit.lets_step(self._decoding_by_age()):
+                return None
+        elif self.overcommit is not None:
             self.overcommit.before_step(self._decoding_by_age())
             self._fill_places()
         decoding = self._running.values() if self.overcommit is None else self._decoding_by_age()
         slices = [piece for seq in decoding if (piece := self._decode_slice(seq)) is not None]
         budget = self.config.tokens_per_step_max - len(slices)
         while budget > 0 and (prompt := self._next_prompt()) is not None:
-            stop = min(len(prompt.tokens), prompt.computed + budget)
+            start = prompt.planned
+            stop = min(len(prompt.tokens), start + budget)
             if stop == len(prompt.tokens) and len(self._running) >= self.config.rows_max:
                 stop -= 1  # its last token waits for a row of scores, and whoever is behind it waits with it
                 budget = 0
-            if stop > prompt.computed:
-                slices.append(_slice(prompt, stop))
-                budget -= stop - prompt.computed
+            if stop > start:
+                slices.append(_slice(prompt, start, stop))
+                budget -= stop - start
             if stop == len(prompt.tokens):
                 self._running[prompt.key] = prompt
             else:
@@ -196,7 +206,7 @@ class Scheduler:
         """Whether there is a place for one more to decode; the last one is a prompt's that was overtaken too often, and
         the last row of scores one's that lacks nothing else."""
         begun = self._begun
-        waits_for_row = begun is not None and begun.computed == len(begun.tokens) - 1
+        waits_for_row = begun is not None and begun.planned == len(begun.tokens) - 1
         if len(self._running) + waits_for_row >= self.config.rows_max:
             return False
         first = next(iter(self._prompts), None)
@@ -208,6 +218,8 @@ class Scheduler:
 
     def _next_prompt(self) -> Sequence | None:
         if self._begun is not None:
+            if self._begun.after is not None and self._begun.after.leaves:
+                return None  # its place is taken until it has left
             prompt, self._begun = self._begun, None
             return prompt
         if self._prompts and len(self._running) < self.config.sequences_max:
@@ -217,9 +229,13 @@ class Scheduler:
         return None
 
     def _decode_slice(self, seq: Sequence) -> SequenceSlice | None:
-        """None when the block that it needs is not there yet."""
-        known = len(seq.tokens)
-        assert seq.computed == known - 1, (seq.key, seq.computed, known)
+        """None when the block that it needs is not there yet, or it will have left."""
+        start, known, after = seq.computed, len(seq.tokens), seq.after
+        if after is not None:
+            if after.leaves:
+                return None
+            start, known = seq.planned, seq.planned_len
+        assert start == known - 1, (seq.key, start, known)
         if len(seq.block_table) * self._blocks.block_size < known:
             if not self._blocks.ledger.can_draw(seq.promise_key):
                 return None
@@ -227,20 +243,21 @@ class Scheduler:
         return SequenceSlice(
             key=seq.key,
             tokens=seq.tokens,
-            start=seq.computed,
+            start=start,
             stop=known,
             block_table=seq.block_table,
             sample=True,
             output_index=known - seq.prompt_len,
             params=seq.params,
+            ahead=after is not None,
         )
 
 
-def _slice(seq: Sequence, stop: int) -> SequenceSlice:
+def _slice(seq: Sequence, start: int, stop: int) -> SequenceSlice:
     return SequenceSlice(
         key=seq.key,
         tokens=seq.tokens,
-        start=seq.computed,
+        start=start,
         stop=stop,
         block_table=seq.block_table,
         sample=stop == len(seq.tokens),

@@ -18,6 +18,18 @@ class SequenceMode(Enum):
     PREFILL_ONLY = "prefill_only"  # until its first token is drawn; its blocks then belong to the caller
 
 
+@dataclass(frozen=True, slots=True)
+class After:
+    """What the step in flight will have done to a sequence, as far as the host can know before it is over."""
+
+    computed: int
+    """As `Sequence.computed`."""
+    draws: bool
+    """There will be one token more."""
+    leaves: bool
+    """It will leave the engine, whatever token is drawn."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
     """Tokens of one attempt at one request, and the blocks that hold their KV.
@@ -42,11 +54,27 @@ class Sequence:
     index_cursor: IndexCursor = field(default_factory=IndexCursor)
     age: int = -1
     """Its place in the order of entry into the engine, which sets it."""
+    steps_in_flight: int = 0
+    """Steps that contain it and are not over. Its blocks are not released before they are."""
+    has_left: bool = False
+    """It has ended, and a step that was launched before that was known is still to be over."""
+    after: After | None = None
+    """Set only while the step behind the one in flight is being put together."""
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), (self.prompt_len, len(self.tokens))
         assert 0 <= self.computed < len(self.tokens), (self.computed, len(self.tokens))
         assert 0 <= self.cached_tokens <= len(self.tokens), (self.cached_tokens, len(self.tokens))
+
+    @property
+    def planned(self) -> int:
+        """How many of its tokens will be computed when the next step begins."""
+        return self.computed if self.after is None else self.after.computed
+
+    @property
+    def planned_len(self) -> int:
+        """How many tokens it will have when the next step begins."""
+        return len(self.tokens) if self.after is None else len(self.tokens) + self.after.draws
 
     @property
     def output_count(self) -> int:

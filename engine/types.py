@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -100,6 +100,9 @@ class SequenceSlice:
     output_index: int
     """Index of the token to draw among the request's output tokens (the counter of the sampling noise)."""
     params: SamplingParams
+    ahead: bool = False
+    """Its one new token is drawn by the step launched just before, which the host has not collected: `tokens` ends at
+    `start`, and the runner takes the token from where it drew it. For an `AheadRunner` only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +162,37 @@ class Runner(Protocol):
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
         """Compute the batch, write its KV to the region, call `sink.layer_done` after each layer, draw tokens."""
+        ...
+
+
+STEPS_IN_FLIGHT_MAX = 2
+"""Launched and not collected: one that the device computes, and one behind it."""
+
+
+@runtime_checkable
+class AheadRunner(Runner, Protocol):
+    """A runner that takes a step while its device computes the one before.
+
+    Steps are collected in the order of their launches. At most `STEPS_IN_FLIGHT_MAX` are launched and not collected.
+    """
+
+    rows_ahead_max: int
+    """How many tokens a step may draw for slices of the next one to be `ahead`. 0: no step is launched ahead."""
+
+    def draws_ahead(self, params: SamplingParams) -> bool:
+        """Whether such a token can be drawn while the host neither knows the one before nor looks at any score."""
+        ...
+
+    def launch(self, batch: Batch, sink: KvSink) -> Any:
+        """Queue the batch on the device, behind the step launched before -> what `collect` takes. Waits for nothing.
+
+        All that the host has of the batch is read before it returns. If it raises, nothing of this batch is written
+        any more. `sink` as in `run`, where a layer is done when it is queued.
+        """
+        ...
+
+    def collect(self, in_flight: Any) -> StepResult:
+        """Wait for a launched step, once. When it returns or raises, nothing of that step is written any more."""
         ...
 
 

@@ -85,6 +85,7 @@ class PrefillNode:
         self._admitted: dict[RequestKey, Job] = {}
         self._tokens_per_s = 0.0
         self._measured_s = 0.0
+        self._step_ended_s = 0.0
         self._requests_taken = 0
 
     async def prefill(
@@ -406,13 +407,15 @@ class PrefillNode:
     def _measure(self, sink: StepSink) -> None:
         """Prompt tokens a second, smoothed over about ten steps.
 
-        Only steps that fill half their budget count. A step of a few tokens costs nearly as much, and a node that has
-        had nothing else would say that it is slow, and then be given nothing that shows otherwise.
+        A step that was launched behind another one counts from that one's end. Only steps that fill half their budget
+        count. A step of a few tokens costs nearly as much, and a node that has had nothing else would say that it is
+        slow, and then be given nothing that shows otherwise.
         """
+        ended_before_s, self._step_ended_s = self._step_ended_s, self._loop.time()
         if 2 * sink.tokens < self.config.engine.tokens_per_step_max:
             return
-        now_s = self._loop.time()
-        rate = sink.tokens / max(now_s - sink.began_s, 1e-6)
+        now_s, began_s = self._loop.time(), max(sink.began_s, ended_before_s)
+        rate = sink.tokens / max(now_s - began_s, 1e-6)
         afresh = self._tokens_per_s == 0 or self._rate_is_old()
         self._tokens_per_s = rate if afresh else 0.9 * self._tokens_per_s + 0.1 * rate
         self._measured_s = now_s

@@ -63,7 +63,7 @@ class FakeCapture:
         self._outs: list[torch.Tensor] = []
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        with _NoLooking():  # type: ignore[no-untyped-call]
+        with NoLooking():  # type: ignore[no-untyped-call]
             out = compute().clone()
         self.captured += 1
         self._outs.append(out)
@@ -71,22 +71,26 @@ class FakeCapture:
         def replay() -> torch.Tensor:
             for other in self._outs:
                 other.fill_(float("nan"))
-            with _NoLooking():  # type: ignore[no-untyped-call]
+            with NoLooking():  # type: ignore[no-untyped-call]
                 out.copy_(compute())
             return out
 
         return replay
 
 
-class _NoLooking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what a captured computation may not do: take a value, or a shape that hangs on values, to the host."""
+class NoLooking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what a captured computation, or a launch, may not do: take a value, or a shape that hangs on values, to
+    the host."""
 
     REFUSED = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"})
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        assert func.name().split(".")[0] not in self.REFUSED, f"{func} within a capture"
+        assert func.name().split(".")[0] not in self.REFUSED, f"{func} looks at a value"
+        if "index" in func.name() and len(args) > 1 and isinstance(args[1], (list, tuple)):
+            masks = [each for each in args[1] if isinstance(each, torch.Tensor) and each.dtype == torch.bool]
+            assert not masks, f"{func} by a mask looks at its values"
         return func(*args, **(kwargs or {}))
 
 

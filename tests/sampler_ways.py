@@ -1,4 +1,4 @@
-"""`engine.sampler.sample` by the kernel and by PyTorch's operations: one answer."""
+"""`engine.sampler.sample` by the kernel, by PyTorch's operations, by those that look at no value: one answer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def sample(
     tokens: Sequence[Sequence[int]] = (),
     eos_token_ids: Collection[int] = (),
 ) -> torch.Tensor:
-    """What both ways say; a difference is an error. Where there is no C compiler, both are PyTorch's."""
+    """What all ways say; a difference is an error. Where there is no C compiler, all are PyTorch's."""
     drawn_B = sampler.sample(logits_BV, params, output_indices, tokens=tokens, eos_token_ids=eos_token_ids)
     expected_B = sample_by_torch(logits_BV, params, output_indices, tokens=tokens, eos_token_ids=eos_token_ids)
     assert drawn_B.tolist() == expected_B.tolist()
+    blind_B = sampler.sample(logits_BV, params, output_indices, tokens=tokens, eos_token_ids=eos_token_ids, blind=True)
+    assert blind_B.tolist() == expected_B.tolist()
     return drawn_B

@@ -14,6 +14,7 @@ import torch
 from engine.attention import AttentionMetadata, TorchAttention
 from engine.gpu import paged
 from engine.kv_pool import KvPool
+from engine.staging import to_device
 from engine.types import Batch, SequenceSlice
 
 
@@ -79,8 +80,8 @@ class TritonDecode:
         contexts_B = np.array([s.stop for s in slices], dtype=np.int32)
         device = self._pool.device
         return DecodePlan(
-            tables_BM=torch.from_numpy(tables_BM).to(device, non_blocking=True),
-            contexts_B=torch.from_numpy(contexts_B).to(device, non_blocking=True),
+            tables_BM=to_device(tables_BM, device),
+            contexts_B=to_device(contexts_B, device),
             num_splits=self.num_splits(len(slices), int(contexts_B.max())),
         )
 
@@ -147,7 +148,7 @@ def starts_of(lengths: list[int], device: torch.device) -> torch.Tensor:
     """0 and the running sums -> int32 [sequences + 1]."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts[1:])
-    return torch.from_numpy(starts).to(device, non_blocking=True)
+    return to_device(starts, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +185,12 @@ class GpuAttention:
         positions_T = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices])
         return AttentionMetadata(
             slots=self._pool.map_slots(batch),
-            positions_T=torch.from_numpy(positions_T).to(device, non_blocking=True),
+            positions_T=to_device(positions_T, device),
             plan=_StepPlan(
                 decode=self.decode.prepare(short) if short else None,
                 prefill=self.prefill.prepare(long) if long else None,
-                decode_rows_R=None if in_order else torch.tensor(decode_rows, device=device),
-                prefill_rows_R=None if in_order else torch.tensor(prefill_rows, device=device),
+                decode_rows_R=None if in_order else to_device(np.array(decode_rows, dtype=np.int64), device),
+                prefill_rows_R=None if in_order else to_device(np.array(prefill_rows, dtype=np.int64), device),
                 num_decode=len(short),
             ),
         )

@@ -38,3 +38,6 @@ class GpuConfig:
     )
     attention_decode: str = field(default=AUTO, metadata={"help": "attention of single tokens: auto, or a name"})
     graphs: GraphConfig = field(default_factory=GraphConfig)
+    steps_ahead: bool = field(
+        default=True, metadata={"help": "launch a step while the one before is computed; off: one after the other"}
+    )

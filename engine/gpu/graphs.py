@@ -18,10 +18,11 @@ import torch
 
 from baton.ids import BlockId
 from engine.gpu.config import GraphConfig
+from engine.gpu.in_flight import HOST_KNOWS
 from engine.types import SequenceSlice
 
-_FIXED_COLUMNS = 2
-"""Of a packed row, before its block table: token id, position."""
+_FIXED_COLUMNS = 3
+"""Of a packed row, before its block table: token id, position, row of the token among those of the step before."""
 
 
 def bucket_sizes(rows_max: int) -> tuple[int, ...]:
@@ -93,6 +94,8 @@ class DecodeInputs:
 
     ids_B: torch.Tensor
     positions_B: torch.Tensor
+    future_rows_B: torch.Tensor
+    """See `in_flight.pick`."""
     tables_BM: torch.Tensor
 
 
@@ -118,10 +121,13 @@ class DecodeGraphs:
         block_size: int,
         padding_block: BlockId,
         device: torch.device,
+        row_of: Callable[[SequenceSlice], int],
         capture: Capture,
         config: GraphConfig,
     ) -> None:
+        """`row_of`: where a slice's token is, as `FutureTokens.row_of` says it."""
         self._forward = forward
+        self._row_of = row_of
         self._block_size = block_size
         self._padding_block = padding_block
         self._device = device
@@ -158,7 +164,7 @@ class DecodeGraphs:
         assert self.fits(slices), len(slices)
         graph = self._graphs[self._sizes[bisect_left(self._sizes, len(slices))]]
         if self._copied is not None:
-            # A step that draws nothing is not waited for, and the device may still have to read its inputs.
+            # The step before may still be in flight, and the device may still have to read its inputs.
             self._copied.synchronize()
         self._fill(graph.staging.numpy(), slices)
         graph.inputs.copy_(graph.staging, non_blocking=True)
@@ -174,7 +180,12 @@ class DecodeGraphs:
         staging = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._fill(staging.numpy(), ())
         inputs.copy_(staging)
-        views = DecodeInputs(ids_B=inputs[:, 0], positions_B=inputs[:, 1], tables_BM=inputs[:, _FIXED_COLUMNS:])
+        views = DecodeInputs(
+            ids_B=inputs[:, 0],
+            positions_B=inputs[:, 1],
+            future_rows_B=inputs[:, 2],
+            tables_BM=inputs[:, _FIXED_COLUMNS:],
+        )
         forward = self._forward  # and not through self: what is captured must not keep its graphs alive
         return _Graph(inputs=inputs, staging=staging, replay=self._capture.capture(lambda: forward(views)))
 
@@ -182,8 +193,9 @@ class DecodeGraphs:
         """A row of padding is a sequence of one token, id 0, in the padding block."""
         for row, s in enumerate(slices):
             needed = -(-s.stop // self._block_size)
-            staging[row, 0] = s.tokens[s.start]
+            staging[row, 0] = 0 if s.ahead else s.tokens[s.start]
             staging[row, 1] = s.start
+            staging[row, 2] = self._row_of(s)
             staging[row, _FIXED_COLUMNS : _FIXED_COLUMNS + needed] = s.block_table[:needed]
-        staging[len(slices) :, :_FIXED_COLUMNS] = 0
+        staging[len(slices) :, :_FIXED_COLUMNS] = (0, 0, HOST_KNOWS)
         staging[len(slices) :, _FIXED_COLUMNS] = self._padding_block

@@ -19,6 +19,7 @@ import torch
 
 from engine.gpu.attention import BackendUnfit, GatherVarlen, VarlenPlan, starts_of
 from engine.kv_pool import KvPool
+from engine.staging import to_device
 from engine.types import SequenceSlice
 
 FLASH2_PAGE_MULTIPLE = 256
@@ -118,8 +119,8 @@ class FlashPaged:
             needed = -(-s.stop // size)
             tables_BM[row, :needed] = s.block_table[:needed]
         return PagedPlan(
-            tables_BM=torch.from_numpy(tables_BM).to(device),
-            contexts_B=torch.tensor([s.stop for s in slices], dtype=torch.int32, device=device),
+            tables_BM=to_device(tables_BM, device),
+            contexts_B=to_device(np.array([s.stop for s in slices], dtype=np.int32), device),
             query_starts=starts_of([s.stop - s.start for s in slices], device),
             queries_max=max(s.stop - s.start for s in slices),
             context_max=max(s.stop for s in slices),
@@ -202,8 +203,8 @@ class FlashInferPaged:
         self._wrapper.plan(
             starts_of([s.stop - s.start for s in slices], device),
             starts_of(used, device),
-            torch.from_numpy(blocks).to(device),
-            torch.tensor([(s.stop - 1) % spec.block_size + 1 for s in slices], dtype=torch.int32, device=device),
+            to_device(blocks, device),
+            to_device(np.array([(s.stop - 1) % spec.block_size + 1 for s in slices], dtype=np.int32), device),
             self._num_heads,
             spec.num_kv_heads,
             spec.head_dim,

@@ -15,6 +15,7 @@ import triton
 
 from engine.gpu import kernels
 from engine.kv_pool import KvPool
+from engine.staging import to_device
 from engine.types import Batch
 
 STORE_TILE_TOKENS = 16
@@ -137,9 +138,9 @@ def plan_gather(pool: KvPool, batch: Batch) -> GatherPlan:
         slots.append(np.minimum(s.stop - starts_n, size))
         first_row += s.stop
     return GatherPlan(
-        blocks_n=torch.from_numpy(np.concatenate(blocks)).to(pool.device),
-        first_rows_n=torch.from_numpy(np.concatenate(rows)).to(pool.device),
-        num_slots_n=torch.from_numpy(np.concatenate(slots)).to(pool.device),
+        blocks_n=to_device(np.concatenate(blocks), pool.device),
+        first_rows_n=to_device(np.concatenate(rows), pool.device),
+        num_slots_n=to_device(np.concatenate(slots), pool.device),
         num_rows=first_row,
     )
 

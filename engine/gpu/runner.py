@@ -18,19 +18,21 @@ from engine.gpu.admission import Phase, admit
 from engine.gpu.attention import DecodePlan, GpuAttention, TritonDecode
 from engine.gpu.config import GpuConfig
 from engine.gpu.graphs import Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
+from engine.gpu.in_flight import ROWS_AHEAD_MAX, FutureTokens, LaunchedStep, pick
 from engine.kv_pool import KvPool
-from engine.logprobs import token_logprobs
+from engine.logprobs import ScoredRows
 from engine.model_config import ComputeDtype, ModelConfig, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.weights import weight_shapes
-from engine.sampler import sample
+from engine.sampler import draws_blind, sample
+from engine.staging import to_device
 from engine.types import Batch, KvSink, KvSpec, NullSink, SamplingParams, SequenceSlice, StepResult
 
 _REHEARSAL = RequestKey(request=RequestId("rehearsal"), attempt=Attempt(0))
 
 
 class GpuRunner:
-    """A `Runner` for one model on one device. `run` is called from one thread at a time.
+    """An `AheadRunner` for one model on one device. `run` is called from one thread at a time.
 
     When `run` returns or raises, the device is through with the step: its blocks may go to a remote writer then, whose
     copies no stream orders behind the step's kernels.
@@ -70,6 +72,8 @@ class GpuRunner:
         self._pool: KvPool | None = None
         self._attention: GpuAttention | None = None
         self._graphs: DecodeGraphs | None = None
+        self.rows_ahead_max = ROWS_AHEAD_MAX if self.gpu.steps_ahead else 0
+        self._future = FutureTokens(self.device)
         self._no_graphs = "not bound"
         """Why there are none, as long as there are none."""
 
@@ -161,6 +165,7 @@ class GpuRunner:
             block_size=self.kv_spec.block_size,
             padding_block=padding_block,
             device=self.device,
+            row_of=self._future.row_of,
             capture=self._capture or (CudaCapture(self.device) if self.device.type == "cuda" else NoCapture()),
             config=replace(limits, graph_context_max=context_max),
         )
@@ -199,77 +204,92 @@ class GpuRunner:
             "decode graphs used": f"{self._graphs.steps} steps, {self._graphs.rows_padded} rows of padding",
         }
 
-    @torch.inference_mode()
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
         """See `Runner.run`. `sink.layer_done` is called when the layer's K and V are *queued* on the current stream.
 
         A sink that copies them has to order its copies behind that stream (an event recorded there does).
         """
-        try:
-            return self._step(batch, sink)
-        finally:
-            self._settle()
+        return self.collect(self.launch(batch, sink))
 
-    def _step(self, batch: Batch, sink: KvSink) -> StepResult:
+    def draws_ahead(self, params: SamplingParams) -> bool:
+        """See `AheadRunner.draws_ahead`."""
+        return draws_blind(params)
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, sink: KvSink) -> LaunchedStep:
+        """See `AheadRunner.launch`; `sink` as for `run`. Waits for the device only where sampling has to look."""
         assert batch.slices, "an empty batch has nothing to run"
         assert self._pool is not None, "bind comes before run"
         self._check_tokens(batch)
-        drawn = [(row, s) for row, s in enumerate(batch.slices) if s.sample]
+        try:
+            return self._queue(batch, sink)
+        except BaseException:
+            self._settle()  # what was queued before the error still writes
+            raise
+
+    def collect(self, in_flight: LaunchedStep) -> StepResult:
+        """See `AheadRunner.collect`."""
+        return in_flight.result()
+
+    def _queue(self, batch: Batch, sink: KvSink) -> LaunchedStep:
+        drawn = [s for s in batch.slices if s.sample]
+        logits_BV = self._logits(batch, sink)
+        tokens_B = scored = None
+        if logits_BV is not None:
+            params = [s.params for s in drawn]
+            tokens_B = sample(
+                logits_BV,
+                params,
+                [s.output_index for s in drawn],
+                tokens=[s.tokens for s in drawn],
+                eos_token_ids=self.eos_token_ids,
+                blind=True,
+            )
+            scored = ScoredRows.of(logits_BV, tokens_B, params, blind=True)
+        self._future.keep(drawn, tokens_B)
+        return LaunchedStep.of(drawn, tokens_B, scored, device=self.device)
+
+    def _logits(self, batch: Batch, sink: KvSink) -> torch.Tensor | None:
+        """Scores of the rows that draw; None where there is none. Overwritten by the next step."""
+        drawing = [row for row, s in enumerate(batch.slices) if s.sample]
         if self._graphs is not None and self._graphs.fits(batch.slices):
-            logits = self._graphs.run(batch.slices)
+            logits_BV = self._graphs.run(batch.slices)
             # One launch computes all layers, so none is done before the others.
             for layer in range(self.kv_spec.num_layers):
                 sink.layer_done(layer)
-            if not drawn:
-                return StepResult()
-            if len(drawn) < len(batch.slices):
-                logits = logits[torch.tensor([row for row, _ in drawn], device=self.device)]
-            return self._draw(logits, [s for _, s in drawn])
+            if 0 < len(drawing) < len(batch.slices):
+                logits_BV = logits_BV[to_device(np.array(drawing, dtype=np.int64), self.device)]
+            return logits_BV if drawing else None
         x_TE = self._forward(batch, sink)
-        if not drawn:
-            return StepResult()
+        if not drawing:
+            return None
         ends = list(accumulate(s.stop - s.start for s in batch.slices))
-        rows_B = torch.tensor([ends[row] - 1 for row, _ in drawn], device=self.device)
-        return self._draw(self._decoder.logits(x_TE[rows_B]), [s for _, s in drawn])
+        rows_B = to_device(np.array([ends[row] - 1 for row in drawing], dtype=np.int64), self.device)
+        return self._decoder.logits(x_TE[rows_B])
+
+    def _settle(self) -> None:
+        """Wait for what the calling thread's stream has."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @torch.inference_mode()
     def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
         """As `run` without graphs, but returns the scores of every token instead of drawing -> [T, V]."""
         return self._decoder.logits(self._forward(batch, sink))
 
-    def _draw(self, logits_BV: torch.Tensor, slices: list[SequenceSlice]) -> StepResult:
-        """On the device, but for one copy back of a few bytes for each sequence."""
-        params = [s.params for s in slices]
-        tokens_B = sample(
-            logits_BV,
-            params,
-            [s.output_index for s in slices],
-            tokens=[s.tokens for s in slices],
-            eos_token_ids=self.eos_token_ids,
-        )
-        logprobs = token_logprobs(logits_BV, tokens_B, params)
-        return StepResult(
-            sampled={s.key: token for s, token in zip(slices, tokens_B.tolist(), strict=True)},
-            logprobs={slices[row].key: found for row, found in logprobs.items()},
-        )
-
-    def _settle(self) -> None:
-        """Wait for what the calling thread's stream has. A step that drew has waited already, for its tokens."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
     def _check_tokens(self, batch: Batch) -> None:
         for s in batch.slices:
+            if s.ahead:
+                continue
             new = s.tokens[s.start : s.stop]
             assert min(new) >= 0 and max(new) < self.vocab_size, "token id outside the vocabulary"
 
     def _forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
         pool, attention, decoder = self._pool, self._attention, self._decoder
         assert pool is not None and attention is not None, "bind comes before run"
-        tokens = np.concatenate([np.asarray(s.tokens[s.start : s.stop], dtype=np.int64) for s in batch.slices])
         metadata = attention.prepare(batch)
         angles = decoder.angles(metadata.positions_T)
-        x_TE = decoder.embed(torch.from_numpy(tokens).to(self.device))
+        x_TE = decoder.embed(self._token_ids(batch))
         slots = metadata.slots
         for layer in range(self.kv_spec.num_layers):
 
@@ -282,6 +302,16 @@ class GpuRunner:
 
             x_TE = decoder.run_layer(layer, x_TE, None, attend)
         return x_TE
+
+    def _token_ids(self, batch: Batch) -> torch.Tensor:
+        """The new tokens of a batch, wherever they are -> int64 [T] on the device."""
+        parts = [[0] if s.ahead else s.tokens[s.start : s.stop] for s in batch.slices]
+        ids_T = to_device(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]), self.device)
+        if not any(s.ahead for s in batch.slices):
+            return ids_T
+        rows = [[self._future.row_of(s)] * len(part) for s, part in zip(batch.slices, parts, strict=True)]
+        rows_T = to_device(np.concatenate([np.asarray(part, dtype=np.int64) for part in rows]), self.device)
+        return pick(ids_T, rows_T, self._future.ids)
 
     def _decode_forward(
         self, pool: KvPool, decode: TritonDecode, inputs: DecodeInputs, context_max: int
@@ -299,7 +329,7 @@ class GpuRunner:
             num_splits=decode.num_splits(rows, context_max),
         )
         angles = decoder.angles(positions_B)
-        x_BE = decoder.embed(inputs.ids_B.to(torch.int64))
+        x_BE = decoder.embed(pick(inputs.ids_B, inputs.future_rows_B.to(torch.int64), self._future.ids))
         for layer in range(self.kv_spec.num_layers):
 
             def attend(
