@@ -111,7 +111,8 @@ def _byte_borders(total_bytes: int, limits: CopyLimits) -> list[int]:
     if total_bytes <= limits.threads * LAST_CHUNK_BYTES:
         chunk_bytes = min(max(CHUNK_BYTES_MIN, -(-total_bytes // limits.threads)), limits.chunk_bytes_max)
         return list(range(chunk_bytes, total_bytes, chunk_bytes))
-    ends, end = [], 0
+    ends: list[int] = []
+    end = 0
     while True:
         share_bytes = max(LAST_CHUNK_BYTES, -(-(total_bytes - end) // limits.threads))
         end += min(share_bytes, limits.chunk_bytes_max)
