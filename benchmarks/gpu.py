@@ -10,31 +10,27 @@ go on; a part that would begin after `--seconds-max` is left out and says so.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey
+from baton.ids import Attempt, BlockId, RequestId, RequestKey
+from benchmarks import gpu_handoff, gpu_weights
 from benchmarks.gpu_engine import steps_through_the_engine
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import Capture
 from engine.gpu.runner import GpuRunner
-from engine.model_config import ModelConfig, parse_model_config
+from engine.model_config import ModelConfig, Quantisation, parse_model_config
 from engine.models.weights import weight_shapes
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
 
-ROOT = Path(__file__).parent.parent
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1 << 20, ignore_eos=True)
 SHAPES = {
@@ -79,6 +75,19 @@ def slice_of(name: str, tokens: list[int], start: int, stop: int, first_block: i
     )
 
 
+def blocks_of(context: int) -> int:
+    """Of one sequence, with room for a token more."""
+    return -(-(context + 1) // BLOCK_SIZE)
+
+
+def decode_batch(rows: int, context: int) -> Batch:
+    """Sequences side by side in the region, each about to compute the last token of its context."""
+    tokens = [j % 61 for j in range(context)]
+    return Batch(
+        slices=tuple(slice_of(f"d{i}", tokens, context - 1, context, i * blocks_of(context)) for i in range(rows))
+    )
+
+
 class Bench:
     def __init__(self, *, device: str, tiny: bool, trace: Path | None) -> None:
         self.device = torch.device(device)
@@ -113,12 +122,18 @@ class Bench:
         return torch.zeros(spec.num_layers * num_blocks * per_block, dtype=torch.uint8, device=self.device)
 
     def runner(
-        self, config: ModelConfig, weights: dict[str, torch.Tensor], num_blocks: int, rows_max: int, context_max: int
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        num_blocks: int,
+        rows_max: int,
+        context_max: int,
+        quantisation: Quantisation = Quantisation.NONE,
     ) -> GpuRunner:
         graphs = GraphConfig(graph_rows_max=rows_max, graph_context_max=context_max)
         runner = GpuRunner(
             config=config, tensors=weights, block_size=BLOCK_SIZE, device=self.device,
-            gpu=GpuConfig(graphs=graphs), capture=self.capture,
+            quantisation=quantisation, gpu=GpuConfig(graphs=graphs), capture=self.capture,
         )  # fmt: skip
         runner.bind_tensor(self.region(runner, num_blocks), num_blocks)
         runner.warm_up(BlockId(num_blocks - 1))
@@ -172,8 +187,7 @@ class Bench:
         config = config_of(shape)
         dtype = torch.float32 if self.tiny else torch.bfloat16
         prompt_len, rows, context = (24, 2, 20) if self.tiny else (4096, 64, 1024)
-        per_sequence = -(-(context + 1) // BLOCK_SIZE)
-        num_blocks = max(rows * per_sequence, -(-prompt_len // BLOCK_SIZE)) + 2
+        num_blocks = max(rows * blocks_of(context), blocks_of(prompt_len)) + 2
         weights = random_weights(config, dtype, self.device)
         matrix_parameters = sum(t.numel() for name, t in weights.items() if t.dim() == 2 and "embed" not in name)
         weight_bytes = sum(t.numel() * t.element_size() for n, t in weights.items() if "embed" not in n)
@@ -189,13 +203,10 @@ class Bench:
         # Causal attention: half of QK and PV over all pairs.
         flop += 2 * config.num_layers * config.num_heads * config.head_dim * prompt_len**2
 
-        slices = tuple(
-            slice_of(f"d{i}", [j % 61 for j in range(context)], context - 1, context, i * per_sequence)
-            for i in range(rows)
-        )
-        with_graphs_s = self.time_s(lambda: runner.run(Batch(slices=slices), NullSink()))
+        batch = decode_batch(rows, context)
+        with_graphs_s = self.time_s(lambda: runner.run(batch, NullSink()))
         graphs, runner._graphs = runner._graphs, None
-        without_s = self.time_s(lambda: runner.run(Batch(slices=slices), NullSink()))
+        without_s = self.time_s(lambda: runner.run(batch, NullSink()))
         runner._graphs = graphs
         engine = steps_through_the_engine(
             runner, num_blocks, rows=rows, prompt_len=context // 2, tokens=8 if self.tiny else 200
@@ -216,79 +227,24 @@ class Bench:
             "attention": runner.describe(),
         }
 
+    def weights(self, shape: str, limits: dict[str, float]) -> dict[str, Any]:
+        """Weights in 16, 8 and 4 bits: see benchmarks/gpu_weights.py."""
+        config = config_of(shape)
+        prompt_len, rows, context = (24, (1, 2), 20) if self.tiny else (64, (1, 16, 64), 1024)
+        return gpu_weights.measure(
+            self,
+            config,
+            random_weights(config, torch.bfloat16, self.device),
+            limits,
+            decode=decode_batch,
+            prompt=Batch(slices=(slice_of("prompt", [7 * i % 61 for i in range(prompt_len)], 0, prompt_len, 0),)),
+            rows=rows,
+            context=context,
+        )
+
     def handoff(self) -> dict[str, Any]:
-        """Layer by layer over cuda_ipc into another process, beside a chain of matrix products: what it costs those.
-
-        `exposed_ms`: the products with the copies less those without. `sealed_ms`: from the end of the last product
-        to the receiver's word that the seal has arrived.
-        """
-        command = [sys.executable, "-m", "benchmarks.gpu_receiver", self.device.type]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-        ) as receiver:
-            try:
-                return asyncio.run(self._hand_over(receiver))
-            finally:
-                receiver.kill()
-
-    async def _hand_over(self, receiver: subprocess.Popen[str]) -> dict[str, Any]:
-        from benchmarks.gpu_receiver import GRANT, PAIR, REGION_BYTES, endpoint_from, make_driver
-        from kvtransfer.device.region import DeviceRegion
-        from kvtransfer.transport import Seal, WriteOps
-        from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-
-        assert receiver.stdin is not None
-        assert receiver.stdout is not None
-        endpoint = endpoint_from(json.loads(await asyncio.to_thread(receiver.stdout.readline)))
-        loop, driver, events = asyncio.get_running_loop(), make_driver(self.device.type), _Events()
-        source = DeviceRegion(driver, REGION_BYTES, "bench-source")
-        link = await CudaIpcWriterLink.connect_device(endpoint, PAIR, source, events, loop, driver)
-        layers, records, record_bytes = (2, 4, 4096) if self.tiny else (28, 256, 65_536)
-        side = 64 if self.tiny else 4096
-        dtype = torch.float32 if self.tiny else torch.bfloat16
-        a = torch.randn(side, side, device=self.device, dtype=dtype)
-
-        def layer_ops(layer: int) -> WriteOps:
-            at = (layer * records + np.arange(records, dtype=np.int64)) * record_bytes
-            return WriteOps(src=at, dst=at, nbytes=np.full(records, record_bytes, dtype=np.int64))
-
-        def compute(grant: GrantId | None) -> float:
-            self.synchronize()
-            begin = time.perf_counter()
-            for layer in range(layers):
-                for _ in range(4):
-                    torch.mm(a, a)
-                if grant is not None:
-                    link.post(grant, layer_ops(layer))
-            if self.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            return time.perf_counter() - begin
-
-        compute(None)
-        alone_s, beside_s, sealed_s = [], [], []
-        for number in range(self.repeats):
-            alone_s.append(await asyncio.to_thread(compute, None))
-            grant = GrantId(GRANT[:-1] + bytes([number]))
-            expected = len(events.completed) + layers
-            beside_s.append(await asyncio.to_thread(compute, grant))
-            ended = time.perf_counter()
-            await events.until(expected)
-            link.seal(
-                Seal(
-                    grant=grant, epoch=Epoch(1), writes=layers * records, bytes_written=layers * records * record_bytes
-                )
-            )
-            await asyncio.to_thread(receiver.stdout.readline)
-            sealed_s.append(time.perf_counter() - ended)
-        await link.close()
-        source.close()
-        return {
-            "mbytes": layers * records * record_bytes / 1e6,
-            "alone_ms": 1e3 * statistics.median(alone_s),
-            "exposed_ms": 1e3 * (statistics.median(beside_s) - statistics.median(alone_s)),
-            "sealed_ms": 1e3 * statistics.median(sealed_s),
-        }
+        """What a handoff to another process costs: see benchmarks/gpu_handoff.py."""
+        return gpu_handoff.measure(self)
 
     def overlap_trace(self) -> dict[str, Any]:
         """A handoff under torch's profiler, in the format that Perfetto opens."""
@@ -303,28 +259,6 @@ class Bench:
         return {"file": str(self.trace), "bytes": self.trace.stat().st_size}
 
 
-class _Events:
-    def __init__(self) -> None:
-        self.completed: list[GrantId] = []
-        self._changed = asyncio.Event()
-
-    def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
-        self.completed.append(grant)
-        self._changed.set()
-
-    def writes_adrift(self, grant: GrantId) -> None:
-        raise AssertionError(grant)
-
-    def link_lost(self, pair: Pair, reason: str) -> None:
-        raise AssertionError(f"the receiver of the benchmark is gone: {reason}")
-
-    async def until(self, count: int) -> None:
-        async with asyncio.timeout(60):
-            while len(self.completed) < count:
-                self._changed.clear()
-                await self._changed.wait()
-
-
 def run_all(bench: Bench, seconds_max: float) -> dict[str, Any]:
     """Every part's figures, or what kept it from having any."""
     begin = time.monotonic()
@@ -337,6 +271,7 @@ def run_all(bench: Bench, seconds_max: float) -> dict[str, Any]:
         ("handoff", bench.handoff),
         *((shape, lambda shape=shape: bench.model(shape, results["limits"])) for shape in shapes),
         ("trace", bench.overlap_trace),
+        ("weights", lambda: bench.weights(shapes[-1], results["limits"])),
     ]
     for name, part in parts:
         if time.monotonic() - begin > seconds_max:

@@ -49,6 +49,14 @@ class ComputeDevice(Enum):
         return self in (ComputeDevice.CUDA, ComputeDevice.CPU_KERNELS)
 
 
+QUANTISATIONS = {
+    ComputeDevice.CPU: (Quantisation.INT8, Quantisation.INT4),
+    ComputeDevice.CUDA: (Quantisation.FP8, Quantisation.INT4),
+    ComputeDevice.CPU_KERNELS: (Quantisation.FP8, Quantisation.INT4),
+}
+"""How weights may be rounded, besides not at all, on the devices that can multiply by rounded ones."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One engine of a node."""
@@ -76,7 +84,10 @@ class EngineConfig:
     )
     quantisation: Quantisation = field(
         default=Quantisation.NONE,
-        metadata={"help": "none, int8 or int4: weights rounded at the start; faster decoding, other answers; bfloat16"},
+        metadata={
+            "help": "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights rounded at the start; faster decoding, "
+            "other answers; bfloat16"
+        },
     )
     quantisation_must_agree: bool = field(
         default=False, metadata={"help": "hand over only with nodes of the same quantisation"}
@@ -117,8 +128,10 @@ class EngineConfig:
             raise InvalidField("quantisation", "needs dtype bfloat16 (or auto) and not deterministic")
         if self.device is not ComputeDevice.CPU and self.kind is EngineKind.MOCK:
             raise InvalidField("device", "must be cpu for the mock engine, which computes nothing")
-        if (self.device.on_gpu or self.device.has_region) and self.quantisation is not Quantisation.NONE:
-            raise InvalidField("device", "must be cpu for quantised weights; set quantisation to none for cuda")
+        usable = (Quantisation.NONE, *QUANTISATIONS.get(self.device, ()))
+        if self.quantisation not in usable:
+            takes = " or ".join(each.value for each in usable)
+            raise InvalidField("quantisation", f"is {self.quantisation.value}; {self.device.value} takes {takes}")
         if self.device.has_region and self.deterministic:
             raise InvalidField(
                 "deterministic", "is for the devices cpu and cuda-mirrored; cuda's kernels have no such mode"
@@ -239,6 +252,7 @@ def _build_on_device(config: EngineConfig, folder: Path, progress: Callable[[int
         block_size=config.block_size,
         dtype=config.dtype,
         device="cuda" if config.device.on_gpu else "cpu",
+        quantisation=config.quantisation,
         gpu=replace(config.gpu, graphs=replace(config.gpu.graphs, graph_rows_max=rows_max)),
         progress=progress,
     )
@@ -246,6 +260,8 @@ def _build_on_device(config: EngineConfig, folder: Path, progress: Callable[[int
         runner=runner,
         model_name=_model_name(config),
         fingerprint=checkpoint_fingerprint(folder),
+        quantisation=runner.quantisation,
+        quantisation_must_agree=config.quantisation_must_agree,
         on_device=runner,
     )
 

@@ -74,15 +74,19 @@ class ModelFamily(Enum):
 
 
 class Quantisation(Enum):
-    """How matrices are rounded when they are loaded; the arithmetic and the KV cache stay bfloat16."""
+    """How matrices are rounded when they are loaded; the KV cache and all between the products stay bfloat16.
+
+    Which of them a device has: `engine.build.QUANTISATIONS`. The output projection is never below 8 bits.
+    """
 
     NONE = "none"
     INT8 = "int8"
-    INT4 = "int4"  # the output projection: int8
+    INT4 = "int4"
+    FP8 = "fp8"  # the inputs of each product as well
 
     @property
     def bits(self) -> int:
-        return {Quantisation.NONE: 16, Quantisation.INT8: 8, Quantisation.INT4: 4}[self]
+        return {Quantisation.NONE: 16, Quantisation.INT4: 4}.get(self, 8)
 
 
 class ComputeDtype(Enum):

@@ -74,6 +74,8 @@ class TorchRunner:
         self.mirror = DeviceMirror(self.device) if mirrored else None
         self._native: _Native | None = None
         kernels = native_kernels() if self._may_be_native() else None
+        if quantisation is Quantisation.FP8:
+            raise UnsupportedModelError("weights can be fp8 on a GPU only; a CPU takes int8 and int4")
         if kernels is not None:
             self._native = _Native(config, tensors, kernels, quantisation)
         elif quantisation is not Quantisation.NONE:

@@ -39,5 +39,10 @@ def test_every_part_of_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
     assert figures["handoff"]["mbytes"] == pytest.approx(0.032768)
     assert figures["tiny"]["decode_rows"] == 2
     assert figures["trace"]["bytes"] > 0
-    left_out = figures.keys() - {"device", "torch", "python", "limits", "exactness", "handoff", "tiny", "trace"}
-    assert not left_out
+    assert figures["handoff"]["committed_ms"] > 0
+    assert figures["weights"].keys() == {"bfloat16", "fp8", "int4", "decode_context", "scored_tokens", "part_s"}
+    for name in ("bfloat16", "fp8", "int4"):
+        assert figures["weights"][name]["decode"].keys() == {"1", "2"}
+        assert 0 < figures["weights"][name]["error_in_deviations"] < 1
+    parts = {"limits", "exactness", "handoff", "tiny", "trace", "weights"}
+    assert figures.keys() == parts | {"device", "torch", "python"}

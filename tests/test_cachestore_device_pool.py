@@ -213,7 +213,10 @@ ON_DEVICE = EngineConfig(model="m", device=ComputeDevice.CUDA)
     ("make", "field"),
     [
         (lambda: EngineConfig(model="m", device=ComputeDevice.CUDA, deterministic=True), "deterministic"),
-        (lambda: EngineConfig(model="m", device=ComputeDevice.CPU_KERNELS, quantisation=Quantisation.INT8), "device"),
+        (
+            lambda: EngineConfig(model="m", device=ComputeDevice.CPU_KERNELS, quantisation=Quantisation.INT8),
+            "quantisation",
+        ),
         (lambda: EngineConfig(kind=EngineKind.MOCK, device=ComputeDevice.CPU_KERNELS), "device"),
         (lambda: DecodeConfig(name="n", engine=ON_DEVICE, spill=SpillConfig(host_blocks=9)), "spill.host_blocks"),
         (

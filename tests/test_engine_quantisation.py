@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.errors import InvalidField
-from engine.build import EngineConfig
+from engine.build import ComputeDevice, EngineConfig
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype, Quantisation, UnsupportedModelError
 from engine.native.kernels import Epilogue, Operand, Workspace, native_kernels
@@ -93,7 +93,8 @@ def test_quality(folder: Path) -> None:
     matters less than another.
     """
     exact = scores(folder, ComputeDtype.FLOAT32)
-    found = {quantisation: scores(folder, ComputeDtype.BFLOAT16, quantisation) for quantisation in Quantisation}
+    kinds = (Quantisation.NONE, Quantisation.INT8, Quantisation.INT4)
+    found = {quantisation: scores(folder, ComputeDtype.BFLOAT16, quantisation) for quantisation in kinds}
     errors = {q: float((s - exact).square().mean().sqrt() / exact.std()) for q, s in found.items()}
     agreements = {q: float((s.argmax(dim=-1) == exact.argmax(dim=-1)).float().mean()) for q, s in found.items()}
     assert errors[Quantisation.INT8] < 2 * errors[Quantisation.NONE]
@@ -103,10 +104,20 @@ def test_quality(folder: Path) -> None:
 
 
 def test_what_cannot_be_quantised_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 and deterministic nodes by their configuration; a machine without the kernels when it loads."""
+    """float32 and deterministic nodes and other devices by their configuration; a machine without the kernels when it
+    loads, and one that is asked for what only a GPU has."""
     for wrong in ({"dtype": ComputeDtype.FLOAT32}, {"deterministic": True}):
         with pytest.raises(InvalidField, match="quantisation"):
             EngineConfig(model="m", quantisation=Quantisation.INT4, **wrong)
+    for device, quantisation in (
+        (ComputeDevice.CPU, Quantisation.FP8),
+        (ComputeDevice.CUDA, Quantisation.INT8),
+        (ComputeDevice.CPU_MIRRORED, Quantisation.INT4),
+    ):
+        with pytest.raises(InvalidField, match=f"quantisation is {quantisation.value}; {device.value} takes none"):
+            EngineConfig(model="m", device=device, quantisation=quantisation)
+    with pytest.raises(UnsupportedModelError, match="fp8 on a GPU only"):
+        TorchRunner.load(folder, block_size=16, quantisation=Quantisation.FP8)
     monkeypatch.setattr("engine.torch_runner.native_kernels", lambda: None)
     with pytest.raises(UnsupportedModelError, match="AVX512-BF16"):
         TorchRunner.load(folder, block_size=16, quantisation=Quantisation.INT8)

@@ -19,11 +19,13 @@ from engine.gpu.attention import DecodePlan, GpuAttention, TritonDecode
 from engine.gpu.config import GpuConfig
 from engine.gpu.graphs import Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
 from engine.gpu.in_flight import ROWS_AHEAD_MAX, FutureTokens, LaunchedStep, pick
+from engine.gpu.weights import admit_weights
 from engine.kv_pool import KvPool
 from engine.logprobs import ScoredRows
-from engine.model_config import ComputeDtype, ModelConfig, load_model_config
+from engine.model_config import ComputeDtype, ModelConfig, Quantisation, load_model_config
 from engine.models.decoder import Decoder
-from engine.models.weights import weight_shapes
+from engine.models.layers import fused_rms_norm
+from engine.models.weights import is_layer_matrix, weight_shapes
 from engine.sampler import draws_blind, sample
 from engine.staging import to_device
 from engine.types import Batch, KvSink, KvSpec, NullSink, SamplingParams, SequenceSlice, StepResult
@@ -47,10 +49,18 @@ class GpuRunner:
         tensors: Mapping[str, torch.Tensor],
         block_size: int,
         device: torch.device | str = "cuda",
+        quantisation: Quantisation = Quantisation.NONE,
         gpu: GpuConfig | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """Takes the tensors of `weight_shapes(config)`, of one type, which is that of the KV cache too."""
+        """Takes the tensors of `weight_shapes(config)`, of one type, which is that of the KV cache too.
+
+        They may lie on any device. Of a layer's matrices there is one more copy on `device` at a time while they are
+        packed.
+
+        Raises:
+            UnsupportedModelError: the weights cannot be quantised so on this device.
+        """
         dtypes = {tensor.dtype for tensor in tensors.values()}
         assert len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}, dtypes
         self.config = config
@@ -67,7 +77,13 @@ class GpuRunner:
         self.context_len_max = config.context_len_max
         self.eos_token_ids = config.eos_token_ids
         self._attention_rows: dict[str, str] = {}
-        self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        weights = admit_weights(quantisation, config, device=self.device, dtype=getattr(torch, self.kv_spec.dtype))
+        self.quantisation = weights.registered
+        self._weights_row = weights.description
+        near = {
+            n: tensor if is_layer_matrix(n, tensor.dim()) else tensor.to(self.device) for n, tensor in tensors.items()
+        }
+        self._decoder = Decoder(config, near, weights.linears, fused_rms_norm)
         self._capture = capture
         self._pool: KvPool | None = None
         self._attention: GpuAttention | None = None
@@ -85,6 +101,7 @@ class GpuRunner:
         block_size: int,
         dtype: ComputeDtype = ComputeDtype.AUTO,
         device: torch.device | str = "cuda",
+        quantisation: Quantisation = Quantisation.NONE,
         gpu: GpuConfig | None = None,
         capture: Capture | None = None,
         progress: Progress | None = None,
@@ -92,12 +109,20 @@ class GpuRunner:
         """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
 
         Raises:
-            ModelError: the folder, its config or its weights cannot be used.
+            ModelError: the folder, its config or its weights cannot be used, or not quantised on this device.
         """
         config = load_model_config(folder)
         torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
         tensors = load_tensors(folder, weight_shapes(config), dtype=torch_dtype, progress=progress)
-        return cls(config=config, tensors=tensors, block_size=block_size, device=device, gpu=gpu, capture=capture)
+        return cls(
+            config=config,
+            tensors=tensors,
+            block_size=block_size,
+            device=device,
+            quantisation=quantisation,
+            gpu=gpu,
+            capture=capture,
+        )
 
     def bind(self, region_U8: Any, num_blocks: int) -> None:
         """See `Runner.bind`. Takes the memory as its driver gives it: a tensor on this runner's device, or an array.
@@ -195,11 +220,13 @@ class GpuRunner:
             torch.cuda.synchronize(self.device)
 
     def describe(self) -> dict[str, str]:
-        """For people: what computes the attention, and why; which decode steps run as graphs, and how many have."""
+        """For people: what computes the attention, and why; how the weights are kept; which decode steps run as graphs,
+        and how many have."""
+        rows = {**self._attention_rows, "weights": self._weights_row}
         if self._graphs is None:
-            return {**self._attention_rows, "decode graphs": f"none ({self._no_graphs})"}
+            return {**rows, "decode graphs": f"none ({self._no_graphs})"}
         return {
-            **self._attention_rows,
+            **rows,
             "decode graphs": str(self._graphs),
             "decode graphs used": f"{self._graphs.steps} steps, {self._graphs.rows_padded} rows of padding",
         }

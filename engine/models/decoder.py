@@ -1,6 +1,7 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3: they differ only in biases and in the norm of queries and keys.
 
-Shape suffixes as in engine/types.py. The batch is flat: tokens of all sequences one after another, [T].
+Shape suffixes as in engine/types.py; X the width of some heads. The batch is flat: tokens of all sequences one after
+another, [T].
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 from engine.model_config import ModelConfig
 from engine.models import weights
-from engine.models.layers import Linear, rms_norm, swiglu
+from engine.models.layers import Affine, Affines, Linear, Linears, Norm, PlainLinears, rms_norm, swiglu
 from engine.models.rotary import attention_factor, rotary_angles, rotary_frequencies, rotate
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,16 +24,13 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     input_norm: torch.Tensor
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
+    qkv: Affines
+    o: Affine
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     post_attention_norm: torch.Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate_up: Affines
+    down: Affine
 
 
 class Decoder:
@@ -41,13 +39,26 @@ class Decoder:
     Not changed after construction; any thread may use it, inside `torch.inference_mode`.
     """
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes the tensors of `weights.weight_shapes(config)`, all on one device, without copying them."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        linears: Linears | None = None,
+        norm: Norm = rms_norm,
+    ) -> None:
+        """Takes the tensors of `weights.weight_shapes(config)`, all on one device, without copying them.
+
+        `linears` may keep the layers' matrices otherwise, and may be given them on another device. The output
+        projection stays as it is.
+        """
         self.config = config
+        self.norm = norm
+        linears = linears or PlainLinears()
         self.embedding_VE = tensors[weights.EMBEDDING]
         self.final_norm = tensors[weights.FINAL_NORM]
         self.lm_head_VE = self.embedding_VE if config.tie_word_embeddings else tensors[weights.LM_HEAD]
-        self.layers = tuple(_layer(tensors, weights.layer_prefix(layer)) for layer in range(config.num_layers))
+        prefixes = map(weights.layer_prefix, range(config.num_layers))
+        self.layers = tuple(_layer(tensors, prefix, linears) for prefix in prefixes)
         self.frequencies = rotary_frequencies(config.rope, config.head_dim).to(self.embedding_VE.device)
         self.rope_factor = attention_factor(config.rope)
 
@@ -69,38 +80,36 @@ class Decoder:
         w, eps = self.layers[layer], self.config.rms_norm_eps
         num_tokens, head_dim = x_TE.shape[0], self.config.head_dim
 
-        normed_TE = rms_norm(x_TE, w.input_norm, eps)
-        q_THD = w.q(normed_TE).view(num_tokens, self.config.num_heads, head_dim)
-        k_TKD = w.k(normed_TE).view(num_tokens, self.config.num_kv_heads, head_dim)
-        v_TKD = w.v(normed_TE).view(num_tokens, self.config.num_kv_heads, head_dim)
+        normed_TE = self.norm(x_TE, w.input_norm, eps)
+        q_TX, k_TX, v_TX = w.qkv(normed_TE)
+        q_THD = q_TX.view(num_tokens, self.config.num_heads, head_dim)
+        k_TKD = k_TX.view(num_tokens, self.config.num_kv_heads, head_dim)
+        v_TKD = v_TX.view(num_tokens, self.config.num_kv_heads, head_dim)
         if w.q_norm is not None and w.k_norm is not None:
-            q_THD, k_TKD = rms_norm(q_THD, w.q_norm, eps), rms_norm(k_TKD, w.k_norm, eps)
+            q_THD, k_TKD = self.norm(q_THD, w.q_norm, eps), self.norm(k_TKD, w.k_norm, eps)
         if angles is not None:
             q_THD, k_TKD = rotate(q_THD, *angles), rotate(k_TKD, *angles)
         out_THD = attend(q_THD, k_TKD, v_TKD)
         x_TE = x_TE + w.o(out_THD.reshape(num_tokens, -1))
 
-        return x_TE + swiglu(rms_norm(x_TE, w.post_attention_norm, eps), w.gate, w.up, w.down)
+        return x_TE + swiglu(self.norm(x_TE, w.post_attention_norm, eps), w.gate_up, w.down)
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         """Scores of the next token after each of the given rows of the last layer's output -> [B, V]."""
-        return F.linear(rms_norm(x_BE, self.final_norm, self.config.rms_norm_eps), self.lm_head_VE)
+        return F.linear(self.norm(x_BE, self.final_norm, self.config.rms_norm_eps), self.lm_head_VE)
 
 
-def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
+def _layer(tensors: Mapping[str, torch.Tensor], prefix: str, linears: Linears) -> _Layer:
     def linear(name: str) -> Linear:
         return Linear(weight=tensors[f"{prefix}{name}.weight"], bias=tensors.get(f"{prefix}{name}.bias"))
 
     return _Layer(
         input_norm=tensors[f"{prefix}input_layernorm.weight"],
-        q=linear("self_attn.q_proj"),
-        k=linear("self_attn.k_proj"),
-        v=linear("self_attn.v_proj"),
-        o=linear("self_attn.o_proj"),
+        qkv=linears.joined([linear(f"self_attn.{name}_proj") for name in "qkv"]),
+        o=linears.one(linear("self_attn.o_proj")),
         q_norm=tensors.get(f"{prefix}self_attn.q_norm.weight"),
         k_norm=tensors.get(f"{prefix}self_attn.k_norm.weight"),
         post_attention_norm=tensors[f"{prefix}post_attention_layernorm.weight"],
-        gate=linear("mlp.gate_proj"),
-        up=linear("mlp.up_proj"),
-        down=linear("mlp.down_proj"),
+        gate_up=linears.joined([linear("mlp.gate_proj"), linear("mlp.up_proj")]),
+        down=linears.one(linear("mlp.down_proj")),
     )

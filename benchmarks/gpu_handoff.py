@@ -1,0 +1,130 @@
+"""The part of `benchmarks/gpu.py` about the handoff: layer by layer over cuda_ipc into another process of the same GPU,
+beside a chain of matrix products."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import torch
+
+from baton.ids import Epoch, GrantId, Pair
+from benchmarks.gpu_receiver import COMMIT, GRANT, PAIR, REGION_BYTES, endpoint_from, make_driver
+from kvtransfer.device.region import DeviceRegion
+from kvtransfer.transport import Seal, WriteOps
+from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Bench
+
+ROOT = Path(__file__).parent.parent
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """`exposed_ms`: the products with the copies less those without, in time of the compute stream.
+
+    `committed_ms`: from the end of the last product to the answer to a gRPC call that waits for the seal at the
+    receiver, which does nothing else.
+    """
+    command = [sys.executable, "-m", "benchmarks.gpu_receiver", bench.device.type]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    ) as receiver:
+        try:
+            return asyncio.run(_hand_over(bench, receiver))
+        finally:
+            receiver.kill()
+
+
+async def _hand_over(bench: Bench, receiver: subprocess.Popen[str]) -> dict[str, Any]:
+    assert receiver.stdin is not None
+    assert receiver.stdout is not None
+    told = json.loads(await asyncio.to_thread(receiver.stdout.readline))
+    endpoint = endpoint_from(told)
+    loop, driver, events = asyncio.get_running_loop(), make_driver(bench.device.type), _Events()
+    source = DeviceRegion(driver, REGION_BYTES, "bench-source")
+    link = await CudaIpcWriterLink.connect_device(endpoint, PAIR, source, events, loop, driver)
+    layers, records, record_bytes = (2, 4, 4096) if bench.tiny else (28, 256, 65_536)
+    side = 64 if bench.tiny else 4096
+    dtype = torch.float32 if bench.tiny else torch.bfloat16
+    a = torch.randn(side, side, device=bench.device, dtype=dtype)
+
+    def layer_ops(layer: int) -> WriteOps:
+        at = (layer * records + np.arange(records, dtype=np.int64)) * record_bytes
+        return WriteOps(src=at, dst=at, nbytes=np.full(records, record_bytes, dtype=np.int64))
+
+    def compute(grant: GrantId | None) -> tuple[float, float]:
+        """-> (seconds that the compute stream took, when it had finished)."""
+        bench.synchronize()
+        on_device = bench.device.type == "cuda"
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_device else []
+        begin = time.perf_counter()
+        for mark in marks[:1]:
+            mark.record()
+        for layer in range(layers):
+            for _ in range(4):
+                torch.mm(a, a)
+            if grant is not None:
+                link.post(grant, layer_ops(layer))
+        for mark in marks[1:]:
+            mark.record()
+            mark.synchronize()
+        ended = time.perf_counter()
+        return marks[0].elapsed_time(marks[1]) / 1e3 if marks else ended - begin, ended
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{told['commit_port']}") as channel:
+        await channel.channel_ready()
+        commit = channel.unary_unary(COMMIT)
+        compute(None)
+        alone_s, beside_s, committed_s = [], [], []
+        for number in range(bench.repeats):
+            alone_s.append((await asyncio.to_thread(compute, None))[0])
+            grant = GrantId(GRANT[:-1] + bytes([number]))
+            expected = len(events.completed) + layers
+            took_s, ended = await asyncio.to_thread(compute, grant)
+            beside_s.append(took_s)
+            await events.until(expected)
+            writes = layers * records
+            link.seal(Seal(grant=grant, epoch=Epoch(1), writes=writes, bytes_written=writes * record_bytes))
+            await commit(bytes(grant), timeout=60)
+            committed_s.append(time.perf_counter() - ended)
+    await link.close()
+    source.close()
+    return {
+        "mbytes": layers * records * record_bytes / 1e6,
+        "alone_ms": 1e3 * statistics.median(alone_s),
+        "exposed_ms": 1e3 * (statistics.median(beside_s) - statistics.median(alone_s)),
+        "committed_ms": 1e3 * statistics.median(committed_s),
+    }
+
+
+class _Events:
+    def __init__(self) -> None:
+        self.completed: list[GrantId] = []
+        self._changed = asyncio.Event()
+
+    def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
+        self.completed.append(grant)
+        self._changed.set()
+
+    def writes_adrift(self, grant: GrantId) -> None:
+        raise AssertionError(grant)
+
+    def link_lost(self, pair: Pair, reason: str) -> None:
+        raise AssertionError(f"the receiver of the benchmark is gone: {reason}")
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while len(self.completed) < count:
+                self._changed.clear()
+                await self._changed.wait()

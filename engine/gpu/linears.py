@@ -1,0 +1,329 @@
+"""A model's matrices as a GPU multiplies by them: as they are, in 8-bit floats, or in tiles of 4-bit numbers.
+
+Joined: one product for query, key and value, and one for gate and up. On the CPU the same rounded matrices are
+multiplied by torch's operations, for tests.
+
+Shape suffixes as in engine/types.py; X inputs and Y outputs of a matrix, G groups of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from engine.gpu import paged, row_kernels
+from engine.gpu.attention import processors
+from engine.model_config import Quantisation
+from engine.models.layers import Affine, Affines, Linear
+
+FP8 = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+FP8_MULTIPLE = 16
+"""torch._scaled_mm takes inputs and outputs in such multiples."""
+INT4_GROUP = 64
+"""Inputs that share a scale and a zero point, for each output. The kernel takes 32, 64, 128 and 256."""
+TORCH_TILE_ROWS_MAX = 16
+"""torch's kernel for 4-bit tiles reads the whole matrix once for every 16 rows; beyond, ours does for every 64."""
+TILE_ROWS_MAX = 256
+"""From here on, unpacking the matrix and multiplying by it as by any other is expected to be faster."""
+_TILE_OUTPUTS = 8
+_KERNEL_ROWS = 64
+_DOT_ROWS_MIN = 16
+_KERNEL_INPUTS = 128
+"""Our kernel takes multiples of it."""
+_SCALE_TILE = 1024
+_NIBBLES = (0, 4, 8, 12, 16, 20, 24, 28)
+
+
+class Product(Protocol):
+    """x -> x W^T for a matrix [Y, X] that is kept in a form of its own. Not changed after it was packed."""
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """[T, Y], of the type of `x_TX`."""
+        ...
+
+    def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """The same of the same rounded numbers, by torch's own operations -> float32 [T, Y]."""
+        ...
+
+
+Pack = Callable[[torch.Tensor], Product]
+"""From a bfloat16 matrix [Y, X]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainProduct:
+    """The matrix as it is."""
+
+    weight_YX: torch.Tensor
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TX, self.weight_YX)
+
+    def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TX.float(), self.weight_YX.float())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Product:
+    """8-bit floats (e4m3: Micikevicius et al. 2022), a scale for each output; each row of the input is rounded too."""
+
+    weight_YX: torch.Tensor
+    scales_1Y: torch.Tensor
+    outputs: int
+
+    @classmethod
+    def pack(cls, weight_YX: torch.Tensor) -> Fp8Product:
+        padded_YX = _padded(weight_YX, FP8_MULTIPLE, FP8_MULTIPLE)
+        rounded_YX, scales_Y1 = round_rows_by_torch(padded_YX, padded_YX.shape[1])
+        return cls(weight_YX=rounded_YX, scales_1Y=scales_Y1.view(1, -1), outputs=len(weight_YX))
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        rounded_TX, scales_T1 = round_rows(x_TX, self.weight_YX.shape[1])
+        if x_TX.device.type != "cuda":
+            return self._by_torch(rounded_TX, scales_T1).to(x_TX.dtype)
+        # Fast accumulation keeps 14 bits of a sum's mantissa: far more than the inputs have.
+        out_TY = torch._scaled_mm(
+            rounded_TX,
+            self.weight_YX.t(),
+            scale_a=scales_T1,
+            scale_b=self.scales_1Y,
+            out_dtype=x_TX.dtype,
+            use_fast_accum=True,
+        )
+        return _cut(out_TY, self.outputs)
+
+    def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return self._by_torch(*round_rows_by_torch(x_TX, self.weight_YX.shape[1]))
+
+    def _by_torch(self, rounded_TX: torch.Tensor, scales_T1: torch.Tensor) -> torch.Tensor:
+        out_TY = F.linear(rounded_TX.float(), self.weight_YX.float()) * scales_T1 * self.scales_1Y
+        return _cut(out_TY, self.outputs)
+
+
+def round_rows(x_TX: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> (8-bit floats [T, width], zeros at the end, float32 scales [T, 1]).
+
+    The furthest value of each row becomes the largest of the type; a row of zeros has scale 1.
+    """
+    if x_TX.device.type != "cuda":
+        return round_rows_by_torch(x_TX, width)
+    return scale_rows(x_TX, width, FP8)
+
+
+def round_rows_by_torch(x_TX: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `round_rows`, by torch's own operations."""
+    wide_TX = x_TX.float()
+    scales_T1 = wide_TX.abs().amax(dim=-1, keepdim=True) / FP8_LARGEST
+    scales_T1 = torch.where(scales_T1 == 0, 1.0, scales_T1)
+    rounded_TX = torch.zeros((len(x_TX), width), dtype=FP8, device=x_TX.device)
+    rounded_TX[:, : x_TX.shape[1]] = (wide_TX / scales_T1).to(FP8)
+    return rounded_TX, scales_T1
+
+
+def scale_rows(x_TX: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `round_rows`, by one kernel, into any type. The last dimension of `x_TX` must be contiguous."""
+    rows, inputs = x_TX.shape
+    assert x_TX.stride(1) == 1 and width >= inputs, (x_TX.shape, x_TX.stride(), width)
+    out_TX = torch.empty((rows, width), dtype=dtype, device=x_TX.device)
+    scales_T1 = torch.empty((rows, 1), dtype=torch.float32, device=x_TX.device)
+    row_kernels.scale_rows_kernel[(rows,)](
+        x_TX,
+        out_TX,
+        scales_T1,
+        x_TX.stride(0),
+        FP8_LARGEST,
+        WIDTH=inputs,
+        WIDTH_OUT=width,
+        TILE=min(_SCALE_TILE, triton.next_power_of_2(width)),
+    )
+    return out_TX, scales_T1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Product:
+    """4-bit numbers in the order of the tensor cores: torch's kernel takes it, and torchao calls it tile-packed.
+
+    A weight is (number - 8) * scale + zero; `scales_GY2` holds scale and zero side by side.
+    """
+
+    tiles: torch.Tensor
+    scales_GY2: torch.Tensor
+    outputs: int
+    inputs: int
+
+    @classmethod
+    def pack(cls, weight_YX: torch.Tensor) -> Int4Product:
+        outputs, inputs = weight_YX.shape
+        numbers_YX, scales_GY2 = round_groups(_padded(weight_YX, _TILE_OUTPUTS, INT4_GROUP))
+        return cls(tiles=pack_tiles(numbers_YX), scales_GY2=scales_GY2, outputs=outputs, inputs=inputs)
+
+    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+        rows = len(x_TX)
+        if rows > TILE_ROWS_MAX or x_TX.device.type != "cuda":
+            return self.unpacked(x_TX)
+        return self.by_torch_tiles(x_TX) if rows <= TORCH_TILE_ROWS_MAX or not self.fits_kernel else self.by_tiles(x_TX)
+
+    def by_torch_tiles(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """By torch's kernel. On a GPU only."""
+        padding = self._inputs_padded - self.inputs
+        if padding:
+            x_TX = F.pad(x_TX, (0, padding))
+        out_TY = torch._weight_int4pack_mm(x_TX.contiguous(), self.tiles, INT4_GROUP, self.scales_GY2)
+        return _cut(out_TY, self.outputs)
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether `by_tiles` takes this matrix."""
+        return self.inputs % _KERNEL_INPUTS == 0
+
+    def by_tiles(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """By our kernel."""
+        assert self.fits_kernel, self.inputs
+        rows, outputs = len(x_TX), 8 * len(self.tiles)
+        out_TY = torch.empty((rows, outputs), dtype=x_TX.dtype, device=x_TX.device)
+        tile_rows = min(_KERNEL_ROWS, max(_DOT_ROWS_MIN, triton.next_power_of_2(rows)))
+        # Few outputs: smaller tiles, or processors would be left without any.
+        tile_outputs = 64 if outputs >= 64 * processors(x_TX.device) else 32
+        row_kernels.int4_rows_kernel[(triton.cdiv(outputs, tile_outputs), triton.cdiv(rows, tile_rows))](
+            in_nibble_order(x_TX),
+            self.tiles,
+            self.scales_GY2,
+            out_TY,
+            rows,
+            INPUTS=self.inputs,
+            OUTPUTS=outputs,
+            GROUP=INT4_GROUP,
+            TILE_Y=tile_outputs,
+            TILE_T=tile_rows,
+            # The interpreter multiplies the bits of bfloat16 as if they were integers.
+            WIDEN=paged.interpreted(),
+        )
+        return _cut(out_TY, self.outputs)
+
+    def unpacked(self, x_TX: torch.Tensor) -> torch.Tensor:
+        """By a bfloat16 matrix that is made from the tiles and thrown away."""
+        return F.linear(x_TX, self.weight())
+
+    def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_TX.float(), self.weight().float())
+
+    @property
+    def _inputs_padded(self) -> int:
+        return self.tiles.shape[1] * self.tiles.shape[3] * 32
+
+    def weight(self) -> torch.Tensor:
+        """What the kernel multiplies by, bfloat16 [Y, X]."""
+        padded_YX = weights_of(unpack_tiles(self.tiles), self.scales_GY2)
+        return padded_YX[: self.outputs, : self.inputs]
+
+
+def round_groups(weight_YX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> (uint8 [Y, X] of 0 to 15, bfloat16 [G, Y, 2] scales and zeros): the least of a group is 0, the greatest 15.
+
+    Numbers are chosen for scale and zero as they are kept, rounded.
+    """
+    outputs, inputs = weight_YX.shape
+    parts_YGX = weight_YX.float().view(outputs, inputs // INT4_GROUP, INT4_GROUP)
+    least_YG, most_YG = parts_YGX.aminmax(dim=-1)
+    # A group of equal values has a scale as well, small beside them; a group of zeros any.
+    smallest_YG = least_YG.abs().clamp_(min=1e-6) * 2.0**-10
+    scales_YG = torch.maximum((most_YG - least_YG) / 15, smallest_YG).bfloat16()
+    zeros_YG = (least_YG + 8 * scales_YG.float()).bfloat16()
+    numbers_YGX = ((parts_YGX - zeros_YG.float()[..., None]) / scales_YG.float()[..., None]).round_() + 8
+    scales_GY2 = torch.stack((scales_YG, zeros_YG), dim=-1).transpose(0, 1).contiguous()
+    return numbers_YGX.clamp_(0, 15).to(torch.uint8).view(outputs, inputs), scales_GY2
+
+
+def weights_of(numbers_YX: torch.Tensor, scales_GY2: torch.Tensor) -> torch.Tensor:
+    """The other way: bfloat16 [Y, X], rounded once, as the kernel does it."""
+    outputs, inputs = numbers_YX.shape
+    scales_YG, zeros_YG = scales_GY2.float().transpose(0, 1).unbind(dim=-1)
+    parts_YGX = numbers_YX.view(outputs, -1, INT4_GROUP).float() - 8
+    return (parts_YGX * scales_YG[..., None] + zeros_YG[..., None]).bfloat16().view(outputs, inputs)
+
+
+def pack_tiles(numbers_YX: torch.Tensor) -> torch.Tensor:
+    """uint8 [Y, X] of 0 to 15 -> int32 [Y / 8, X / 16 n, 32, n / 2], n = 8, 4 or 2, the largest that fits.
+
+    The layout of `torch._convert_weight_to_int4pack`: entry [y, x, lane, j] is what a lane of a warp holds of two
+    tiles, of 8 outputs and 16 inputs each, that lie side by side. Its output is y * 8 + lane / 4; its eight inputs are
+    2 * (lane % 4) + 8 b + h past the first, in the order of (h, b), from the lowest four bits up.
+    """
+    outputs, inputs = numbers_YX.shape
+    pairs = max(n for n in (1, 2, 4) if inputs % (32 * n) == 0)
+    parts = numbers_YX.view(outputs // 8, 8, inputs // (32 * pairs), pairs, 4, 4, 2)
+    nibbles = parts.permute(0, 2, 1, 5, 3, 6, 4).reshape(outputs // 8, -1, 32, pairs, 8).to(torch.int32)
+    words = nibbles[..., 0].clone()
+    for place, shift in enumerate(_NIBBLES[1:], start=1):
+        words |= nibbles[..., place] << shift
+    return words
+
+
+def in_nibble_order(x_TX: torch.Tensor) -> torch.Tensor:
+    """Each 128 inputs reordered to (h, b), (lane % 4, j): those that meet the same nibble of an output's 16 words."""
+    rows, inputs = x_TX.shape
+    parts = x_TX.reshape(rows, inputs // _KERNEL_INPUTS, 4, 4, 4, 2)
+    return parts.permute(0, 1, 5, 3, 4, 2).reshape(rows, inputs)
+
+
+def unpack_tiles(tiles: torch.Tensor) -> torch.Tensor:
+    """The other way -> uint8 [Y, X]."""
+    eights, columns, _, pairs = tiles.shape
+    nibbles = torch.stack([(tiles >> shift & 15).to(torch.uint8) for shift in _NIBBLES], dim=-1)
+    parts = nibbles.view(eights, columns, 8, 4, pairs, 2, 4)
+    return parts.permute(0, 2, 1, 4, 6, 3, 5).reshape(eights * 8, columns * pairs * 32)
+
+
+PACKS: dict[Quantisation, Pack] = {
+    Quantisation.NONE: lambda weight_YX: PlainProduct(weight_YX=weight_YX),
+    Quantisation.FP8: Fp8Product.pack,
+    Quantisation.INT4: Int4Product.pack,
+}
+"""What a GPU can do."""
+
+
+class GpuLinears:
+    """See `engine.models.layers.Linears`. Matrices may come from any device: they are moved here one after another."""
+
+    def __init__(self, pack: Pack, device: torch.device) -> None:
+        self._pack = pack
+        self._device = device
+
+    def one(self, linear: Linear) -> Affine:
+        joined = self.joined([linear])
+
+        def product(x_TX: torch.Tensor) -> torch.Tensor:
+            return joined(x_TX)[0]
+
+        return product
+
+    def joined(self, linears: Sequence[Linear]) -> Affines:
+        biases = [linear.bias.to(self._device) for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears)), "some of the matrices have a bias, others have none"
+        weights = [linear.weight.to(self._device) for linear in linears]
+        product = self._pack(weights[0] if len(weights) == 1 else torch.cat(weights))
+        bias_Y = torch.cat(biases) if biases else None
+        widths = [len(weight) for weight in weights]
+
+        def products(x_TX: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            out_TY = product(x_TX)
+            if bias_Y is not None:
+                out_TY = out_TY + bias_Y
+            return torch.split(out_TY, widths, dim=-1)
+
+        return products
+
+
+def _cut(out_TY: torch.Tensor, outputs: int) -> torch.Tensor:
+    return out_TY if out_TY.shape[1] == outputs else out_TY[:, :outputs]
+
+
+def _padded(weight_YX: torch.Tensor, outputs_multiple: int, inputs_multiple: int) -> torch.Tensor:
+    outputs, inputs = weight_YX.shape
+    return F.pad(weight_YX, (0, -inputs % inputs_multiple, 0, -outputs % outputs_multiple))
