@@ -179,7 +179,8 @@ class RepeatLog:
     def _tell(self, level: int, what: str, peer: str, fields: Mapping[str, Any]) -> None:
         self._levels[what] = level
         if self._repeats.seen(what, peer, fields):
-            self._log.log(level, what, **{self._key: peer}, **fields)
+            named: dict[str, Any] = {self._key: peer, **fields}
+            self._log.log(level, what, **named)
 
     def _sum_up(self, summaries: list[Summary]) -> None:
         for summary in summaries:

@@ -202,7 +202,7 @@ class StatusLooks:
             raise BatonError(
                 Reason.INCARNATION_MISMATCH,
                 f"{name} was restarted while it was waited for: the process that was to be drained has ended, and has "
-                f"not said that it was empty. Drain the new one, if that is what you want: `baton drain {name} --wait`.",
+                f"not said that it was empty. Drain the new one if that is what you want: `baton drain {name}`.",
             )
         drains = status.ending or state_name(status) in ("draining", "drained")
         self._undrained = 0 if drains else self._undrained + 1
@@ -248,9 +248,9 @@ async def _send(channels: Channels, record: NodeRecord, order: str) -> node_pb2.
             raise
         raise BatonError(
             error.reason,
-            f"{record.name} does not answer at {record.endpoint}, where the directory has it. If its process has ended, "
-            "the directory drops it within seconds, and there is nothing to order; if it runs, look at its log, and "
-            "whether it can be reached from here. `baton nodes` shows who answers.",
+            f"{record.name} does not answer at {record.endpoint}, where the directory has it. If its process has "
+            "ended, the directory drops it within seconds, and there is nothing to order; if it runs, look at its log, "
+            "and whether it can be reached from here. `baton nodes` shows who answers.",
         ) from error
     return status
 

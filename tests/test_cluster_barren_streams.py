@@ -110,7 +110,7 @@ def test_an_answer_leaves_a_node_whose_streams_fail() -> None:
 
 def test_a_node_is_tried_again_after_a_pause_and_trusted_when_its_stream_stays() -> None:
     """Idle, its streams fail: requests stay away. However much news the directory has, the node is left alone until the
-    pause is over; one more stream that fails is enough then. When a stream stays for `barren_ms_max` it gets requests."""
+    pause is over; one more stream that fails is enough then. When a stream stays a while the node gets requests."""
 
     async def scenario() -> None:
         async with breakable() as (cluster, streams):

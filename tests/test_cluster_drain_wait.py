@@ -60,7 +60,8 @@ def test_a_node_that_ends_while_its_drain_is_waited_for() -> None:
         assert done.returncode == 0, done.stderr
         # Its word that it is drained may come before its last.
         assert done.stdout in (
-            f"{NODE} has ended in order; it was empty before.\n", f"{NODE} is drained and holds nothing: safe to delete.\n",
+            f"{NODE} has ended in order; it was empty before.\n",
+            f"{NODE} is drained and holds nothing: safe to delete.\n",
         )  # fmt: skip
         assert (await answering).ids == mock_tokens(prompt, 150)
 
