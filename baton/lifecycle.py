@@ -84,6 +84,11 @@ class NodeLifecycle:
         """Whether new requests may be placed here; readiness is the same thing."""
         return self._state is Lifecycle.READY
 
+    @property
+    def ended_empty(self) -> bool:
+        """Its end was ordered when it had proved that it held nothing."""
+        return self._state is Lifecycle.STOPPED and len(self._history) > 1 and self._history[-2][1] is Lifecycle.DRAINED
+
     def handle(self, event: LifecycleEvent, *, now_s: float, why: str = "") -> Lifecycle:
         """Apply `event` and return the new state. `why` ("SIGTERM", "weights loaded") is kept for the story.
 

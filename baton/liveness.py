@@ -3,8 +3,9 @@
 Each gRPC connection between nodes is pinged from both ends while it is silent. gRPC answers a ping on a thread of its
 own, in native code: a process whose event loop or interpreter lock is busy answers, one that is stopped or cut off
 does not. A connection that ends, or whose ping goes unanswered, ends every call on it. Whoever holds a long-lived call
-to a peer (`Reach`) then tries to reach it again for a short time before it believes it lost. Being wrong costs what was
-under way there and is safe: ownership of blocks and of tokens never depends on it.
+to a peer (`Reach`) then tries to reach it again for a short time before it believes it lost. A peer that takes every
+such call and ends each at once, with nothing said, is of no more use than one that is gone, and is believed lost too.
+Being wrong costs what was under way there and is safe: ownership of blocks and of tokens never depends on it.
 """
 
 from __future__ import annotations
@@ -37,8 +38,17 @@ class LivenessConfig:
         default=3, metadata={"help": "tries in a row at which nobody listens there before the peer is lost at once"}
     )
 
+    barren_ms_max: int = field(
+        default=1_000,
+        metadata={"help": "a long call that ends before this, with nothing said on it, was of no use"},
+    )
+    barren_max: int = field(
+        default=6, metadata={"help": "such calls in a row, with longer and longer pauses, before the peer is lost"}
+    )
+
     def __post_init__(self) -> None:
         check_positive(self, "heartbeat_ms", "answer_ms_max", "reconnect_ms_max", "reconnect_pause_ms", "refusals_max")
+        check_positive(self, "barren_ms_max", "barren_max")
         if not 0 <= self.jitter_percent <= 90:
             raise InvalidField("jitter_percent", "must be from 0 to 90")
 
@@ -66,7 +76,8 @@ class LivenessConfig:
 class Reach:
     """What one holder of a long-lived call to a peer believes of it. Lives on one event loop.
 
-    Each call goes through `connected`; after each end, `lost` says whether to believe the peer lost.
+    Each call goes through `connected`; `heard` is called when something comes on it; after each end, `lost` says
+    whether to believe the peer lost.
     """
 
     def __init__(self, endpoint: str, config: LivenessConfig, clock: Clock) -> None:
@@ -75,6 +86,10 @@ class Reach:
         self._clock = clock
         self._broken_s: float | None = None
         self._refusals = 0
+        self._connected_s: float | None = None
+        self._barren = 0
+        self.doubted = False
+        """Lost for calls that came to nothing, and nothing heard since: that it takes a call says little."""
         self.why = ""
 
     async def connected(self, call: Any) -> None:
@@ -87,6 +102,13 @@ class Reach:
             call.cancel()
             raise BatonError(Reason.PEER_UNREACHABLE, f"No connection to {self._endpoint} yet.") from error
         self._begin()
+        self._connected_s = self._clock.monotonic_s()
+
+    def heard(self) -> None:
+        """The peer has said something on the call, or has kept it long enough: it is of use."""
+        self._connected_s = None
+        self._barren = 0
+        self.doubted = False
 
     @property
     def _left_s(self) -> float:
@@ -97,6 +119,7 @@ class Reach:
     async def lost(self) -> bool:
         """The call has ended, or could not be made. True: the peer is lost, `why` says how that is known, and the next
         call has all the time again. Pauses where it is not."""
+        self._count_barren()
         if self._broken_s is None:
             self._broken_s = self._clock.monotonic_s()
         if await nobody_listens(self._endpoint, timeout_s=self._left_s):
@@ -105,13 +128,34 @@ class Reach:
             self._refusals = 0
         if self._refusals >= self._config.refusals_max:
             self.why = "nobody listens at its address"
+            self.doubted = False
+        elif self._barren >= (1 if self.doubted else self._config.barren_max):
+            self.why = f"it ended {self._barren} calls in a row at once, with nothing said"
+            self.doubted = True
         elif self._left_s == 0.0:
             self.why = f"it was not reached again for {self._config.reconnect_ms_max} ms"
+            self.doubted = False
         else:
-            await self._clock.sleep_s(min(self._config.reconnect_pause_ms / 1000, self._left_s))
+            await self._clock.sleep_s(self._pause_s)
             return False
+        self._barren = 0
         self._begin()
         return True
+
+    @property
+    def _pause_s(self) -> float:
+        """One barren call may be a link that broke twice; from the third on the pauses grow."""
+        pause_s = self._config.reconnect_pause_ms / 1000
+        return max(min(pause_s, self._left_s), pause_s * (1 << (self._barren - 2)) if self._barren > 2 else 0.0)
+
+    def _count_barren(self) -> None:
+        connected_s, self._connected_s = self._connected_s, None
+        if connected_s is None:
+            return
+        if (self._clock.monotonic_s() - connected_s) * 1000 < self._config.barren_ms_max:
+            self._barren += 1
+        else:
+            self.heard()
 
     def _begin(self) -> None:
         self._broken_s = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from batonpb import node_pb2, node_pb2_grpc
 
-from baton.clock import Clock
+from baton.clock import Clock, wait_s
 from baton.directory_setting import open_directory
 from baton.drain import Holdings, NodeDrain
 from baton.endpoint import join_endpoint, split_endpoint
@@ -30,6 +30,8 @@ from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, record
 log = get_log("node")
 
 UPKEEP_MS = 1_000
+WATCH_STATUS_MS = 1_000
+"""Between two statuses of a call that watches, while nothing changes."""
 NODE_SERVICE = "baton.v1.Node"
 
 Progress = Callable[[str, int, int], None]
@@ -123,6 +125,10 @@ class NodeRuntime:
         self.status: Callable[[node_pb2.NodeStatus], None] = _nothing_to_add
         self.upkeep: Callable[[], None] = lambda: None
         self.loop_lag = LoopLag(clock)
+        self.ending = False
+        """The process is being taken apart."""
+        self.lifecycle_news = asyncio.Event()
+        """Set at the next change of the lifecycle, and another one from then on."""
         self._upkeep_task: asyncio.Task[None] | None = None
         self.directory = open_directory(settings.directory, channels=self.channels, clock=clock)
         self.membership = Membership(
@@ -183,6 +189,8 @@ class NodeRuntime:
             self.server.set_ready(False)
         serving = self.lifecycle.state in (Lifecycle.READY, Lifecycle.CORDONED)
         self._become(LifecycleEvent.DRAIN if serving else LifecycleEvent.STOP, "asked to stop")
+        self.ending = True
+        self._tell_watchers()
         await self.membership.stop()
 
     async def close(self) -> None:
@@ -204,9 +212,14 @@ class NodeRuntime:
         self._lifecycle_seen()
         self.membership.announce()
 
+    def _tell_watchers(self) -> None:
+        news, self.lifecycle_news = self.lifecycle_news, asyncio.Event()
+        news.set()
+
     def _lifecycle_seen(self) -> None:
         self.server.set_ready(self.lifecycle.takes_requests)
         self.deletion_cost.follow(self.lifecycle.state)
+        self._tell_watchers()
 
     async def _upkeep_forever(self) -> None:
         while True:
@@ -228,6 +241,16 @@ class _NodeService(node_pb2_grpc.NodeServicer):
 
     async def GetStatus(self, _request: node_pb2.GetStatusRequest, _context: Any) -> node_pb2.NodeStatus:
         return self._status()
+
+    async def WatchStatus(
+        self, _request: node_pb2.GetStatusRequest, _context: Any
+    ) -> AsyncIterator[node_pb2.NodeStatus]:
+        while True:
+            news, status = self._runtime.lifecycle_news, self._status()
+            yield status
+            if status.ending:
+                return
+            await wait_s(self._runtime.clock, news, WATCH_STATUS_MS / 1e3)
 
     async def Cordon(self, request: node_pb2.LifecycleOrder, _context: Any) -> node_pb2.NodeStatus:
         return self._order(request, LifecycleEvent.CORDON)
@@ -268,6 +291,8 @@ class _NodeService(node_pb2_grpc.NodeServicer):
             # Only then does a smaller pool remove this pod.
             safe_to_delete=runtime.drain.safe_to_delete and runtime.deletion_cost.settled,
             story=runtime.lifecycle.story(),
+            ended_empty=runtime.lifecycle.ended_empty,
+            ending=runtime.ending,
         )
         for name, value in runtime.deletion_cost.counters().items():
             status.counters.add(name=name, value=value)

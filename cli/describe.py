@@ -20,6 +20,9 @@ from cli.table import format_table
 _PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "EPOCH", "BYTES MOVED", "LINK FAILURES", "GIVEN UP",
                        "CORRUPT")  # fmt: skip
 
+_WRITER_HEADER: Final = ("WRITER", "INCARNATION", "HOST", "TRANSPORT", "GRANTS", "GRANTED", "QUARANTINED",
+                         "SINCE", "ASKED BACK", "WHY")  # fmt: skip
+
 _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 
 
@@ -31,7 +34,8 @@ _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
     """Show everything that NODE says of itself: its life so far, what it holds, its links and counters.
 
-    Links show which transport is in use for each peer, and which better ones were given up.
+    Links show which transport is in use for each peer, and which better ones were given up. Of a node that others write
+    into, each writer with the blocks that it may still write to: granted, and quarantined since when and why.
 
     \b
     Example:
@@ -102,7 +106,30 @@ def _text(view: NodeView) -> str:
             )
             for pair in status.pairs
         ], right={3, 4, 5})  # fmt: skip
+    if status.writers:
+        text += "\n\n" + format_table(
+            _WRITER_HEADER, [_writer_row(writer) for writer in status.writers], right={4, 5, 6, 7, 8}
+        )
     return text
+
+
+def _writer_row(writer: node_pb2.WriterStatus) -> list[str]:
+    return [
+        writer.writer or "-",
+        f"{writer.writer_incarnation:016x}",
+        writer.host or "-",
+        writer.transport,
+        str(writer.grants),
+        str(writer.blocks_granted),
+        str(writer.blocks_quarantined),
+        _ago(writer.quarantined_ms),
+        _ago(writer.taken_back_ms),
+        writer.why or "-",
+    ]
+
+
+def _ago(ms: int) -> str:
+    return f"{ms / 1e3:.1f} s ago" if ms else "-"
 
 
 def hits_text(prefixes: node_pb2.PrefixStatus, role: Role) -> str:

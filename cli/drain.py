@@ -6,7 +6,8 @@ import asyncio
 import os
 import pwd
 from collections.abc import Awaitable, Callable
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final
 
 import click
 from batonpb import node_pb2, node_pb2_grpc
@@ -24,10 +25,16 @@ from cli.parameters import timeout_option
 CALL_MS_MAX: Final = 5_000
 """How long the directory, and then the node, may take to answer once."""
 POLL_MS: Final = 100
-"""Between two looks at a node that is being drained."""
+"""After a look at a node that was not answered, and between two looks at one that cannot be watched."""
 LOOKS_UNANSWERED_MAX: Final = 20
 """In a row, before --wait gives up: a busy node or a network that hiccups is not the drain's end."""
-_MAY_ANSWER_YET: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.TOO_MANY_CALLS})
+_FINAL: Final = frozenset({Reason.INCARNATION_MISMATCH, Reason.BAD_LIFECYCLE})
+"""Waiting longer would be in vain."""
+_SILENT: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.CANCELLED})
+UNDRAINED_MAX: Final = 3
+"""Statuses in a row: the first ones may be from before the order."""
+WATCH_S_MAX: Final = 86_400.0
+"""How long one call may watch a node; the next one follows."""
 _COST_GIVEN_UP: Final = (
     "The deletion cost of {node}'s pod could not be set (its log says why): a smaller pool may remove another pod."
 )
@@ -77,8 +84,9 @@ def undrain(node: str, directory: str, output: str) -> int:
 def drain(node: str, directory: str, output: str, wait: bool, timeout_s: float) -> int:
     """Empty NODE: it takes nothing new, finishes what it has, and then says that it is safe to delete.
 
-    With --wait, the exit status is 0 when it is, and 1 when it is not within --timeout; what is still there is listed
-    then, and the drain goes on. Draining a node that is being drained already is no error.
+    With --wait, the exit status is 0 when it is, or when its process has ended and was empty before; and 1 when it is
+    not within --timeout: what is still there is listed then, and the drain goes on. Draining a node that is being
+    drained already is no error.
 
     \b
     Example:
@@ -88,71 +96,162 @@ def drain(node: str, directory: str, output: str, wait: bool, timeout_s: float) 
 
 
 def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: float | None = None) -> int:
-    async def work(channels: Channels) -> tuple[NodeView, bool]:
+    async def work(channels: Channels) -> NodeView:
         record = await find_record(node, directory, channels=channels, call_ms_max=CALL_MS_MAX)
-        status = await _send(channels, record, order)
         if wait_s_max is None:
-            return NodeView(record=record, status=status), True
-        status = await wait_empty(status, lambda: _look(channels, record), wait_s_max=wait_s_max)
-        return NodeView(record=record, status=status), status.safe_to_delete
+            return NodeView(record=record, status=await _send(channels, record, order))
+        return NodeView(record=record, status=await _drain(channels, record, wait_s_max=wait_s_max))
 
-    view, done = run_with_channels(work)
-    assert view.status is not None
+    view = run_with_channels(work)
+    status = view.status
+    assert status is not None
     if Output(output) is Output.JSON:
         print_json(node_data(view))
     else:
-        click.echo(_text(node, view.status))
-    if any(counter.name == COST_GIVEN_UP and counter.value for counter in view.status.counters):
+        click.echo(_text(node, status))
+    if any(counter.name == COST_GIVEN_UP and counter.value for counter in status.counters):
         click.echo(_COST_GIVEN_UP.format(node=node), err=True)
-    if not done:
-        click.echo(f"{node} is not empty after {wait_s_max:g} s; still there: {_left(view.status)}.", err=True)
-    return 0 if done else EXIT_ERROR
+    if wait_s_max is None or status.safe_to_delete or status.ended_empty:
+        return 0
+    if status.ending:
+        click.echo(f"{node} was stopped before it was empty; given up: {_left(status)}.", err=True)
+    else:
+        click.echo(f"{node} is not empty after {wait_s_max:g} s; still there: {_left(status)}.", err=True)
+    return EXIT_ERROR
+
+
+async def _drain(channels: Channels, record: NodeRecord, *, wait_s_max: float) -> node_pb2.NodeStatus:
+    """Order the drain and wait. The node is watched from before the order on: what it says last is not missed."""
+    looks = StatusLooks(channels, record)
+    try:
+        with suppress(BatonError):  # the order finds out what is wrong
+            await looks.look()
+        status = await _send(channels, record, "Drain")
+        return await wait_empty(status, looks.look, name=record.name, wait_s_max=wait_s_max)
+    finally:
+        looks.close()
 
 
 async def wait_empty(
     status: node_pb2.NodeStatus,
     look: Callable[[], Awaitable[node_pb2.NodeStatus]],
     *,
+    name: str,
     wait_s_max: float,
     poll_ms: int = POLL_MS,
 ) -> node_pb2.NodeStatus:
-    """Look until the node is safe to delete or the time is over; what was seen last.
+    """Look until the node is safe to delete, or is ending, or the time is over; what was seen last.
 
-    Raises BatonError: what `look` raises, where that is final or comes `LOOKS_UNANSWERED_MAX` times in a row.
+    Raises BatonError: what `look` raises that is final; PEER_UNREACHABLE where it raises anything else
+    `LOOKS_UNANSWERED_MAX` times in a row, in words that say what to do.
     """
     unanswered = 0
     try:
         async with asyncio.timeout(wait_s_max):
-            while not status.safe_to_delete:
-                await asyncio.sleep(poll_ms / 1e3)
+            while not (status.safe_to_delete or status.ending):
                 try:
                     status, unanswered = await look(), 0
                 except BatonError as error:
                     unanswered += 1
-                    if error.reason not in _MAY_ANSWER_YET or unanswered >= LOOKS_UNANSWERED_MAX:
+                    if error.reason in _FINAL:
                         raise
+                    if unanswered >= LOOKS_UNANSWERED_MAX:
+                        raise _gone(name, status, error) from error
+                    await asyncio.sleep(poll_ms / 1e3)
     except TimeoutError:
         pass
     return status
 
 
+def _gone(name: str, status: node_pb2.NodeStatus, error: BatonError) -> BatonError:
+    """It has not said that it was empty, and it says nothing any more: killed, broken, or out of reach from here."""
+    answers = error.reason not in _SILENT
+    what = f"only says: {error.message}" if answers else "no longer answers"
+    return BatonError(
+        Reason.PEER_UNREACHABLE,
+        f"{name} {what} (asked {LOOKS_UNANSWERED_MAX} times), and has not said that it was empty; when it last "
+        f"answered it was {state_name(status)} and held {_left(status)}. If its process has ended, what it held is "
+        "gone, and running requests go on at other nodes: `baton nodes` shows who is there, its log how it ended. If "
+        "it still runs, order the drain again once it can be reached from here.",
+    )
+
+
+class StatusLooks:
+    """One node's statuses, one at a time: from a call that watches it, or, where there is none, asked for each time."""
+
+    def __init__(self, channels: Channels, record: NodeRecord) -> None:
+        self._channels = channels
+        self._record = record
+        self._call: Any = None
+        self._watches = True
+        self._undrained = 0
+
+    async def look(self) -> node_pb2.NodeStatus:
+        """The next status, which comes within a second or so. Raises BatonError, BAD_LIFECYCLE once the node is no
+        longer being drained."""
+        try:
+            status = await (self._watch() if self._watches else self._ask())
+        except BatonError as error:
+            self.close()
+            if error.reason is not Reason.UNIMPLEMENTED or not self._watches:
+                raise
+            self._watches = False  # a node of an earlier version
+            return await self.look()
+        name = self._record.name
+        if status.record.incarnation != self._record.incarnation:
+            raise BatonError(
+                Reason.INCARNATION_MISMATCH,
+                f"{name} was restarted while it was waited for: the process that was to be drained has ended, and has "
+                f"not said that it was empty. Drain the new one if that is what you want: `baton drain {name}`.",
+            )
+        drains = status.ending or state_name(status) in ("draining", "drained")
+        self._undrained = 0 if drains else self._undrained + 1
+        if self._undrained >= UNDRAINED_MAX:
+            raise BatonError(Reason.BAD_LIFECYCLE, f"{name} is no longer being drained. So far: {status.story}.")
+        return status
+
+    def close(self) -> None:
+        """End the call, if there is one. The next look makes another."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    async def _watch(self) -> node_pb2.NodeStatus:
+        name = self._record.name
+        try:
+            with rpc_errors(name):
+                async with asyncio.timeout(CALL_MS_MAX / 1e3):
+                    if self._call is None:
+                        stub = node_pb2_grpc.NodeStub(self._channels.get(self._record.endpoint))
+                        self._call = stub.WatchStatus(node_pb2.GetStatusRequest(), timeout=WATCH_S_MAX)
+                    status: node_pb2.NodeStatus | Any = await self._call.read()
+        except TimeoutError as error:
+            raise BatonError(Reason.DEADLINE, f"{name} has said nothing for {CALL_MS_MAX} ms.") from error
+        if not isinstance(status, node_pb2.NodeStatus):
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{name} has ended the call.")
+        return status
+
+    async def _ask(self) -> node_pb2.NodeStatus:
+        await asyncio.sleep(POLL_MS / 1e3)
+        return await get_status(self._record.endpoint, channels=self._channels, call_ms_max=CALL_MS_MAX)
+
+
 async def _send(channels: Channels, record: NodeRecord, order: str) -> node_pb2.NodeStatus:
     """Raises BatonError: unreachable, another process by now, or BAD_LIFECYCLE."""
     request = node_pb2.LifecycleOrder(incarnation=record.incarnation, why=f"baton {order.lower()}, {_user()}")
-    with rpc_errors(record.name):
-        call = getattr(node_pb2_grpc.NodeStub(channels.get(record.endpoint)), order)
-        status: node_pb2.NodeStatus = await call(request, timeout=CALL_MS_MAX / 1e3)
-    return status
-
-
-async def _look(channels: Channels, record: NodeRecord) -> node_pb2.NodeStatus:
-    status = await get_status(record.endpoint, channels=channels, call_ms_max=CALL_MS_MAX)
-    if status.record.incarnation != record.incarnation:
+    try:
+        with rpc_errors(record.name):
+            call = getattr(node_pb2_grpc.NodeStub(channels.get(record.endpoint)), order)
+            status: node_pb2.NodeStatus = await call(request, timeout=CALL_MS_MAX / 1e3)
+    except BatonError as error:
+        if error.reason not in _SILENT:
+            raise
         raise BatonError(
-            Reason.INCARNATION_MISMATCH, f"{record.name} was restarted while it was waited for; it is another process."
-        )
-    if state_name(status) not in ("draining", "drained"):
-        raise BatonError(Reason.BAD_LIFECYCLE, f"{record.name} is no longer being drained. So far: {status.story}.")
+            error.reason,
+            f"{record.name} does not answer at {record.endpoint}, where the directory has it. If its process has "
+            "ended, the directory drops it within seconds, and there is nothing to order; if it runs, look at its log, "
+            "and whether it can be reached from here. `baton nodes` shows who answers.",
+        ) from error
     return status
 
 
@@ -169,6 +268,9 @@ def _left(status: node_pb2.NodeStatus) -> str:
 
 def _text(node: str, status: node_pb2.NodeStatus) -> str:
     state = state_name(status)
+    if status.ending:
+        how = "was empty before" if status.ended_empty else "was not empty"
+        return f"{node} has ended in order; it {how}."
     if state == "drained":
         verdict = "safe to delete" if status.safe_to_delete else "not safe to delete"
         if not status.safe_to_delete and not left_behind(status):

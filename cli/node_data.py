@@ -54,6 +54,8 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
     data: dict[str, Any] = {
         "state": state_name(status),
         "safe_to_delete": status.safe_to_delete,
+        "ending": status.ending,
+        "ended_empty": status.ended_empty,
         "story": status.story,
         "waiting": load.waiting_requests,
         "running": load.running_requests,
@@ -106,5 +108,20 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
                 "records_checksummed": pair.records_checksummed,
             }
             for pair in status.pairs
+        ],
+        "writers": [
+            {
+                "writer": writer.writer,
+                "writer_incarnation": f"{writer.writer_incarnation:016x}",
+                "host": writer.host,
+                "transport": writer.transport,
+                "grants": writer.grants,
+                "blocks_granted": writer.blocks_granted,
+                "blocks_quarantined": writer.blocks_quarantined,
+                "taken_back_ms": writer.taken_back_ms or None,
+                "quarantined_ms": writer.quarantined_ms or None,
+                "why": writer.why or None,
+            }
+            for writer in status.writers
         ],
     }

@@ -17,7 +17,7 @@ from cachestore.engine_report import report_engine
 from cachestore.prefix_service import serve_prefixes
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
-from decode_node.receiving import add_counters, make_receiver, open_ports
+from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService, ReceiverService
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.attendance import ReceiverAttendance
@@ -90,7 +90,7 @@ async def _run(
     def status(message: node_pb2.NodeStatus) -> None:
         watch.check()
         message.conservation_errors = watch.errors
-        add_counters(receiver, message)
+        add_status(receiver, message)
         if spill is not None:
             for what, count in spill.report(pool.layout.num_layers * pool.layout.record_bytes).items():
                 message.counters.add(name=f"spill: {what}", value=count)

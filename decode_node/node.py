@@ -14,6 +14,7 @@ from batonpb import transfer_pb2
 from baton.drain import Holdings
 from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
@@ -76,6 +77,7 @@ class DecodeNode:
         self._admission = Admission(spill, ledger, blocks, self._jobs.values())
         self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms)
         self._lives = Tasks(loop, log, broken="a request's life broke off")
+        self._repeats = RepeatLog(log, loop.time, key="router")
         self._closing = False
         self._requests_taken = 0
         self._blocks_freed, self._requests_ended = LeaveRate(), LeaveRate()
@@ -126,7 +128,7 @@ class DecodeNode:
             async with asyncio.timeout(self.config.finished_ms_max / 1000):
                 await output.forgotten.wait()
         except TimeoutError:
-            log.warning("answer was never fetched", request=job.key.request, router=f"{output.router:x}")
+            self._repeats.warning("answer was never fetched", peer=f"{output.router:016x}", request=job.key.request)
         finally:
             self.streams.close(output)
             self._forget(job)
@@ -347,10 +349,12 @@ class DecodeNode:
     def reap(self) -> None:
         """Called every second: requests of routers that are away, answers that nobody fetches."""
         for output in self.streams.orphans(self.config.orphan_ms):
-            log.warning("orphan cancelled", request=output.key.request, router=f"{output.router:x}")
+            self._repeats.warning("orphan cancelled", peer=f"{output.router:016x}", request=output.key.request)
             self.cancel(output.key, "its router is away")
         for output in self.streams.finished[: -self.config.finished_max]:
             output.forgotten.set()
+        self._repeats.upkeep()
+        self.receiver.upkeep()
 
     def holds(self) -> Holdings:
         return Holdings(
@@ -387,6 +391,7 @@ class DecodeNode:
         for job in list(self._by_key.values()):
             self.cancel(job.key, "this node is shutting down")
         await self._lives.drain(self.config.stop_grace_ms)
+        self._repeats.close()
 
     # Small helpers.
 

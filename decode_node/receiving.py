@@ -73,8 +73,21 @@ def open_ports(
     check_some_work(ports.transports)
 
 
-def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
-    """What was refused, and each port's own figures."""
+def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
+    """What each writer holds here, what was refused, and each port's own figures."""
+    for holding in receiver.holdings.of_writers():
+        message.writers.add(
+            writer=holding.place.name,
+            writer_incarnation=holding.pair.writer,
+            host=holding.place.host,
+            transport=holding.place.transport.value,
+            grants=holding.grants,
+            blocks_granted=holding.blocks_granted,
+            blocks_quarantined=holding.blocks_quarantined,
+            taken_back_ms=_ms(holding.taken_back_s),
+            quarantined_ms=_ms(holding.quarantined_s),
+            why=holding.why,
+        )
     for what, count in sorted(receiver.refused.items()):
         message.counters.add(name=f"refused: {what}", value=count)
     message.counters.add(name="records checked", value=receiver.checks.records)
@@ -87,6 +100,11 @@ def add_counters(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
             elif isinstance(figure, dict):
                 for kind, times in figure.items():
                     message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
+
+
+def _ms(age_s: float | None) -> int:
+    """At least 1 where there is an age at all."""
+    return 0 if age_s is None else max(1, round(age_s * 1000))
 
 
 def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:

@@ -60,7 +60,6 @@ class ReceiverAttendance:
 
     def _overdue(self, pair: Pair) -> None:
         del self._timers[pair]
-        log.warning("writer lost", writer=f"{pair.writer:x}")
         self._lost(pair)
 
 
@@ -105,6 +104,7 @@ class WriterAttendance:
                     call = self._stub.Attend(self._request)
                     await self._reach.connected(call)
                     async for _ in call:
+                        self._reach.heard()
                         self.out_of_reach = False
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:

@@ -5,6 +5,7 @@ No rules are here: `receiver_grants` says what is entered when, and is the only 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
@@ -107,6 +108,15 @@ class GrantBook:
         """No grant of this pair owns blocks."""
         state = self._pairs.get(pair)
         return state is None or all(g.state in (GrantState.FENCED, GrantState.RELEASED) for g in self._grants_of(state))
+
+    def owner(self, grant: GrantId) -> tuple[Pair, int] | None:
+        """Whose grant this is, and how many blocks it opens to him."""
+        known = self._grants.get(grant)
+        return (known.pair, len(known.blocks)) if known is not None else None
+
+    def owned(self) -> Iterator[tuple[Pair, GrantState, int]]:
+        """Of each grant whose writer may still write: whose it is, its state, how many blocks it opens."""
+        return ((g.pair, g.state, len(g.blocks)) for g in self._grants.values() if g.state in UNCOMMITTED)
 
     @property
     def unreleased(self) -> int:

@@ -18,6 +18,7 @@ from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
 from kvtransfer.checksums import RecordChecksums
@@ -60,9 +61,11 @@ from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks, WriterPlace
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
+from kvtransfer.writer_holdings import WriterHoldings
 
 log = get_log("receiver")
 
+_OVERDUE = {TimerKind.LEASE: "lease ran out", TimerKind.REVOKE: "grant not given back"}
 _ANSWERS = (AnswerGranted, AnswerRefused, AnswerRenew, AnswerResolve)
 """Instructions that are for the caller, at once."""
 
@@ -132,6 +135,8 @@ class Receiver:
         self._loop = loop
         self._writers: dict[Pair, str] = {}
         self._places: dict[Pair, WriterPlace] = {}
+        self.holdings = WriterHoldings(grants, places=self._places, now_s=loop.time)
+        self._repeats = RepeatLog(log, loop.time)
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
@@ -266,8 +271,13 @@ class Receiver:
 
     def writer_lost(self, pair: Pair) -> None:
         """The writer is out of reach, and may come back: what it has open here is taken back, with a fence."""
+        log.warning("writer lost", writer=self.holdings.told(pair))
         if pair in self._writers and not self.grants.is_quiet(pair):
             self._handle(WriterSuspected(pair=pair))
+
+    def upkeep(self) -> None:
+        """Called every second."""
+        self._repeats.upkeep()
 
     async def close(self) -> None:
         """Stop timers and calls, answer waiting commits with an error. The machine is not used afterwards."""
@@ -280,6 +290,7 @@ class Receiver:
             _shutting_down(let_go)
         await self._tasks.cancel()
         self.checks.close()
+        self._repeats.close()
 
     # What the port tells (kvtransfer.transport.ReceiverEvents).
 
@@ -291,7 +302,9 @@ class Receiver:
         )
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
-        log.info("writer fenced", writer=f"{pair.writer:x}", epoch=epoch, evidence=evidence)
+        writer = self.holdings.told(pair)
+        log.info("writer fenced", writer=writer, epoch=epoch, evidence=evidence)
+        self._repeats.over(writer, "it is fenced")
         if pair not in self._writers:
             return
         self._handle(PairFenced(pair=pair, epoch=epoch))
@@ -306,7 +319,9 @@ class Receiver:
     # Carrying out.
 
     def _handle(self, event: ReceiverEvent) -> ReceiverInstruction | None:
-        return self._carry_out(self.grants.handle(event))
+        instructions = self.grants.handle(event)
+        self.holdings.follow(event, instructions)
+        return self._carry_out(instructions)
 
     def _handle_checked(self, event: RecordsChecked) -> None:
         self._handle(event)
@@ -350,8 +365,11 @@ class Receiver:
 
     def _fire(self, key: tuple[GrantId, TimerKind]) -> None:
         del self._timers[key]
-        log.warning("grant timer", kind=key[1].value, grant=key[0].hex())
-        self._handle(GrantTimerFired(grant=key[0], kind=key[1]))
+        grant, kind = key
+        owner = self.grants.owner(grant)
+        if owner is not None:
+            self._repeats.warning(_OVERDUE[kind], peer=self.holdings.told(owner[0]), grant=grant.hex())
+        self._handle(GrantTimerFired(grant=grant, kind=kind))
 
     def _stop_timers(self, instruction: StopGrantTimers) -> None:
         """Comes when a grant is no longer open, before anything else can be done with its blocks."""
@@ -372,7 +390,8 @@ class Receiver:
 
     def _count_refused(self, instruction: CountRefused) -> None:
         self.refused[instruction.what] = self.refused.get(instruction.what, 0) + 1
-        log.warning("refused", what=instruction.what, detail=instruction.detail, writer=f"{instruction.pair.writer:x}")
+        writer = self.holdings.told(instruction.pair)
+        self._repeats.warning(f"refused: {instruction.what}", peer=writer, detail=instruction.detail)
 
     def _send_revoke(self, instruction: SendRevoke) -> None:
         which = (instruction.pair, instruction.number)
@@ -390,12 +409,14 @@ class Receiver:
             with rpc_errors(endpoint):
                 reply = await stub.Revoke(request, timeout=self.config.revoke_ms / 1000)
         except BatonError as error:
-            log.warning("revoke unanswered", writer=endpoint, number=number, error=error.message)
+            writer = self.holdings.told(pair)
+            self._repeats.warning("revoke unanswered", peer=writer, number=number, error=error.message)
             return
         except grpc.aio.UsageError:
             return  # the channel was closed under us: this node is stopping
         finally:
             self._revoking.discard((pair, number))
+        self._repeats.over(self.holdings.told(pair), "it has answered")
         self._handle(WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0), adrift=reply.writes_adrift))
 
     def _drop_channel(self, endpoint: str) -> None:

@@ -15,6 +15,7 @@ from batonpb import transfer_pb2
 from baton.errors import BatonError, Reason
 from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from kvtransfer.checksum_thread import ChecksumThread, SourceSample
@@ -104,7 +105,10 @@ class WriterPeer:
             replaced=self.peer_gone,
             loop=loop,
         )
-        self._errands = Errands(address=address, calls=calls, host=self, loop=loop, config=config)
+        self._repeats = RepeatLog(log, loop.time)
+        self._errands = Errands(
+            address=address, calls=calls, host=self, loop=loop, config=config, repeats=self._repeats
+        )
         self._handoffs: dict[ReserveNumber, Handoff] = {}
         self._by_grant: dict[GrantId, Handoff] = {}
         self._requests: dict[ReserveNumber, transfer_pb2.ReserveRequest] = {}
@@ -274,6 +278,7 @@ class WriterPeer:
         """The receiver process is known to have ended: give everything up, tell nobody."""
         if not self._gone:
             self._gone = True
+            self._repeats.over(self.address.name, "nothing more is asked of it")
             self.handle(PeerGone())
 
     def receiver_lost(self) -> None:
@@ -281,13 +286,18 @@ class WriterPeer:
         for number in list(self._handoffs):
             self.handle(WritesDropped(number=number))
 
-    def give_up_stalled(self) -> None:
-        """Give up handoffs whose posted writes make no progress (called by the node's reaper)."""
+    def upkeep(self) -> None:
+        """Called every second by the node's reaper."""
+        self._give_up_stalled()
+        self._repeats.upkeep()
+
+    def _give_up_stalled(self) -> None:
+        """Give up handoffs whose posted writes make no progress."""
         now = self._loop.time()
         for handoff in list(self._handoffs.values()):
             stalled_s = now - handoff.progress_s
             if handoff.writes_outstanding and stalled_s * 1000 > self._config.stall_ms_max:
-                log.warning("handoff stalled", request=handoff.key.request, peer=self.address.name)
+                self._repeats.warning("handoff stalled", peer=self.address.name, request=handoff.key.request)
                 handoff.cancel()
 
     async def close(self) -> None:
@@ -296,6 +306,7 @@ class WriterPeer:
         self._link.stop_connecting()
         await self._tasks.cancel()
         await self._link.close()
+        self._repeats.close()
 
     # What the link tells (kvtransfer.transport.WriterEvents).
 

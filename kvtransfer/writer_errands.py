@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Protocol
+from typing import Final, Protocol
 
 from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from kvtransfer.grant_messages import (
     CommitAnswered,
     CommitUnanswered,
@@ -32,6 +33,9 @@ from kvtransfer.handoff import Handoff, WriterConfig
 from kvtransfer.writer_calls import PeerAddress, ReceiverCalls, refusal_error
 
 log = get_log("writer")
+
+COMMIT_FAILED: Final = "commit call failed"
+LET_GO_FAILED: Final = "let-go call failed"
 
 
 class ErrandHost(Protocol):
@@ -59,8 +63,10 @@ class Errands:
         host: ErrandHost,
         loop: asyncio.AbstractEventLoop,
         config: WriterConfig,
+        repeats: RepeatLog,
     ) -> None:
         self._address = address
+        self._repeats = repeats
         self._calls = calls
         self._host = host
         self._loop = loop
@@ -71,7 +77,7 @@ class Errands:
         try:
             await self._calls.cancel(key, "the prefill node gave the request up")
         except BatonError as error:
-            log.info("cancel unanswered", peer=self._address.name, request=key.request, error=error.message)
+            self._repeats.info("cancel unanswered", peer=self._address.name, request=key.request, error=error.message)
 
     async def await_commit(self, handoff: Handoff) -> None:
         """The link ended behind a Commit: if the seal still arrived, the Commit is answered within one call's time."""
@@ -143,9 +149,10 @@ class Errands:
                 self._tell_corrupt(handoff, error)
                 self._host.handle(CommitAnswered(number=number, committed=False, corrupt=True))
                 return
-            await self._after_failed_call(error, number)
+            await self._after_failed_call(COMMIT_FAILED, error, number)
             self._host.handle(CommitUnanswered(number=number))
             return
+        self._repeats.over(self._address.name, "it has answered", what=COMMIT_FAILED)
         self._host.handle(CommitAnswered(number=number, committed=committed))
 
     def _tell_corrupt(self, handoff: Handoff, error: BatonError) -> None:
@@ -168,20 +175,20 @@ class Errands:
         try:
             await self._calls.let_go(instruction)
         except BatonError as error:
-            await self._after_failed_call(error, instruction.number)
+            await self._after_failed_call(LET_GO_FAILED, error, instruction.number)
             self._host.handle(LetGoUnanswered(number=instruction.number))
             return
+        self._repeats.over(self._address.name, "it has answered", what=LET_GO_FAILED)
         self._host.handle(LetGoAnswered(number=instruction.number))
 
-    async def _after_failed_call(self, error: BatonError, number: ReserveNumber) -> None:
+    async def _after_failed_call(self, what: str, error: BatonError, number: ReserveNumber) -> None:
         """Notice a receiver that is another process by now; otherwise pause before the machine asks again."""
         if error.reason is Reason.INCARNATION_MISMATCH:
             self._host.peer_gone()
         handoff = self._host.handoff(number)
         if handoff is None:
             return
-        tell = log.debug if handoff.retries else log.warning
-        tell("call failed", peer=self._address.name, request=handoff.key.request, error=error.message)
+        self._repeats.warning(what, peer=self._address.name, request=handoff.key.request, error=error.message)
         pause_ms = min(self._config.retry_ms_max, self._config.retry_ms_min << min(handoff.retries, 16))
         handoff.retries += 1
         await asyncio.sleep(pause_ms / 1000)

@@ -18,7 +18,7 @@ from cachestore.engine_report import report_engine
 from cachestore.prefix_service import serve_prefixes
 from cachestore.regions import offered
 from decode_node.node import DecodeNode
-from decode_node.receiving import add_counters, make_receiver, open_ports
+from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.attendance import ReceiverAttendance
@@ -166,7 +166,7 @@ async def _run(
         watch.check()
         message.conservation_errors = watch.errors
         peers.add_status(message)
-        add_counters(receiver, message)
+        add_status(receiver, message)
 
     runtime.model, runtime.load = pool.model, lambda: peers.add_load(node.load())
     runtime.transports = tuple(t.value for t in receiver.ports.transports)

@@ -159,6 +159,7 @@ class MixedNode:
     def upkeep(self) -> None:
         """Called every second."""
         self.decode.reap()
+        self.prefill.upkeep()
         self.prefill.look_again()
 
     def load(self) -> NodeLoad:

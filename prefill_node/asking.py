@@ -11,6 +11,7 @@ from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from baton.wire import ModelInfo, NodeRecord
 from engine.block_manager import BlockManager
 from kvtransfer.writer import Handoff, WriterPeer
@@ -72,6 +73,11 @@ class DecodeNodes:
         self._tries_max = tries_max
         self._loop = loop
         self._rng = rng
+        self._repeats = RepeatLog(log, loop.time, key="node")
+
+    def upkeep(self) -> None:
+        """Called every second."""
+        self._repeats.upkeep()
 
     @property
     def ready(self) -> int:
@@ -114,7 +120,12 @@ class DecodeNodes:
             except BatonError as error:
                 if error.reason not in ASK_ELSEWHERE:
                     raise
-                log.info("not granted", request=job.key.request, node=record.name, reason=error.message)
+                self._repeats.info(
+                    f"not granted: {error.reason.value}",
+                    peer=record.name,
+                    request=job.key.request,
+                    why=error.message,
+                )
                 refusals.append(_named(record, error))
         # A full node is worth another try later, so that answer is preferred over "unreachable" and the like; of
         # several, the one that expects room first.

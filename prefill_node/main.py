@@ -89,6 +89,7 @@ async def _run(
 
     def upkeep() -> None:
         watch.check_sometimes()
+        node.upkeep()
         peers.upkeep()
 
     def status(message: node_pb2.NodeStatus) -> None:

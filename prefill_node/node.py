@@ -143,6 +143,10 @@ class PrefillNode:
         self._admit()
         return job
 
+    def upkeep(self) -> None:
+        """Called every second."""
+        self._decode_nodes.upkeep()
+
     def look_again(self) -> None:
         """Something that the head of the queue may wait for has changed outside this half."""
         self._admit()

@@ -141,7 +141,7 @@ class Peers:
     def upkeep(self) -> None:
         """Called every second."""
         for peer in self.all():
-            peer.give_up_stalled()
+            peer.upkeep()
         self.close_gone()
 
     def holds(self) -> Holdings:

@@ -8,14 +8,12 @@ from typing import Any, Final
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, RequestKey
-from baton.log import get_log
+from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.subscriptions import DecodeSubscription, Inbox
-
-log = get_log("router")
 
 LOST_RETRY_MS: Final = 1_000
 """Between two tries at a lost stream that no news of the directory calls for."""
@@ -33,6 +31,7 @@ class DecodeStreams:
         inboxes: Mapping[RequestKey, Inbox],
         tasks: Tasks,
         clock: Clock,
+        repeats: RepeatLog,
         dropped: Callable[[str], Coroutine[Any, Any, None]],
     ) -> None:
         """`inboxes` has that of each attempt that goes on. `dropped(endpoint)` is called behind a stream's end, for
@@ -43,6 +42,7 @@ class DecodeStreams:
         self._inboxes = inboxes
         self._tasks = tasks
         self._clock = clock
+        self._repeats = repeats
         self._dropped = dropped
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
 
@@ -59,6 +59,7 @@ class DecodeStreams:
                 liveness=self._config.liveness,
                 clock=self._clock,
                 live=self._inboxes,
+                repeats=self._repeats,
             )
         return subscription
 
@@ -100,7 +101,7 @@ class DecodeStreams:
             try:
                 return await subscription.resolve(key, timeout_s=limits.resolve_ms_max / 1000)
             except BatonError as error:
-                log.info("resolve unanswered", request=key.request, node=subscription.name, why=error.message)
+                self._repeats.info("resolve unanswered", peer=subscription.name, request=key.request, why=error.message)
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     break
         return False
@@ -129,13 +130,14 @@ class DecodeStreams:
                     if error.reason is Reason.INCARNATION_MISMATCH:
                         return
                     why = error.message
-            tell = log.info if subscription.out_of_reach else log.warning
+            tell = self._repeats.info if subscription.out_of_reach else self._repeats.warning
             tell(
-                "cancel unanswered", request=key.request, node=subscription.name, tries=limits.cancel_tries_max, why=why
+                "cancel unanswered", peer=subscription.name, request=key.request, tries=limits.cancel_tries_max, why=why
             )
         finally:
             subscription.users -= 1
 
     async def _drop(self, subscription: DecodeSubscription) -> None:
+        self._repeats.over(subscription.name, "it is gone")
         await subscription.close()
         await self._dropped(subscription.endpoint)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from batonpb import common_pb2, inference_pb2
 
+from baton.errors import BatonError
 from baton.ids import Incarnation, RequestId
 from baton.tracing import Traceparent
 from router.observer import ObservedRequest
@@ -38,6 +39,11 @@ class Job:
     """Prefill processes that did not answer this request, or had no decode node for it."""
     avoid_decode: set[Incarnation] = field(default_factory=set)
     """Decode processes that this router could not reach with this request; a prefill node may."""
+    attempts: int = 0
+    nodes: dict[str, None] = field(default_factory=dict)
+    """Names of those that it was placed on, in order."""
+    cut_off: BatonError | None = None
+    """Its client was cut off, with this."""
     token_times_s: list[float] = field(default_factory=list)
     block_size: int = 0
     observed: ObservedRequest = field(default_factory=ObservedRequest)

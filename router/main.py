@@ -86,6 +86,7 @@ async def serve(
 
     runtime.holds = lambda: Holdings(requests=node.requests)
     runtime.load = lambda: NodeLoad(running_requests=node.requests)
+    runtime.upkeep = node.upkeep
     service = InferenceService(
         node, limits=config.rpc, rng=rng, takes_requests=lambda: runtime.lifecycle.takes_requests
     )

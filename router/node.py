@@ -19,6 +19,7 @@ from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
@@ -31,6 +32,7 @@ from router.job import Job, TokenPart, Try, finished_event, started_event, token
 from router.observer import RequestObserver
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest, check_request
+from router.request_log import RequestLog
 from router.retries import ASK_ANOTHER, GONE, RESUMABLE, ResumptionPace, Retries, Verdict
 from router.slow_client import unread_limit
 from router.stop_strings import StopStrings
@@ -43,6 +45,10 @@ PLACEMENT_DOUBLINGS_MAX = 4
 """The pause between two looks doubles this often."""
 RESUMED_DOUBLINGS_MAX = 2
 """So that of a request in the middle of its answer: decode nodes keep room for one that comes again soon."""
+
+
+DEADLINE_MARGIN_S = 0.05
+"""A call may be ended a little before what we hold for its deadline."""
 
 
 class RouterNode:
@@ -79,6 +85,8 @@ class RouterNode:
         self._calls: Counter[str] = Counter()
         """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks = Tasks(loop, log)
+        self._log = RequestLog(loop.time)
+        self._repeats = RepeatLog(log, loop.time, key="node")
         self._streams = DecodeStreams(
             config=config,
             own=incarnation,
@@ -86,6 +94,7 @@ class RouterNode:
             inboxes=self._inboxes,
             tasks=self._tasks,
             clock=SystemClock(),
+            repeats=self._repeats,
             dropped=self._drop_channel,
         )
         self._ended = LeaveRate()
@@ -106,7 +115,9 @@ class RouterNode:
         called once the client has left too much unread; it is to close the iterator.
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
-        observed = self._observer.received(self._loop.time())
+        began_s = self._loop.time()
+        job: Job | None = None
+        observed = self._observer.received(began_s)
         self.requests += 1
         admitted = self.requests <= self.config.requests_max
         try:
@@ -123,7 +134,7 @@ class RouterNode:
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
             job.observed = observed
             if cut_off is not None:
-                job.on_put = unread_limit(self.config, self._loop, observed, cut_off)
+                job.on_put = unread_limit(self.config, self._loop, observed, _noting(job, cut_off), request_id)
             yield started_event(job)
             text = self._answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
@@ -144,6 +155,16 @@ class RouterNode:
             yield finished
         except BatonError as error:
             observed.failed(error.reason)
+            self._log.failed(error, request_id=request_id, job=job, began_s=began_s)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            # The client has left, or whoever calls has ended it for a reason that the client is told.
+            told = job.cut_off if job is not None else None
+            unfinished = job is None or job.finish == common_pb2.FINISH_REASON_UNSPECIFIED
+            if told is None and unfinished and self._loop.time() >= deadline_s - DEADLINE_MARGIN_S:
+                told = BatonError(Reason.DEADLINE, "The request's deadline has passed.")
+            if told is not None:
+                self._log.failed(told, request_id=request_id, job=job, began_s=began_s)
             raise
         finally:
             observed.ended()
@@ -162,6 +183,7 @@ class RouterNode:
         """The answer's tokens in order, each index once, from as many attempts as it takes, one at a time."""
         looks = rounds = 0
         for number in range(1 << 30):
+            job.attempts = number + 1
             key = RequestKey(request=job.id, attempt=Attempt(number))
             attempt = Try(inbox=Inbox(key=key, first_index=len(job.output)), began_s=self._loop.time())
             try:
@@ -174,8 +196,8 @@ class RouterNode:
                 verdict = job.retries.judge(
                     error, granted=attempt.taken, now_s=self._loop.time(), began_s=attempt.began_s
                 )
-                tell = log.debug if looks and verdict is Verdict.PLACE_AGAIN else log.info
-                tell(verdict.name.lower(), request=job.id, attempt=number, tokens=len(job.output), why=error.message)
+                if not looks or verdict is Verdict.RESUME:
+                    self._log.tried_again(verdict, error, job, attempt=number)
             if verdict is Verdict.RESUME:
                 looks = rounds = 0
                 job.stats.resumptions += 1
@@ -249,6 +271,7 @@ class RouterNode:
         try:
             record, placed = self._prefill_nodes.place(job, inbox.key)
             job.stats.prefill_node = record.name
+            job.nodes[record.name] = None
             self._calls[record.endpoint] += 1
             try:
                 stub = prefill_pb2_grpc.PrefillStub(self._channels.get(record.endpoint))
@@ -291,6 +314,8 @@ class RouterNode:
                 attempt.subscription.users += 1
                 attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
+            if granted.decode_node:
+                job.nodes[granted.decode_node] = None
         elif kind == "first_token":  # behind `granted`, always
             stats.prompt_tokens_cached = min(event.first_token.prompt_tokens_cached, stats.prompt_tokens)
             has_logprobs = event.first_token.HasField("logprobs")
@@ -310,10 +335,17 @@ class RouterNode:
 
     # Small helpers.
 
+    def upkeep(self) -> None:
+        """Called every second."""
+        self._log.upkeep()
+        self._repeats.upkeep()
+
     async def close(self) -> None:
         await self._streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()
+        self._log.close()
+        self._repeats.close()
 
     def follow_directory(self, records: Sequence[NodeRecord]) -> None:
         """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
@@ -406,3 +438,11 @@ class RouterNode:
             cache_salt=job.checked.cache_salt,
             avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
         )
+
+
+def _noting(job: Job, cut_off: Callable[[BatonError], None]) -> Callable[[BatonError], None]:
+    def cut(error: BatonError) -> None:
+        job.cut_off = error
+        cut_off(error)
+
+    return cut

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from baton.errors import BatonError, Reason
+from baton.ids import RequestId
 from baton.log import get_log
 from router.config import RouterConfig
 from router.observer import ObservedRequest
@@ -29,6 +30,7 @@ def unread_limit(
     loop: asyncio.AbstractEventLoop,
     observed: ObservedRequest,
     cut_off: Callable[[BatonError], None],
+    request_id: RequestId,
 ) -> Callable[[Inbox], None]:
     """What looks at an inbox each time that something was put into it, and cuts its client off where it does not read.
 
@@ -41,7 +43,7 @@ def unread_limit(
         if (loop.time() - inbox.writing_s) * 1000 > config.client_stall_ms:
             error = slow_client(inbox.unread)
             observed.failed(error.reason)
-            log.warning("client cut off", request=inbox.key.request, unread=inbox.unread)
+            log.warning("client cut off", request=request_id, key=inbox.key.request, unread=inbox.unread)
             cut_off(error)
 
     return look

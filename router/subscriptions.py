@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
 
@@ -13,9 +14,14 @@ from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.liveness import LivenessConfig, Reach
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
 
 log = get_log("subscriptions")
+
+DOUBT_PAUSE_MS: Final = 1_000
+"""After a node was lost for ending every stream at once: until its stream is tried again, doubled with each time."""
+DOUBT_PAUSE_MS_MAX: Final = 30_000
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -103,8 +109,10 @@ class DecodeSubscription:
         liveness: LivenessConfig,
         clock: Clock,
         live: Mapping[RequestKey, Inbox],
+        repeats: RepeatLog,
     ) -> None:
-        """`live` has the inbox of each attempt of this router: tokens may come before the news of the grant does."""
+        """`live` has the inbox of each attempt of this router: tokens may come before the news of the grant does.
+        `repeats` is told when the node is reached again."""
         self.name = name
         self.endpoint = endpoint
         self.incarnation = incarnation
@@ -113,6 +121,10 @@ class DecodeSubscription:
         self._clock = clock
         self._reach = Reach(endpoint, liveness, clock)
         self._live = live
+        self._repeats = repeats
+        self._liveness = liveness
+        self._doubts = 0
+        """Times in a row that it was lost for streams that came to nothing."""
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._dones: list[RequestKey] = []
         self._wake = asyncio.Event()
@@ -127,13 +139,23 @@ class DecodeSubscription:
 
     def add(self, inbox: Inbox) -> None:
         self._inboxes[inbox.key] = inbox
-        self.open()
+        self._open()
 
     def open(self) -> None:
         """Have the stream before there is a request: the node's word on one that this router has dropped comes here,
-        and its death is noticed."""
+        and its death is noticed. A node that ends its streams at once is left alone for a while first."""
+        if self._clock.monotonic_s() >= self.lost_s + self._doubt_pause_s:
+            self._open()
+
+    def _open(self) -> None:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"subscribe-{self.name}")
+
+    @property
+    def _doubt_pause_s(self) -> float:
+        if self._doubts == 0:
+            return 0.0
+        return min(DOUBT_PAUSE_MS << min(self._doubts - 1, 16), DOUBT_PAUSE_MS_MAX) / 1000
 
     def remove(self, inbox: Inbox) -> None:
         """Nothing more is wanted of this request; the node is told on the stream."""
@@ -186,14 +208,18 @@ class DecodeSubscription:
         """Stream until closed. Lost, or another process by now: every request here fails."""
         while True:
             wake = self._wake
+            settling: asyncio.TimerHandle | None = None
             try:
                 with rpc_errors(self.name):
                     call = self._stub.Subscribe(self._requests(wake))
                     await self._reach.connected(call)
-                    if self.out_of_reach:
-                        log.info("node reached again", node=self.name)
-                    self.out_of_reach = False
+                    if self._reach.doubted:
+                        wait_s = self._liveness.barren_ms_max / 1000
+                        settling = asyncio.get_running_loop().call_later(wait_s, self._heard)
+                    else:
+                        self._reached()
                     async for batch in call:
+                        self._heard()
                         self._take(batch)
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
@@ -207,14 +233,29 @@ class DecodeSubscription:
                 self.fail_all(BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details."))
                 return
             finally:
+                if settling is not None:
+                    settling.cancel()
                 # A broken stream's writer ends here, or it would wake up for, and lose, what the next one has to say.
                 self._wake = asyncio.Event()
                 wake.set()
             if await self._reach.lost():
                 if not self.out_of_reach:
                     log.warning("node lost", node=self.name, why=self._reach.why)
+                self._doubts = self._doubts + 1 if self._reach.doubted else 0
                 self._gone(self._reach.why)
                 return
+
+    def _reached(self) -> None:
+        if self.out_of_reach:
+            log.info("node reached again", node=self.name)
+            self._repeats.over(self.name, "it is reached again")
+        self.out_of_reach = False
+
+    def _heard(self) -> None:
+        """Tokens have come, or the stream has stayed: the node is of use, whatever it did before."""
+        self._reach.heard()
+        self._doubts = 0
+        self._reached()
 
     def _gone(self, why: str) -> None:
         self.out_of_reach = True

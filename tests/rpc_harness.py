@@ -29,7 +29,7 @@ SERVICES: dict[str, tuple[str, Behavior, tuple[str, ...]]] = {
     "node": (
         "baton.v1.Node",
         node_pb2_grpc.add_NodeServicer_to_server,
-        ("GetStatus", "Cordon", "Uncordon", "Drain", "Undrain"),
+        ("GetStatus", "WatchStatus", "Cordon", "Uncordon", "Drain", "Undrain"),
     ),
     "prefill": ("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, ("Prefill",)),
     "decode": (

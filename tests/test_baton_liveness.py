@@ -102,6 +102,42 @@ def test_a_refusal_is_evidence_only_several_times_in_a_row() -> None:
     run(scene())
 
 
+class Taken:
+    """A call that the peer takes."""
+
+    async def wait_for_connection(self) -> None:
+        """At once."""
+
+
+def test_a_peer_that_ends_every_call_at_once_is_lost() -> None:
+    """It takes each call and says nothing on it: lost at the sixth, with longer and longer pauses. The next time one is
+    enough; a call on which something is said, or that stays, takes the doubt away."""
+
+    async def scene() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            clock = StillClock()
+            reach = Reach(f"127.0.0.1:{listener.getsockname()[1]}", TIGHT, clock)
+
+            async def lost_after(lasts_s: float = 0.0, *, says: bool = False) -> bool:
+                await reach.connected(Taken())
+                clock.now_s += lasts_s
+                if says:
+                    reach.heard()
+                return await reach.lost()
+
+            assert [await lost_after() for _ in range(6)] == [False] * 5 + [True]
+            assert clock.slept == [0.02, 0.02, 0.04, 0.08, 0.16]
+            assert (reach.doubted, reach.why) == (True, "it ended 6 calls in a row at once, with nothing said")
+            assert await lost_after()
+            assert [await lost_after(says=True), reach.doubted] == [False, False]
+            assert [await lost_after() for _ in range(5)] == [False] * 5
+            assert not await lost_after(TIGHT.barren_ms_max / 1000), "it stayed"
+            assert [await lost_after() for _ in range(6)] == [False] * 5 + [True]
+            assert [await lost_after(TIGHT.barren_ms_max / 1000), reach.doubted] == [False, False]
+
+    run(scene())
+
+
 def test_silence_ends_with_its_time() -> None:
     """Somebody listens and no call comes about: lost when the time since the first failure is over, not before."""
 

@@ -20,7 +20,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes", "engine")
+    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes", "engine", "ended_empty", "ending", "writers")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,9 @@ class NodeStatus(_message.Message):
     STORY_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_EMPTY_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    WRITERS_FIELD_NUMBER: _ClassVar[int]
     record: _directory_pb2.NodeRecord
     requests: int
     grants_received: int
@@ -49,7 +52,10 @@ class NodeStatus(_message.Message):
     story: str
     prefixes: PrefixStatus
     engine: EngineStatus
-    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ..., engine: _Optional[_Union[EngineStatus, _Mapping]] = ...) -> None: ...
+    ended_empty: bool
+    ending: bool
+    writers: _containers.RepeatedCompositeFieldContainer[WriterStatus]
+    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ..., engine: _Optional[_Union[EngineStatus, _Mapping]] = ..., ended_empty: bool = ..., ending: bool = ..., writers: _Optional[_Iterable[_Union[WriterStatus, _Mapping]]] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("facts", "padding_blocks")
@@ -66,6 +72,30 @@ class Fact(_message.Message):
     name: str
     text: str
     def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class WriterStatus(_message.Message):
+    __slots__ = ("writer", "writer_incarnation", "host", "transport", "grants", "blocks_granted", "blocks_quarantined", "taken_back_ms", "why", "quarantined_ms")
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    WRITER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_BACK_MS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_MS_FIELD_NUMBER: _ClassVar[int]
+    writer: str
+    writer_incarnation: int
+    host: str
+    transport: str
+    grants: int
+    blocks_granted: int
+    blocks_quarantined: int
+    taken_back_ms: int
+    why: str
+    quarantined_ms: int
+    def __init__(self, writer: _Optional[str] = ..., writer_incarnation: _Optional[int] = ..., host: _Optional[str] = ..., transport: _Optional[str] = ..., grants: _Optional[int] = ..., blocks_granted: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., taken_back_ms: _Optional[int] = ..., why: _Optional[str] = ..., quarantined_ms: _Optional[int] = ...) -> None: ...
 
 class PrefixStatus(_message.Message):
     __slots__ = ("prompt_tokens", "hit_tokens", "pinned_blocks", "pinned_blocks_max", "pins")

@@ -41,6 +41,11 @@ class NodeStub(object):
                 request_serializer=batonpb_dot_node__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=batonpb_dot_node__pb2.NodeStatus.FromString,
                 _registered_method=True)
+        self.WatchStatus = channel.unary_stream(
+                '/baton.v1.Node/WatchStatus',
+                request_serializer=batonpb_dot_node__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=batonpb_dot_node__pb2.NodeStatus.FromString,
+                _registered_method=True)
         self.Cordon = channel.unary_unary(
                 '/baton.v1.Node/Cordon',
                 request_serializer=batonpb_dot_node__pb2.LifecycleOrder.SerializeToString,
@@ -70,6 +75,13 @@ class NodeServicer(object):
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStatus(self, request, context):
+        """The status now, after each change of the lifecycle and every second; one with `ending` is the last, and the call ends.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -106,6 +118,11 @@ def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
+                    request_deserializer=batonpb_dot_node__pb2.GetStatusRequest.FromString,
+                    response_serializer=batonpb_dot_node__pb2.NodeStatus.SerializeToString,
+            ),
+            'WatchStatus': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStatus,
                     request_deserializer=batonpb_dot_node__pb2.GetStatusRequest.FromString,
                     response_serializer=batonpb_dot_node__pb2.NodeStatus.SerializeToString,
             ),
@@ -157,6 +174,33 @@ class Node(object):
             request,
             target,
             '/baton.v1.Node/GetStatus',
+            batonpb_dot_node__pb2.GetStatusRequest.SerializeToString,
+            batonpb_dot_node__pb2.NodeStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Node/WatchStatus',
             batonpb_dot_node__pb2.GetStatusRequest.SerializeToString,
             batonpb_dot_node__pb2.NodeStatus.FromString,
             options,

@@ -1,0 +1,67 @@
+"""What the router's log says of requests: how those that go wrong are tried again, and how they end. Never their text.
+
+One line each; where too many come for one reason, the others are counted and summed up (`baton.repeats`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from baton.errors import BatonError, Code
+from baton.ids import RequestId
+from baton.log import get_log
+from baton.repeats import RepeatLimits, RepeatLog
+from router.job import Job
+from router.retries import Verdict
+
+log = get_log("router")
+
+LIMITS: Final = RepeatLimits(interval_ms=10_000, full_max=20)
+"""For each reason: lines in an interval before the rest is counted."""
+_CLIENTS_OWN: Final = frozenset({Code.INVALID_ARGUMENT, Code.NOT_FOUND})
+"""The message of these may quote the request."""
+
+
+class RequestLog:
+    """One router's. Control thread only; `upkeep` every second."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._repeats = RepeatLog(log, now_s, LIMITS, key="reason")
+        self._now_s = now_s
+
+    def tried_again(self, verdict: Verdict, error: BatonError, job: Job, *, attempt: int) -> None:
+        """An attempt has failed, another one follows: the first of those that look for a node, and each resumption."""
+        self._repeats.info(
+            verdict.name.lower(),
+            peer=error.reason.value,
+            request=job.id,
+            attempt=attempt,
+            tokens=len(job.output),
+            why=error.message,
+        )
+
+    def failed(self, error: BatonError, *, request_id: RequestId, job: Job | None, began_s: float) -> None:
+        """The client has this error. `job` is None for a request that was refused before anything was done for it."""
+        fields: dict[str, Any] = {"request": request_id, "took_ms": round((self._now_s() - began_s) * 1000)}
+        if job is not None:
+            fields.update(
+                key=job.id,
+                attempts=job.attempts,
+                resumptions=job.stats.resumptions,
+                tokens=len(job.output),
+                nodes=",".join(job.nodes) or "none",
+            )
+        clients_own = error.code in _CLIENTS_OWN
+        if clients_own:
+            fields["field"] = error.field or "none"
+        else:
+            fields["why"] = error.message
+        tell = self._repeats.info if clients_own else self._repeats.warning
+        tell("request failed", peer=error.reason.value, **fields)
+
+    def upkeep(self) -> None:
+        self._repeats.upkeep()
+
+    def close(self) -> None:
+        self._repeats.close()

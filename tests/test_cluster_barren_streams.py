@@ -1,0 +1,152 @@
+"""A decode node that takes every stream of tokens and then fails it: it serves nobody, and must not pass for alive."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from batonpb import decode_pb2
+
+import router.subscriptions
+from baton.errors import BatonError, Reason
+from cli.supervisor import ROUTER_NAME
+from decode_node.service import DecodeService
+from router.decode_streams import DecodeStreams
+from router.subscriptions import DecodeSubscription
+from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
+from tests.inprocess_cluster import InProcessCluster, inprocess
+from tests.inprocess_scenes import until
+
+BROKEN = "decode-0"
+"""It has so much more room that every request goes there by itself."""
+OTHER = "decode-1"
+SPEC = mock_spec(
+    decode=2,
+    blocks=1_000,
+    node_flags={OTHER: {"engine.num_blocks": 200}},
+    router_flags={"liveness.barren_ms_max": 300, "liveness.reconnect_pause_ms": 5, "retries.resume_jitter_ms_max": 0},
+    decode_flags={"engine.mock_layer_delay_ms": 0.5},
+)
+
+
+class Streams:
+    """Those of the broken node, to the router of `cluster`."""
+
+    def __init__(self, cluster: InProcessCluster) -> None:
+        self._cluster = cluster
+        self.failing = False
+        self.failed = 0
+
+    @property
+    def stream(self) -> DecodeSubscription:
+        (stream,) = [s for s in self._cluster.router._streams._subscriptions.values() if s.name == BROKEN]
+        return stream
+
+    def fail(self) -> None:
+        """The one that is open ends, and each after it, as soon as it is taken."""
+        self.failing = True
+        self._cluster.decode[BROKEN].streams.close_all()
+
+    def follow(self) -> None:
+        """What the router does at each news of the directory."""
+        self._cluster.router.follow_directory(self._cluster.runtimes[ROUTER_NAME].membership.nodes())
+
+
+@asynccontextmanager
+async def breakable() -> AsyncIterator[tuple[InProcessCluster, Streams]]:
+    scenes: list[Streams] = []
+    real = DecodeService.Subscribe
+
+    async def subscribe(self: DecodeService, requests: Any, context: Any) -> AsyncIterator[decode_pb2.TokenBatch]:
+        if self._node.config.name == BROKEN and any(scene.failing for scene in scenes):
+            scenes[0].failed += 1
+            await context.send_initial_metadata(())
+            raise BatonError(Reason.INTERNAL, "A bug in the decode node.")
+        async with aclosing(real(self, requests, context)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                yield batch
+
+    with patch.object(DecodeService, "Subscribe", subscribe):
+        async with inprocess(SPEC) as cluster:
+            scenes.append(Streams(cluster))
+            await until(cluster, "a stream to each", lambda: len(cluster.router._streams._subscriptions) == 2)
+            yield cluster, scenes[0]
+            scenes[0].failing = False
+
+
+@contextmanager
+def pauses(ms: int) -> Iterator[None]:
+    """Before a node that was lost for its streams is tried again."""
+    with (
+        patch.object(router.subscriptions, "DOUBT_PAUSE_MS", ms),
+        patch.object(router.subscriptions, "DOUBT_PAUSE_MS_MAX", ms),
+    ):
+        yield
+
+
+def test_an_answer_leaves_a_node_whose_streams_fail() -> None:
+    """In mid-answer the node's streams begin to fail, each behind its connection. The node is lost, as if it had died:
+    the client has the whole answer, from the other one. Nothing is left on either."""
+
+    async def scenario() -> None:
+        async with breakable() as (cluster, streams):
+            prompt = random_prompt(random.Random(1), 40)
+            call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=600))
+            node = cluster.decode[BROKEN]
+            await until(cluster, "an answer", lambda: node._engine.counters.tokens_drawn > 50)
+            streams.fail()
+            answer = await call
+            assert answer.ids == mock_tokens(prompt, 600)
+            assert (answer.stats.resumptions, answer.stats.decode_node) == (1, OTHER)
+            assert streams.failed >= 6
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_a_node_is_tried_again_after_a_pause_and_trusted_when_its_stream_stays() -> None:
+    """Idle, its streams fail: requests stay away. However much news the directory has, the node is left alone until the
+    pause is over; one more stream that fails is enough then. When a stream stays a while the node gets requests."""
+
+    async def scenario() -> None:
+        async with breakable() as (cluster, streams):
+            stream = streams.stream
+            with pauses(10**9):
+                streams.fail()
+                await until(cluster, "the node to be lost", lambda: stream.lost)
+                assert stream.out_of_reach
+                failed = streams.failed
+                for _ in range(20):
+                    streams.follow()
+                assert (streams.failed, stream.lost) == (failed, True)
+                answer = await cluster.client.generate(random_prompt(random.Random(2), 40), max_tokens=20)
+                assert (answer.stats.decode_node, answer.stats.resumptions) == (OTHER, 0)
+            with pauses(0), patch.object(DecodeStreams, "follow", lambda *_: None):
+                stream.open()
+                await until(cluster, "one more try", lambda: stream.lost)
+                assert (streams.failed, stream.out_of_reach) == (failed + 1, True)
+                streams.failing = False
+                stream.open()
+                await until(cluster, "the stream to stay", lambda: not stream.out_of_reach)
+            answer = await cluster.client.generate(random_prompt(random.Random(3), 40), max_tokens=20)
+            assert (answer.stats.decode_node, answer.stats.resumptions) == (BROKEN, 0)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_the_pauses_double_up_to_a_limit() -> None:
+    async def scenario() -> None:
+        async with breakable() as (_, streams):
+            stream, found = streams.stream, []
+            for times in range(8):
+                stream._doubts = times
+                found.append(stream._doubt_pause_s)
+            stream._doubts = 0
+            assert found == [0, 1, 2, 4, 8, 16, 30, 30]
+
+    asyncio.run(scenario())
