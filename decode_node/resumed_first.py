@@ -32,8 +32,8 @@ class _Wait:
 class ResumedFirst:
     """Which resumed requests were refused here for want of room, and how long new ones stand back. Control thread only.
 
-    They do for `wait_ms` after each refusal, and no longer than `hold_ms_max` after the first one of a search. A request
-    that comes with more of its answer has had a node meanwhile: that is another search.
+    They do for `wait_ms` after each refusal, and no longer than `hold_ms_max` after the first one of a search. A
+    request that comes with more of its answer has had a node meanwhile: that is another search.
     """
 
     def __init__(self, *, wait_ms: int, hold_ms_max: int) -> None:

@@ -57,15 +57,14 @@ def test_a_new_request_waits_in_the_queue_until_the_resumed_one_is_kept() -> Non
 
 
 def test_a_new_request_does_not_fall_back_on_room_that_is_kept() -> None:
-    """The only decode node is full, and the mixed node runs then what is asked of it: not a new request, as long as a
-    resumed one waits for its room. When that has it, the full node, which it was asked for too, does not wait for it."""
+    """The only decode node is full, and the mixed node then runs what is asked of it: not a new request, as long as a
+    resumed one waits for its room. When that has it, the full node, which was asked for it too, does not wait for it.
+    """
 
     async def scenario() -> None:
         rng = random.Random(32)
         mixed = {**LONG, **LEASE, "handoff_tokens_min": 0, "local_fallback": "full"}
-        spec = mock_spec(
-            prefill=0, decode=1, mixed=1, blocks=BLOCKS, mixed_flags=mixed, decode_flags={**LONG, **LEASE}
-        )
+        spec = mock_spec(prefill=0, decode=1, mixed=1, blocks=BLOCKS, mixed_flags=mixed, decode_flags={**LONG, **LEASE})
         async with inprocess(spec) as cluster:
             await waited_for(cluster)
             full = cluster.decode["decode-0"]

@@ -23,7 +23,7 @@ from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.node import RouterNode
-from router.retries import RetryConfig, Retries, Verdict
+from router.retries import Retries, RetryConfig, Verdict
 from router.subscriptions import Inbox
 from tests.cluster_harness import wait_for
 from tests.router_records import MODEL
@@ -115,7 +115,7 @@ class Scene:
             """No time passes between the tries: all that there is passes in them."""
             await asyncio.sleep(0)
 
-        self.router._pause = pause  # type: ignore[method-assign]
+        self.router._pause = pause  # type: ignore[method-assign,assignment]
         real = Retries.judge
 
         def judge(retries: Retries, error: BatonError, **told: Any) -> Verdict:
@@ -139,8 +139,8 @@ class Scene:
 
 @pytest.mark.parametrize("listens", [False, True])
 def test_a_node_that_is_never_reached_takes_time_from_the_search(listens: bool) -> None:
-    """The only prefill node refuses connections, or takes them and is silent. What the router waits for it is no wait in
-    a queue: the request is given up when its time to look is over, long before its deadline."""
+    """The only prefill node refuses connections, or takes them and is silent. What the router waits for it is no wait
+    in a queue: the request is given up when its time to look is over, long before its deadline."""
 
     async def scenario() -> None:
         scene = Scene()
