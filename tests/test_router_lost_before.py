@@ -151,6 +151,41 @@ def test_a_node_that_is_never_reached_takes_time_from_the_search(listens: bool) 
     asyncio.run(scenario())
 
 
+def test_no_time_is_gained_by_trying_to_connect() -> None:
+    """Each call spends an eighth of the time to look on a connection that it does not get: at most eight are made."""
+
+    class Unconnected:
+        """What `begun` and the router see of such a call."""
+
+        def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+            pass
+
+        async def initial_metadata(self) -> None:
+            await asyncio.sleep(0.05)
+
+        def done(self) -> bool:
+            return True
+
+        def __aiter__(self) -> Unconnected:
+            return self
+
+        async def __anext__(self) -> prefill_pb2.PrefillEvent:
+            raise BatonError(Reason.PEER_UNREACHABLE, "No connection.")
+
+    class Stub:
+        def __init__(self, _channel: Any) -> None:
+            self.Prefill = Unconnected
+
+    async def scenario() -> None:
+        scene = Scene()
+        with patch.object(prefill_pb2_grpc, "PrefillStub", Stub), pytest.raises(BatonError) as gone:
+            await scene.ask(1, placement_wait_ms_max=400)
+        assert gone.value.reason is Reason.PEER_UNREACHABLE
+        assert 1 <= len(scene.judged) <= 8
+
+    asyncio.run(scenario())
+
+
 def test_a_node_that_has_the_request_in_its_queue_says_so() -> None:
     """Before it is the request's turn. The wait from there on is no search."""
 
