@@ -12,6 +12,10 @@ ROOM_SHARE = 0.125
 SPREAD = 0.5
 """At most so much later, as a share of the time, so that they do not come at once."""
 ENDS_KEPT_MAX = 32
+RESUMED_PAUSE_MS_MAX = 400
+"""A router looks again for room for a request in the middle of its answer after no longer pause than this."""
+RESUMED_WAIT_MS_MIN = 2 * RESUMED_PAUSE_MS_MAX
+"""So long at least a full node has to keep room for such a request to ask again: the pause, and its way there."""
 
 
 def retry_after_ms(wait_s: float | None, *, ms_min: int, spread: float) -> int:

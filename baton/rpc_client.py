@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -94,6 +96,21 @@ class Channels:
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),
         ]
+
+
+async def begun(call: Any) -> bool:
+    """Wait until the peer's handler has sent its initial metadata, by which it says that it has the call. False: the
+    call is over. (In the moment in which it fails, True may come first.)
+
+    What the peer has written is left to be read, also where a failure came behind it: `wait_for_connection` would
+    raise that first. Cancelling the caller cancels the call.
+    """
+    try:
+        await call.initial_metadata()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    return not call.done()
 
 
 @contextmanager

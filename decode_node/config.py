@@ -9,6 +9,7 @@ from baton.errors import InvalidField, check_positive
 from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
+from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
 from baton.rpc import RpcLimits
 from cachestore.host_tier import SpillConfig
 from cachestore.regions import region_kind
@@ -59,6 +60,10 @@ class DecodeConfig:
         default=1_500,
         metadata={"help": "how long new requests stand back for one in the middle of its answer that found no room"},
     )
+    resumed_hold_ms_max: int = field(
+        default=5_000,
+        metadata={"help": "how long they do so at most for one that asks again and again, from when it first asked"},
+    )
     busy_retry_ms: int = field(default=200, metadata={"help": "a full node is worth another try after this at least"})
     drain_ms_max: int = field(
         default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
@@ -77,4 +82,15 @@ class DecodeConfig:
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
         check_positive(self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms", "busy_retry_ms")
-        check_positive(self, "resumed_wait_ms", "drain_ms_max", "stop_grace_ms")
+        check_positive(self, "drain_ms_max", "stop_grace_ms")
+        if self.resumed_wait_ms < RESUMED_WAIT_MS_MIN:
+            raise InvalidField(
+                "resumed_wait_ms",
+                f"must be at least {RESUMED_WAIT_MS_MIN}, not {self.resumed_wait_ms}: routers ask again for such a "
+                f"request after up to {RESUMED_PAUSE_MS_MAX} ms, and its way here takes time too",
+            )
+        if self.resumed_hold_ms_max < self.resumed_wait_ms:
+            raise InvalidField(
+                "resumed_hold_ms_max",
+                f"must not be less than resumed_wait_ms ({self.resumed_wait_ms}), not {self.resumed_hold_ms_max}",
+            )

@@ -75,7 +75,7 @@ class DecodeNode:
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
         self._admission = Admission(spill, ledger, blocks, self._jobs.values())
-        self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms)
+        self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms, hold_ms_max=config.resumed_hold_ms_max)
         self._lives = Tasks(loop, log, broken="a request's life broke off")
         self._repeats = RepeatLog(log, loop.time, key="router")
         self._closing = False
@@ -175,13 +175,13 @@ class DecodeNode:
             self._blocks.release(prefix)
         if isinstance(answer, AnswerRefused):
             if answer.refusal is Refusal.BUSY:
-                if request.output:
-                    self._resumed_first.refused(key.request, self._loop.time())
+                if request.output and not repeated:
+                    self._resumed_first.refused(key, len(request.output), self._loop.time())
                 return self._busy(key, why_not or NO_BLOCKS, blocks_lacking=footprint - self.ledger.available)
             if answer.refusal in (Refusal.FENCING, Refusal.SPAN):
                 return self._busy(key, answer.refusal.value, blocks_lacking=0)
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
-        self._resumed_first.granted(key.request)
+        self._resumed_first.granted(key)
         if answer.grant not in self._jobs:
             self._drop_kept(key.request, below=key.attempt)
             deadline_s = self._loop.time() + request.deadline_left_ms / 1000
@@ -226,11 +226,15 @@ class DecodeNode:
         """What keeps any request out at the moment, whatever its size."""
         if not self.has_place:
             return "its request limit is reached"
-        if not resumed and self._resumed_first.waiting(self._loop.time()):
+        if self.stands_back(resumed=resumed):
             return "answers that have lost their node go first"
         return None
 
     # What a mixed node asks, for requests that it keeps.
+
+    def stands_back(self, *, resumed: bool) -> bool:
+        """Whether what room there is goes to requests in the middle of their answer, and this is none."""
+        return not resumed and self._resumed_first.waiting(self._loop.time())
 
     @property
     def has_place(self) -> bool:
@@ -244,6 +248,7 @@ class DecodeNode:
         """
         assert self.has_place and isinstance(seq.promise_key, bytes), seq.key
         self.receiver.supersede(seq.key)
+        self._resumed_first.granted(seq.key)
         self._drop_kept(seq.key.request, below=seq.key.attempt)
         footprint = len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0)
         job = kept_job(
@@ -261,12 +266,14 @@ class DecodeNode:
     # What routers ask.
 
     def cancel(self, key: RequestKey, reason: str, *, tell_router: bool = False) -> bool:
-        """The request lets go, wherever it is in its life. Idempotent; an unknown key leaves a tombstone.
+        """The request lets go, wherever it is in its life: of the room that it waits for, too. Idempotent; an unknown
+        key leaves a tombstone.
 
         `tell_router`: it is not the router that cancels, and it may be waiting for tokens.
         """
         job = self._by_key.get(key)
         self.receiver.cancel(key)
+        self._resumed_first.granted(key)
         if job is not None:
             job.output.end(error=f"cancelled: {reason}")
             if not tell_router:

@@ -87,6 +87,10 @@ class MixedConfig:
         default=1_500,
         metadata={"help": "how long new requests stand back for one in the middle of its answer that found no room"},
     )
+    resumed_hold_ms_max: int = field(
+        default=5_000,
+        metadata={"help": "how long they do so at most for one that asks again and again, from when it first asked"},
+    )
     busy_retry_ms: int = field(
         default=200, metadata={"help": "a full queue or node is worth another try after this at least"}
     )

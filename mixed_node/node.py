@@ -88,6 +88,9 @@ class MixedNode:
     def has_place(self) -> bool:
         return self.decode.has_place
 
+    def stands_back(self, job: Job) -> bool:
+        return self.decode.stands_back(resumed=job.resumed)
+
     def never(self, job: Job) -> str | None:
         sampling = job.request.sampling
         return why_never(job.tokens, job.prompt_len, sampling, runner=self._runner, blocks=self._blocks)

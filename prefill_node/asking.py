@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from batonpb import transfer_pb2
@@ -48,6 +49,8 @@ class Refused:
 
     error: BatonError
     reasons: frozenset[Reason]
+    full: Sequence[NodeRecord] = ()
+    """Those that had no room."""
 
 
 class DecodeNodes:
@@ -109,6 +112,7 @@ class DecodeNodes:
             return Refused(error=_nobody_reached(error) if lost else error, reasons=reasons)
         self.affinity.keep_only({record.incarnation for record in records})
         refusals: list[BatonError] = []
+        without_room: list[NodeRecord] = []
         for record in candidates:
             try:
                 handoff = await self._peer_for(record).reserve(
@@ -116,6 +120,7 @@ class DecodeNodes:
                 )
                 room = self._blocks.blocks_for(job.prompt_len + job.params.max_tokens)
                 self.affinity.granted(record, chain, room)
+                self.wants_no_more(job, without_room)
                 return handoff
             except BatonError as error:
                 if error.reason not in ASK_ELSEWHERE:
@@ -127,13 +132,21 @@ class DecodeNodes:
                     why=error.message,
                 )
                 refusals.append(_named(record, error))
+                if error.reason is Reason.DECODE_FULL:
+                    without_room.append(record)
         # A full node is worth another try later, so that answer is preferred over "unreachable" and the like; of
         # several, the one that expects room first.
         full = [e for e in refusals if e.reason is Reason.DECODE_FULL]
         told = min(full, key=lambda e: e.retry_after_ms or 0) if full else refusals[-1]
         if told.reason in NOT_REACHED:
             told = _nobody_reached(told)
-        return Refused(error=told, reasons=frozenset(e.reason for e in refusals))
+        return Refused(error=told, reasons=frozenset(e.reason for e in refusals), full=without_room)
+
+    def wants_no_more(self, job: Job, full: Sequence[NodeRecord]) -> None:
+        """It has its room elsewhere: where one that is resumed was refused, new requests need not stand back for it."""
+        for record in full if job.resumed else ():
+            with suppress(BatonError):  # out of reach by now
+                self._peer_for(record).cancel_request(job.key)
 
     def _request(self, job: Job) -> transfer_pb2.ReserveRequest:
         return transfer_pb2.ReserveRequest(

@@ -43,6 +43,11 @@ class LocalRunner(Protocol):
         """Within its limit of requests."""
         ...
 
+    def stands_back(self, job: Job) -> bool:
+        """Whether what room there is goes to requests in the middle of their answer before this one. It has an end,
+        which nobody tells: look again every second or so."""
+        ...
+
     def never(self, job: Job) -> str | None:
         """Why the request can never run here, whatever is free. None: it can."""
         ...

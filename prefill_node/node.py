@@ -169,7 +169,8 @@ class PrefillNode:
                 return
             if not too_long and self._local is not None and self._is_kept(job, self._local):
                 growth = self._local.growth(job)
-                job.kept = self._local.has_place and need + growth <= self.ledger.available
+                may = self._local.has_place and not self._local.stands_back(job)
+                job.kept = may and need + growth <= self.ledger.available
                 if job.kept:
                     need += growth
                 elif not self._decode_nodes.ready:
@@ -221,7 +222,8 @@ class PrefillNode:
             job.handoff = asked
             return granted_event(asked)
         if local is not None and falls_back(local.policy, asked.reasons):
-            if self._keep(job, local):
+            if not local.stands_back(job) and self._keep(job, local):
+                self._decode_nodes.wants_no_more(job, asked.full)
                 return prefill_pb2.PrefillEvent(granted=local.granted())
             never = local.never(job)
             if never is not None and asked.reasons <= NOT_THERE:

@@ -35,6 +35,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         check_header(request.header, own=self._own)
         if not self._takes_requests():
             raise node_draining(self._own)
+        # What the router waits for from here on is its turn, not the node.
+        await context.send_initial_metadata(())
         deadline_s = asyncio.get_running_loop().time() + context.time_remaining()
         metadata = forward_metadata(context.invocation_metadata(), self._rng)
         events = self._node.prefill(request, deadline_s=deadline_s, metadata=metadata)

@@ -39,7 +39,10 @@ class RouterConfig:
     placement_wait_ms_max: int = field(
         default=5_000, metadata={"help": "how long a request may look for a node with room before it is refused"}
     )
-    placement_retry_ms: int = field(default=50, metadata={"help": "pause between two looks"})
+    placement_retry_ms: int = field(
+        default=50,
+        metadata={"help": "pause between two looks; it doubles, up to 400 ms for one in the middle of its answer"},
+    )
     client_tokens_unread_max: int = field(
         default=2_048, metadata={"help": "tokens kept for a client that does not read; with more it is cut off"}
     )

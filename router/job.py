@@ -55,7 +55,8 @@ class Try:
     """One try: its inbox, and where its tokens come from once a decode node has granted."""
 
     inbox: Inbox
-    began_s: float = 0.0
+    queued_s: float | None = None
+    """When the prefill node's word that it has the request was here. None: it never was."""
     granted: bool = False
     """The prefill node has said that a decode node has taken it, or that it needs none."""
     subscription: DecodeSubscription | None = None

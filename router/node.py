@@ -21,7 +21,7 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc_client import Channels, begun, rpc_errors
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, call_metadata, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
@@ -33,18 +33,13 @@ from router.observer import RequestObserver
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest, check_request
 from router.request_log import RequestLog
-from router.retries import ASK_ANOTHER, GONE, RESUMABLE, ResumptionPace, Retries, Verdict
+from router.retries import ASK_ANOTHER, GONE, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.slow_client import unread_limit
 from router.stop_strings import StopStrings
 from router.subscriptions import Inbox
 from router.text import AnswerText, TextCodec
 
 log = get_log("router")
-
-PLACEMENT_DOUBLINGS_MAX = 4
-"""The pause between two looks doubles this often."""
-RESUMED_DOUBLINGS_MAX = 2
-"""So that of a request in the middle of its answer: decode nodes keep room for one that comes again soon."""
 
 
 DEADLINE_MARGIN_S = 0.05
@@ -185,7 +180,7 @@ class RouterNode:
         for number in range(1 << 30):
             job.attempts = number + 1
             key = RequestKey(request=job.id, attempt=Attempt(number))
-            attempt = Try(inbox=Inbox(key=key, first_index=len(job.output)), began_s=self._loop.time())
+            attempt = Try(inbox=Inbox(key=key, first_index=len(job.output)))
             try:
                 async with aclosing(self._attempt(job, attempt)) as batches:
                     async for batch in batches:
@@ -194,7 +189,11 @@ class RouterNode:
             except BatonError as error:
                 error_reason = error.reason
                 verdict = job.retries.judge(
-                    error, granted=attempt.taken, now_s=self._loop.time(), began_s=attempt.began_s
+                    error,
+                    granted=attempt.taken,
+                    now_s=self._loop.time(),
+                    queued_s=attempt.queued_s,
+                    lost_before=attempt.inbox.never_reached,
                 )
                 if not looks or verdict is Verdict.RESUME:
                     self._log.tried_again(verdict, error, job, attempt=number)
@@ -207,13 +206,13 @@ class RouterNode:
                     job.avoid_decode.add(attempt.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             else:
-                await self._pause(rounds, RESUMED_DOUBLINGS_MAX if job.output else PLACEMENT_DOUBLINGS_MAX)
+                await self._pause(rounds, resumed=bool(job.output))
                 looks += 1
                 rounds += not (error_reason in GONE and self._prefill_nodes.untried(job))
 
-    async def _pause(self, looks: int, doublings_max: int = PLACEMENT_DOUBLINGS_MAX) -> None:
-        pause_ms = self.config.placement_retry_ms << min(looks, doublings_max)
-        await asyncio.sleep(pause_ms / 1000 * self._rng.uniform(0.5, 1.5))
+    async def _pause(self, rounds: int, *, resumed: bool = False) -> None:
+        retry_ms = self.config.placement_retry_ms
+        await asyncio.sleep(pause_ms(retry_ms, rounds, resumed=resumed, spread=self._rng.random()) / 1000)
 
     async def _attempt(self, job: Job, attempt: Try) -> AsyncGenerator[TokenPart, None]:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
@@ -281,6 +280,8 @@ class RouterNode:
                         timeout=job.deadline_s - self._loop.time(),
                         metadata=call_metadata(request_id=job.client_id, traceparent=job.trace.child(self._rng)),
                     )
+                    if await begun(events):  # the node says that it has it, before it is its turn
+                        attempt.queued_s = self._loop.time()
                     async for event in events:
                         self._take(job, attempt, event)
             except BatonError as error:
@@ -312,6 +313,7 @@ class RouterNode:
                     granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
                 )
                 attempt.subscription.users += 1
+                inbox.lost_before = attempt.subscription.out_of_reach
                 attempt.subscription.add(inbox)
             stats.decode_node = event.granted.decode_node
             if granted.decode_node:

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.retry_time import RESUMED_PAUSE_MS_MAX
 
+PLACEMENT_DOUBLINGS_MAX = 4
+"""The pause between two looks doubles this often."""
+RESUMED_DOUBLINGS_MAX = 2
+"""So that of a request in the middle of its answer: decode nodes keep room for one that comes again soon."""
 PLACE_AGAIN = frozenset(
     {
         Reason.DECODE_FULL,
@@ -51,11 +56,10 @@ LOST_WAITING = frozenset(
         Reason.HANDOFF_FAILED,
         Reason.PAIR_FENCING,
         Reason.PEER_UNREACHABLE,
-        Reason.INCARNATION_MISMATCH,
         Reason.NO_DECODE_NODE,  # the prefill node stayed, and those that it would have handed over to did not
     }
 )
-"""A node had taken it into its queue, and is no longer one for it. Its wait there was no search for a node."""
+"""A node that had taken it into its queue is no longer one for it. Its wait there was no search for a node."""
 RESUMABLE = frozenset(
     {
         Reason.PEER_UNREACHABLE,
@@ -139,18 +143,30 @@ class Retries:
     deaths: int = 0
     resumptions: int = 0
 
-    def judge(self, error: BatonError, *, granted: bool, now_s: float, began_s: float | None = None) -> Verdict:
-        """Count the failure of an attempt that began at `began_s`. Raises what the client is told where nothing more is
-        tried."""
+    def judge(
+        self,
+        error: BatonError,
+        *,
+        granted: bool,
+        now_s: float,
+        queued_s: float | None = None,
+        lost_before: bool = False,
+    ) -> Verdict:
+        """Count the failure of an attempt. Raises what the client is told where nothing more is tried.
+
+        `queued_s` is when a prefill node said that it has the request, None if none did: to wait for a node that is not
+        reached is a part of the search. `lost_before`: the decode node that granted was lost to this router already
+        then, and nothing else has failed, so that the attempt has shown nothing of the request.
+        """
         if not granted:
-            if error.reason in LOST_WAITING and began_s is not None:
-                self.give_up_s += now_s - began_s
+            if error.reason in LOST_WAITING and queued_s is not None:
+                self.give_up_s += now_s - queued_s
             if error.reason in PLACE_AGAIN and now_s < self.give_up_s:
                 return Verdict.PLACE_AGAIN
             raise error
         if error.reason not in RESUMABLE:
             raise error
-        self.deaths += error.reason in DEATHS
+        self.deaths += error.reason in DEATHS and not lost_before
         if self.deaths >= self.config.deaths_max or self.resumptions >= self.config.resumptions_max:
             raise BatonError(
                 Reason.ATTEMPTS_SPENT,
@@ -160,6 +176,16 @@ class Retries:
         self.resumptions += 1
         self.give_up_s = now_s + self.config.resume_wait_ms_max / 1000
         return Verdict.RESUME
+
+
+def pause_ms(retry_ms: int, rounds: int, *, resumed: bool, spread: float) -> float:
+    """Before the next look after `rounds` of them; `spread` is drawn from 0 to 1.
+
+    Of a request in the middle of its answer no more than RESUMED_PAUSE_MS_MAX, which decode nodes count on.
+    """
+    doublings_max = RESUMED_DOUBLINGS_MAX if resumed else PLACEMENT_DOUBLINGS_MAX
+    drawn_ms = (retry_ms << min(rounds, doublings_max)) * (0.5 + spread)
+    return min(drawn_ms, RESUMED_PAUSE_MS_MAX) if resumed else drawn_ms
 
 
 class ResumptionPace:

@@ -43,6 +43,10 @@ class Inbox:
     """The decode node itself has said that it will not go on."""
     out_of_reach: bool = False
     """The decode node's stream is lost to this router, which may be the only one that cannot reach it."""
+    lost_before: bool = False
+    """It was when the node granted, and the node has not been reached since."""
+    never_reached: bool = False
+    """That is what the attempt has failed of."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     taken: int = 0
     """Tokens that the client has taken."""
@@ -81,14 +85,21 @@ class Inbox:
             self.error = error
             self.news.set()
 
+    def lose(self, error: BatonError) -> None:
+        """Fail with the decode node's stream."""
+        self.out_of_reach = True
+        self.never_reached = self.lost_before and self.error is None and self.finish is None
+        self.fail(error)
+
     def give_up(self, error: BatonError) -> None:
         """Fail, by the decode node's own word."""
         self.given_up = True
         self.fail(error)
 
     def go_on(self) -> None:
-        """The failure was not one of what the tokens come from."""
+        """The failure was not one of what the tokens come from, which has answered."""
         self.error = None
+        self.lost_before = self.never_reached = False
 
     @property
     def next_index(self) -> int:
@@ -196,8 +207,7 @@ class DecodeSubscription:
 
     def fail_all(self, error: BatonError) -> None:
         for inbox in list(self._inboxes.values()):
-            inbox.out_of_reach = True
-            inbox.fail(error)
+            inbox.lose(error)
         self._inboxes.clear()
 
     def restarted(self) -> None:
@@ -250,6 +260,8 @@ class DecodeSubscription:
             log.info("node reached again", node=self.name)
             self._repeats.over(self.name, "it is reached again")
         self.out_of_reach = False
+        for inbox in self._inboxes.values():
+            inbox.lost_before = False
 
     def _heard(self) -> None:
         """Tokens have come, or the stream has stayed: the node is of use, whatever it did before."""

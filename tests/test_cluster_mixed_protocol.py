@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import Final
 from unittest.mock import patch
 
@@ -34,14 +35,23 @@ def key(request: str, attempt: int = 0) -> common_pb2.RequestKey:
 
 
 async def directly(
-    cluster: InProcessCluster, name: str, key: common_pb2.RequestKey, prompt: list[int], count: int, events: list[str]
+    cluster: InProcessCluster,
+    name: str,
+    key: common_pb2.RequestKey,
+    prompt: list[int],
+    count: int,
+    events: list[str],
+    *,
+    output: Sequence[int] = (),
 ) -> int:
-    """Send a request to one node as a router of our own; which process has granted. Raises BatonError."""
+    """Send a request to one node as a router of our own, with `output` of its answer; which process has granted.
+    Raises BatonError."""
     runtime = cluster.runtimes[name]
     request = prefill_pb2.PrefillRequest(
         header=common_pb2.Header(sender=ROUTER, receiver=runtime.incarnation),
         key=key,
         prompt=prompt,
+        output=output,
         sampling=common_pb2.SamplingSpec(temperature=0, top_p=1, max_tokens=count, ignore_eos=True),
         router=ROUTER,
     )

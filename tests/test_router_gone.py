@@ -19,6 +19,7 @@ from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.node import RouterNode
+from router.retries import PLACEMENT_DOUBLINGS_MAX
 from tests.router_records import MODEL
 
 WAIT_S_MAX = 30.0
@@ -70,8 +71,9 @@ def ask_once(cluster: Cluster, *, nodes: int) -> list[int]:
             rng=rng,
         )
 
-        async def pause(looks: int, doublings_max: int) -> None:
-            pauses.append(min(looks, doublings_max))
+        async def pause(rounds: int, *, resumed: bool) -> None:
+            assert not resumed
+            pauses.append(min(rounds, PLACEMENT_DOUBLINGS_MAX))
 
         router._pause = pause  # type: ignore[method-assign,assignment]
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))

@@ -12,8 +12,19 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Attempt, RequestId, RequestKey
+from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
 from router.job import Try
-from router.retries import DEATHS, LOST_WAITING, PLACE_AGAIN, RESUMABLE, ResumptionPace, Retries, RetryConfig, Verdict
+from router.retries import (
+    DEATHS,
+    LOST_WAITING,
+    PLACE_AGAIN,
+    RESUMABLE,
+    ResumptionPace,
+    Retries,
+    RetryConfig,
+    Verdict,
+    pause_ms,
+)
 from router.subscriptions import Inbox
 
 CLIENTS_OWN = frozenset(
@@ -65,15 +76,30 @@ def test_the_wait_in_the_queue_of_a_lost_node_was_no_search(reason: Reason) -> N
     node was lost, and no more where a node says that there is no room."""
     job = retries()
     if reason in LOST_WAITING:
-        assert job.judge(failed(reason), granted=False, now_s=24.0, began_s=4.0) is Verdict.PLACE_AGAIN
-        assert job.judge(failed(reason), granted=False, now_s=29.9, began_s=29.9) is Verdict.PLACE_AGAIN
-        now_s, began_s = 30.0, 30.0
+        assert job.judge(failed(reason), granted=False, now_s=24.0, queued_s=4.0) is Verdict.PLACE_AGAIN
+        assert job.judge(failed(reason), granted=False, now_s=29.9, queued_s=29.9) is Verdict.PLACE_AGAIN
+        now_s, queued_s = 30.0, 30.0
     else:
-        now_s, began_s = 24.0, 4.0
+        now_s, queued_s = 24.0, 4.0
     with pytest.raises(BatonError) as refused:
-        job.judge(failed(reason), granted=False, now_s=now_s, began_s=began_s)
+        job.judge(failed(reason), granted=False, now_s=now_s, queued_s=queued_s)
     assert refused.value.reason is reason
     assert job.give_up_s == (30.0 if reason in LOST_WAITING else 10.0)
+
+
+@pytest.mark.parametrize("reason", by_name(PLACE_AGAIN))
+def test_the_wait_for_a_node_that_was_never_reached_is_search(reason: Reason) -> None:
+    """No node has said that it has the request, however long that took: its time to look runs out all the same."""
+    job = retries()
+    assert job.judge(failed(reason), granted=False, now_s=9.0) is Verdict.PLACE_AGAIN
+    with pytest.raises(BatonError) as refused:
+        job.judge(failed(reason), granted=False, now_s=10.0, queued_s=None)
+    assert (refused.value.reason, job.give_up_s) == (reason, 10.0)
+
+
+def test_a_node_that_has_restarted_had_nothing_in_its_queue() -> None:
+    """INCARNATION_MISMATCH is answered at once, before the node takes the request in."""
+    assert Reason.INCARNATION_MISMATCH not in LOST_WAITING
 
 
 @pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS, Reason.DECODE_FULL])
@@ -81,7 +107,7 @@ def test_the_wait_at_a_node_without_room_counts(reason: Reason) -> None:
     """The node is there and has no room: a request that has waited there for longer than it may look is told so."""
     job = retries()
     with pytest.raises(BatonError) as refused:
-        job.judge(failed(reason), granted=False, now_s=24.0, began_s=4.0)
+        job.judge(failed(reason), granted=False, now_s=24.0, queued_s=4.0)
     assert (refused.value.reason, job.give_up_s) == (reason, 10.0)
 
 
@@ -102,6 +128,19 @@ def test_the_second_death_is_the_last(reason: Reason) -> None:
     with pytest.raises(BatonError, match=r"2 of them with the death of a node.*It failed") as spent:
         job.judge(failed(reason), granted=True, now_s=4.0)
     assert spent.value.reason is Reason.ATTEMPTS_SPENT
+
+
+@pytest.mark.parametrize("reason", by_name(DEATHS))
+def test_a_grant_by_a_node_that_was_lost_before_is_no_death(reason: Reason) -> None:
+    """Prefill nodes reach a decode node that this router has lost, and grant there again and again. The request has
+    killed nothing; the limit of its resumptions is its end."""
+    job = retries(resumptions_max=4)
+    assert job.judge(failed(reason), granted=True, now_s=0.0) is Verdict.RESUME
+    for _ in range(3):
+        assert job.judge(failed(reason), granted=True, now_s=1.0, lost_before=True) is Verdict.RESUME
+    assert (job.deaths, job.resumptions) == (1, 4)
+    with pytest.raises(BatonError, match="5 attempts at this request have failed, 1 of them with the death"):
+        job.judge(failed(reason), granted=True, now_s=2.0, lost_before=True)
 
 
 @pytest.mark.parametrize("reason", by_name(RESUMABLE - DEATHS))
@@ -181,6 +220,20 @@ def test_the_pace_is_kept_over_any_time(gaps_s: list[float], burst: int, rate: i
         for last in range(first, len(begins)):
             allowed = max(1.0, burst / routers) + (begins[last] - begin_s) * rate / routers
             assert last - first + 1 <= allowed + 1 + 1e-6
+
+
+@given(retry_ms=st.integers(1, 100_000), rounds=st.integers(0, 40), spread=st.floats(0, 1))
+def test_a_decode_node_keeps_room_for_longer_than_a_router_pauses(retry_ms: int, rounds: int, spread: float) -> None:
+    """Whatever the settings of the two: the one in the middle of its answer is back while its room is kept."""
+    pause = pause_ms(retry_ms, rounds, resumed=True, spread=spread)
+    assert 0 < pause <= RESUMED_PAUSE_MS_MAX < RESUMED_WAIT_MS_MIN
+    assert pause <= pause_ms(retry_ms, rounds, resumed=False, spread=spread)
+
+
+def test_the_pause_doubles() -> None:
+    """From the middle of its spread: four times for a new request, twice for one in the middle of its answer."""
+    assert [pause_ms(50, rounds, resumed=False, spread=0.5) for rounds in range(6)] == [50, 100, 200, 400, 800, 800]
+    assert [pause_ms(50, rounds, resumed=True, spread=0.5) for rounds in range(4)] == [50, 100, 200, 200]
 
 
 @pytest.mark.parametrize("name", ["deaths_max", "resumptions_max", "resumptions_per_s", "resolve_ms_max"])

@@ -48,7 +48,8 @@ class PrefillServicer(object):
 
     def Prefill(self, request, context):
         """One request's prefill and handoff. Events in order: granted, first_token, handed_off (unless no decode node is
-        needed). Cancelling the call, or its deadline, gives the request up.
+        needed). The initial metadata comes first, when the node has the request, however long that waits for its turn.
+        Cancelling the call, or its deadline, gives the request up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -122,26 +122,25 @@ class Call:
             network.send(loop, other, late_s, again.arrive, data, timeout, metadata)
 
     def stream_requests(self, requests: AsyncIterator[Any], serialise: Callable[[Any], bytes]) -> None:
-        if not self.done:
+        if not self.done():
             self._consumer = self._client.loop.create_task(self._consume(requests, serialise), name="requests")
 
     async def _consume(self, requests: AsyncIterator[Any], serialise: Callable[[Any], bytes]) -> None:
         async for request in requests:
             served, client = self._served, self._client
-            if self.done or served is None:
+            if self.done() or served is None:
                 return
             data = serialise(request)
             client.network.note(client.loop, served.process.loop, data)
             self._requests_s = client.network.send(
                 client.loop, served.process.loop, self._requests_s, served.take_request, data
             )
-        if self._served is not None and not self.done:
+        if self._served is not None and not self.done():
             served = self._served
             self._client.network.send(
                 self._client.loop, served.process.loop, self._requests_s, served.take_request, None
             )
 
-    @property
     def done(self) -> bool:
         return self._status is not None
 
@@ -153,6 +152,10 @@ class Call:
             return self._messages.popleft()
         assert self._status is not None
         raise _error(self._status)
+
+    async def initial_metadata(self) -> None:
+        while not self._connected and not self._messages and self._status is None:
+            await self._news()
 
     async def wait_for_connection(self) -> None:
         while not self._connected and not self._messages and self._status is None:
