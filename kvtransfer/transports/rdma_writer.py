@@ -96,6 +96,8 @@ class RdmaWriterLink:
         self._sock, self._qps = connected.sock, connected.qps
         self._hold = hold
         self._address, self._epoch = endpoint.address, endpoint.epoch
+        self.region_nbytes = connected.region_nbytes
+        """Of the receiver's region."""
         self._loop, self._config = loop, config
         self._poster: Poster = self._qps.poster(dst_base=connected.region.base, rkey=connected.region.rkey)
         self._waker = Waker()
