@@ -1,5 +1,5 @@
-"""Two nodes whose regions are on simulated devices, and a tcp link between them through pinned memory; every touch of the
-host is looked at.
+"""Two nodes whose regions are on simulated devices, a tcp link between them through pinned memory, and a look at every
+touch of the host.
 
 `MissingDependency` is kept, not raised: it would end a thread of the transport, or be lost in a callback.
 """

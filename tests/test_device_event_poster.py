@@ -1,5 +1,5 @@
-"""Posts that wait until the device has computed what they send. That a link behind them is a link like any other is in the
-conformance suite (tcp-behind-events)."""
+"""Posts that wait until the device has computed what they send. That a link behind them is one like any other is in
+the conformance suite (tcp-behind-events)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from baton.ids import Epoch, GrantId
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
-from kvtransfer.transport import Seal, WriteOps
+from kvtransfer.transport import Seal, WriteOps, WriterEvents
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
-from tests.shm_harness import DEADLINE_S, grant_of, run
+from tests.shm_harness import DEADLINE_S, Recorder, grant_of, run
 from tests.staging_scenes import EPOCH, GRANT, NBYTES, RECORD, Node, whole
 from tests.tcp_harness import wait_until
 
@@ -72,8 +72,17 @@ class Scene:
         self.node = Node(seed)
         self.poster = EventPoster(streams=self.node.device, name="event-poster", poll_interval_s=1e-5)
         self.below = ReadingLink(self.node)
+        self.events = Recorder()
+        self.link: EventPostedLink
+
+    async def connect(self) -> Scene:
+        async def below(events: WriterEvents) -> ReadingLink:
+            assert events is not self.events
+            return self.below
+
         loop = asyncio.get_running_loop()
-        self.link = EventPostedLink(self.below, src_nbytes=NBYTES, poster=self.poster, loop=loop)
+        self.link = await EventPostedLink.over(below, self.events, src_nbytes=NBYTES, poster=self.poster, loop=loop)
+        return self
 
     def compute_and_post(self, block: int, value: int, grant: GrantId = GRANT) -> None:
         self.link.post(grant, whole(self.node.compute(0, block, value), RECORD))
@@ -91,7 +100,7 @@ def test_what_is_posted_has_been_computed(seed: int) -> None:
     order of the posts."""
 
     async def test() -> None:
-        scene = Scene(seed)
+        scene = await Scene(seed).connect()
         for block in range(8):
             scene.compute_and_post(block, 10 + block, GRANT if block % 2 else OTHER)
         await asyncio.to_thread(scene.below.wait_for, 8)
@@ -106,7 +115,7 @@ def test_a_poster_that_does_not_wait_is_found() -> None:
     """The event taken as passed: the simulator objects to the read."""
 
     async def test() -> None:
-        scene = Scene(1)
+        scene = await Scene(1).connect()
         scene.node.device.hasty = True
         scene.compute_and_post(0, 7)
         await asyncio.to_thread(scene.below.wait_for, 1)
@@ -119,11 +128,11 @@ def test_a_poster_that_does_not_wait_is_found() -> None:
 
 
 def test_an_abandoned_grant_and_a_closed_link_wait_for_no_kernel() -> None:
-    """The device stands still: what is abandoned goes down at once, to be completed uncopied there, and the rest when the
-    link is closed; nothing goes down twice."""
+    """The device stands still: what is abandoned goes down at once, to be completed uncopied there, and the rest when
+    the link is closed; nothing goes down twice."""
 
     async def test() -> None:
-        scene = Scene(2)
+        scene = await Scene(2).connect()
         scene.node.freeze()
         for block in range(3):
             scene.compute_and_post(block, 1, GRANT if block else OTHER)
@@ -158,7 +167,7 @@ def test_what_is_never_computed_is_abandoned(how: str) -> None:
         raise DeviceError("an illegal memory access was encountered")
 
     async def test() -> None:
-        scene = Scene(3)
+        scene = await Scene(3).connect()
         scene.node.freeze()
         scene.compute_and_post(0, 1)
         scene.compute_and_post(1, 1, OTHER)

@@ -88,8 +88,8 @@ def test_bytes_sent_before_their_copy_is_over_are_found(monkeypatch: pytest.Monk
 
 
 def test_a_seal_told_before_the_copies_are_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A receiver that does not wait for the event: the simulator objects when the seal is told, and when a chunk that is
-    being copied from is received into."""
+    """A receiver that does not wait for the event: the simulator objects when the seal is told, and when a chunk that
+    is being copied from is received into."""
 
     async def test() -> None:
         async with scene(monkeypatch, streams=1) as s:
@@ -110,8 +110,8 @@ def test_a_seal_told_before_the_copies_are_over_is_found(monkeypatch: pytest.Mon
 
 
 def test_a_copy_that_does_not_wait_for_its_layer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer's event left out: the copy is refused, the staging thread fails, the link is lost and the batch completes
-    uncopied."""
+    """The layer's event left out: the copy is refused, the staging thread fails, the link is lost and the batch
+    completes uncopied."""
     failures: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: failures.append(str(args.exc_value)))
     monkeypatch.setattr(ShimStream, "wait", lambda self, event: None)
@@ -349,7 +349,7 @@ def test_limits_that_cannot_be_kept_are_refused(changed: dict[str, int], complai
 
 
 def test_shares_are_apart_and_come_back() -> None:
-    """Chunks of two shares never overlap; one share's being used up leaves the other's; all are there again at the end."""
+    """Chunks of two shares never overlap; one that is used up leaves the other's; all are there again at the end."""
     driver: Any = FakeDriver()
     region = FakeSource(memory=np.arange(64, dtype=np.uint8), nbytes=64)
     staged = StagedRegion(driver=driver, region=region, config=SMALL)

@@ -86,7 +86,7 @@ class OwningPostedLink(EventPostedLink):
 
 def staged(region: Any) -> StagedRegion:
     """With little pinned memory: everything here has to wait for it."""
-    config = StagingConfig(bytes_max=1 << 20, chunk_bytes=1 << 14, link_chunks=3, stream_chunks=2)
+    config = StagingConfig(bytes_max=1 << 22, chunk_bytes=1 << 16, link_chunks=3, stream_chunks=2)
     return StagedRegion(driver=FakeDriver(streams=LateStreams()), region=region, config=config)
 
 
@@ -186,11 +186,20 @@ class Kit:
             except BaseException:
                 memory_on_device.close()
                 raise
-        tcp_link = await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
         if self.behind_events:
             poster = EventPoster(streams=FakeStreams(), name="event-poster")
-            return OwningPostedLink(tcp_link, src_nbytes=len(source_U8), poster=poster, loop=loop)
-        return tcp_link
+            try:
+                return await OwningPostedLink.over(
+                    lambda events: TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp),
+                    events,
+                    src_nbytes=len(source_U8),
+                    poster=poster,
+                    loop=loop,
+                )
+            except BaseException:
+                poster.close()
+                raise
+        return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
 
 
 KITS = (

@@ -1,4 +1,4 @@
-"""Posting what a device is still computing, over a transport that no stream can order: when the device is through with it.
+"""Posting what a device is still computing, over a transport that no stream can order: when it has been computed.
 
 An RDMA card reads memory when it is told to, whatever a stream has queued. So a post waits for an event, and a thread
 polls for that: neither the compute stream nor the engine waits for a transfer.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
-from baton.ids import Epoch, GrantId
+from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
-from kvtransfer.transport import Seal, WriteOps, WriterLink
+from kvtransfer.transport import Seal, WriteOps, WriterEvents, WriterLink
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import check_ops
 
@@ -38,11 +38,13 @@ class EventPoster:
         self._thread.start()
 
     def after(self, then: Callable[[bool], None]) -> None:
-        """Call `then` once the device has passed what the calling thread's stream has queued so far. Any thread; returns
-        at once, and how many wait is for the caller to bound.
+        """Call `then` once the device has passed what the calling thread's stream has queued so far. Any thread;
+        returns at once, and how many wait is for the caller to bound.
 
-        In the order of these calls, on the poster's thread: with True; with False, at any place in that order and on any
-        thread, if the device has failed or the poster is closed. `then` neither waits nor raises. Raises DeviceError.
+        In the order of these calls, on the poster's thread: with True; with False, at any place in that order and on
+        any thread, if the device has failed or the poster is closed. `then` neither waits nor raises.
+
+        Raises DeviceError.
         """
         event = self._streams.current().record()
         with self._wake:
@@ -105,20 +107,39 @@ class _Post:
 class EventPostedLink:
     """A link whose posts reach the one below when the device has computed their sources. See `WriterLink`.
 
-    Events are the link's below, which the caller has made. What waits here is counted by nobody else: after the end of the
-    link below, and for an abandoned grant, it is posted there at once, which completes it uncopied.
+    At the end of the link below, and for an abandoned grant, what waits here is posted there at once: it completes
+    uncopied.
     """
 
     def __init__(
-        self, link: MeasuredLink, *, src_nbytes: int, poster: EventPoster, loop: asyncio.AbstractEventLoop
+        self, *, events: WriterEvents, src_nbytes: int, poster: EventPoster, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Takes the link over; `src_nbytes` are the source region's. The poster is the caller's and outlives this."""
-        self._link = link
+        """Use `over`."""
+        self._link: MeasuredLink
+        self._events = events
         self._src_nbytes = src_nbytes
         self._poster = poster
         self._loop = loop
         self._lock = threading.Lock()
         self._waiting: deque[_Post] = deque()
+
+    @classmethod
+    async def over(
+        cls,
+        connect: Callable[[WriterEvents], Awaitable[MeasuredLink]],
+        events: WriterEvents,
+        *,
+        src_nbytes: int,
+        poster: EventPoster,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Self:
+        """Make the link below by `connect`, and take it over; raises what that raises.
+
+        `src_nbytes` are the source region's. The poster is the caller's and outlives this.
+        """
+        made = cls(events=events, src_nbytes=src_nbytes, poster=poster, loop=loop)
+        made._link = await connect(made)
+        return made
 
     @property
     def epoch(self) -> Epoch:
@@ -170,6 +191,19 @@ class EventPostedLink:
         """Counters and gauges for people and metrics."""
         with self._lock:
             return {**self._link.describe(), "batches_uncomputed": len(self._waiting)}
+
+    # What the link below tells (kvtransfer.transport.WriterEvents).
+
+    def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
+        self._events.writes_completed(grant, writes, bytes_written, copied)
+
+    def writes_adrift(self, grant: GrantId) -> None:
+        self._events.writes_adrift(grant)
+
+    def link_lost(self, pair: Pair, reason: str) -> None:
+        """Told behind the completions of what still waits here."""
+        self._post_waiting(lambda _: True)
+        self._loop.call_soon(self._events.link_lost, pair, reason)
 
     def _computed(self, post: _Post, computed: bool) -> None:
         """On the poster's thread, or, if not computed, on any."""

@@ -1,7 +1,7 @@
 """A region on a device as sockets can reach it: through pinned memory of the host.
 
-A node has one `StagedRegion`: pinned memory of a fixed size, cut into chunks. Whoever moves bytes (a link that writes, a
-connection that receives) has a share of it for as long as it lives: some chunks, and a side stream of the device. So
+A node has one `StagedRegion`: pinned memory of a fixed size, cut into chunks. Whoever moves bytes (a link that writes,
+a connection that receives) has a share of it for as long as it lives: some chunks, and a side stream of the device. So
 nobody waits for a chunk of somebody else's. A share's chunks come back with the ends of its own copies and with the
 acknowledgements of its own peer, and a peer that stands still holds up that share alone.
 
@@ -189,9 +189,7 @@ class StagingShare(Generic[Tag]):
             assert start in self._starts and start not in self._free, start
             self._free.append(start)
 
-    def to_host(
-        self, start: int, src_S: np.ndarray, nbytes_S: np.ndarray, *, behind: DeviceEvent, tag: Tag
-    ) -> None:
+    def to_host(self, start: int, src_S: np.ndarray, nbytes_S: np.ndarray, *, behind: DeviceEvent, tag: Tag) -> None:
         """Queue a copy of these segments of the region, one after the other, into a chunk, behind an event.
 
         The segments stay as they are until `finished` has told the tag. Raises DeviceError.
@@ -250,8 +248,8 @@ class StagingShare(Generic[Tag]):
 
 def places(start: int, nbytes_S: np.ndarray) -> np.ndarray:
     """Where the segments lie in a chunk that begins at `start`."""
-    ends_S = np.cumsum(nbytes_S, dtype=np.int64)
-    return ends_S - nbytes_S + start
+    places_S: np.ndarray = np.cumsum(nbytes_S, dtype=np.int64) - nbytes_S + start
+    return places_S
 
 
 def _wait_for(event: DeviceEvent) -> None:

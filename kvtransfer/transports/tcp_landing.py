@@ -34,7 +34,7 @@ class LandingMemory:
 
     def copy(self, frame: wire.Data, place_S2: np.ndarray, table_S2: np.ndarray) -> None:
         """Queue the copy of a frame that has been received. The caller holds what makes `forbid` a barrier."""
-        raise AssertionError("there is nothing to copy")
+        raise AssertionError(("there is nothing to copy", frame, place_S2, table_S2))
 
     def give(self, place_S2: np.ndarray) -> None:
         """What was received there is not wanted."""

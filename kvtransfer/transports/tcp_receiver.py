@@ -135,8 +135,8 @@ class TcpReceiverPort:
                 stream.forbid(grant)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after, once
-        a device is through with what they had queued there."""
+        """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after,
+        once a device is through with what they had queued there."""
         for number in self._fences.fence(pair, epoch):
             stream = self._connections[number].stream
             assert stream is not None

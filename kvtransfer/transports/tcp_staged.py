@@ -1,4 +1,4 @@
-"""The writing side of tcp from a region on a device: a tcp link whose source is pinned memory, and a thread that fills it.
+"""The writing side of tcp from a region on a device: a tcp link whose source is pinned memory, and who fills that.
 
 A posted batch is cut into pieces of a chunk. A piece is copied into its chunk on a side stream, behind what the posting
 thread's stream had queued; the thread polls for the end of that copy and only then posts the piece on the tcp link. The
@@ -262,9 +262,7 @@ class StagedTcpLink:
             if self._stopped or batch.grant in self._abandoned:
                 self._drop_piece(piece)
                 return
-        ops = WriteOps(
-            src=places(piece.start, frame.nbytes_S), dst=frame.table_S2[:, 0].copy(), nbytes=frame.nbytes_S
-        )
+        ops = WriteOps(src=places(piece.start, frame.nbytes_S), dst=frame.table_S2[:, 0].copy(), nbytes=frame.nbytes_S)
         self._link.post(batch.grant, ops, partial(self._sent, piece))
 
     # Any thread, with the lock held.

@@ -6,9 +6,9 @@ calls that do not wait, after it has looked whether the grant may still write. S
 no byte is landing, and what it changes under the lock holds for every later byte (DESIGN I3). One native call may make
 many system calls inside the lock; `_barrier` interrupts it, so that it waits for one of them at most.
 
-A copy to a device is queued inside the lock too, after the same look. Its frame is acknowledged when the device is through
-with it, a seal is told of when that holds for every frame before it, and the thread ends when nothing of it is left on
-the device: neither word nor evidence comes before the bytes. `forbid` waits for the copies of its grant.
+A copy to a device is queued inside the lock too, after the same look. Its frame is acknowledged when the device is
+through with it, a seal is told of when that holds for every frame before it, and the thread ends when nothing of it is
+left on the device: neither word nor evidence comes before the bytes. `forbid` waits for the copies of its grant.
 
 Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a frame; S2 = (destination, length).
 """
@@ -133,7 +133,7 @@ class ReceiveStream:
         self._memory.wait_for(grant)
 
     def stop(self, fence_epoch: Epoch | None) -> None:
-        """When this returns no byte is taken any more; the thread ends soon. Idempotent. With an epoch, FENCE is sent."""
+        """When this returns no byte is taken any more; the thread ends soon. Idempotent. An epoch: FENCE is sent."""
         with self._barrier():
             self._stopped = True
             self._fence_epoch = fence_epoch
