@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ import pytest
 
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingShare
+from kvtransfer.transport import Seal
+from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from kvtransfer.transports.tcp import TcpConnectError, TcpWriterConfig
+from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
 from tests.fake_device import FakeDriver
 from tests.shm_harness import grant_of, ops_of, pair_of, run
@@ -34,7 +38,7 @@ from tests.staging_scenes import (
     whole,
 )
 from tests.stream_shim import ShimStream
-from tests.tcp_harness import wait_until
+from tests.tcp_harness import head, raw, table, wait_until
 from tests.transport_kits import Everything, FakeSource
 
 
@@ -105,6 +109,40 @@ def test_a_seal_told_before_the_copies_are_over_is_found(monkeypatch: pytest.Mon
             s.receiver.found.clear()
             s.receiver.device.hasty = False
             s.receiver.thaw()
+
+    run(test())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_seal_overtakes_no_copy(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that seals before it has been acknowledged, over a device that stands still: the seal is told when the
+    device has gone on. A receive thread that tells it at once is found."""
+
+    async def test() -> None:
+        if not waits:
+            monkeypatch.setattr(ReceiveStream, "_settle", lambda self: None)
+        async with scene(monkeypatch) as s:
+            endpoint: Any = SimpleNamespace(endpoint=s.port.expect(PAIR, EPOCH))
+            async with raw(endpoint) as by_hand:
+                s.receiver.freeze()
+                seal = Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=CHUNK)
+                sealing = wire.encode(wire.SealFrame(sequence=1, seal=seal, streams_mask=1))
+                await by_hand.send(head(nbytes=CHUNK), table((RECORD, CHUNK)), bytes([9]) * CHUNK, sealing)
+                if waits:
+                    await wait_until(lambda: len(s.receiver.region.accesses) == 3)
+                    assert s.arrived.seals == []
+                    s.receiver.thaw()
+                await s.arrived.until(lambda e: bool(e.seals))
+                if waits:
+                    wanted_U8 = np.repeat(np.array([0, 9, 0], np.uint8), [RECORD, CHUNK, NBYTES - CHUNK - RECORD])
+                    assert np.array_equal(s.arrived.bytes_at_seal[0], wanted_U8)
+                else:
+                    (found,) = s.receiver.found
+                    assert found.startswith("the host touches region[0:2048], and nothing orders it after copy")
+                    s.receiver.found.clear()
+                    s.receiver.thaw()
+            await s.arrived.until(lambda e: bool(e.gone))
+            await s.posted.until(lambda e: bool(e.lost))
 
     run(test())
 
