@@ -193,7 +193,7 @@ class ReceiverPort(Protocol):
 
         Ends in `ReceiverEvents.writer_gone`, at once if no such connection was ever made; for shm only when the writer
         process has closed with an acknowledgement or is proved dead, however long that takes; for tcp as soon as the
-        receive threads of its connections have been joined.
+        receive threads of its connections have been joined, which end when a device is through with their copies.
         """
         ...
 

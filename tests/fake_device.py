@@ -5,6 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,11 +48,70 @@ class FakeStreams:
             dst[b : b + n] = src[a : a + n]
 
 
+class LateEvent(FakeEvent):
+    def __init__(self, stream: LateStream) -> None:
+        super().__init__()
+        self._stream = stream
+        self._number = stream.queued
+
+    def done(self) -> bool:
+        with self._stream.lock:
+            if not super().done():
+                return False
+            self._stream.run_until(self._number)
+            return True
+
+
+class LateStream(FakeStream):
+    """Copies as late as it may: when somebody sees that it has."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.queued = 0
+        self._done = 0
+        self._work: deque[Callable[[], None]] = deque()
+
+    def record(self) -> LateEvent:
+        with self.lock:
+            return LateEvent(self)
+
+    def queue(self, work: Callable[[], None]) -> None:
+        with self.lock:
+            self._work.append(work)
+            self.queued += 1
+
+    def run_until(self, number: int) -> None:
+        while self._done < number:
+            self._work.popleft()()
+            self._done += 1
+
+
+class LateStreams(FakeStreams):
+    def current(self) -> LateStream:
+        return LateStream()
+
+    def side(self) -> LateStream:
+        return LateStream()
+
+    def copy(self, stream: FakeStream, dst: np.ndarray, src: np.ndarray, ops: WriteOps) -> None:
+        assert isinstance(stream, LateStream)
+        taken = WriteOps(src=ops.src.copy(), dst=ops.dst.copy(), nbytes=ops.nbytes.copy())
+        stream.queue(lambda: FakeStreams.copy(self, stream, dst, src, taken))
+
+
+class FakePinned:
+    def __init__(self, nbytes: int) -> None:
+        self.memory = self.array_U8 = np.zeros(nbytes, np.uint8)
+
+    def close(self) -> None:
+        pass
+
+
 class FakeDriver:
     """Addresses are numbers of mappings."""
 
-    def __init__(self, refusal: str | None = None) -> None:
-        self.streams = FakeStreams()
+    def __init__(self, refusal: str | None = None, streams: FakeStreams | None = None) -> None:
+        self.streams = streams or FakeStreams()
         self._refusal = refusal
         self._next = 1
         self._files: dict[int, int] = {}
@@ -92,6 +154,9 @@ class FakeDriver:
         mapping = self._mappings[address]
         assert nbytes == len(mapping)
         return np.frombuffer(mapping, dtype=np.uint8)
+
+    def pin(self, nbytes: int) -> FakePinned:
+        return FakePinned(nbytes)
 
     def refusal(self) -> str | None:
         return self._refusal

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from baton.ids import Epoch, Pair
+from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
+from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, ReceiverPort, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
@@ -25,6 +27,7 @@ from kvtransfer.transports.rdma import (
 )
 from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import (
     UcxConnectError,
     UcxReceiverConfig,
@@ -33,7 +36,7 @@ from kvtransfer.transports.ucx import (
     UcxWriterLink,
 )
 from kvtransfer.transports.ucx_nixl import destruction_fences
-from tests.fake_device import FakeDriver
+from tests.fake_device import FakeDriver, FakeStreams, LateStreams
 
 ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError, UcxConnectError)
 
@@ -54,6 +57,37 @@ class OwningLink(RdmaWriterLink):
     async def close(self) -> None:
         await super().close()
         await self.memory.close()
+
+
+class OwningTcpPort(TcpReceiverPort):
+    """With pinned memory of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        assert isinstance(self._region, StagedRegion)
+        self._region.close()
+
+
+class OwningStagedLink(StagedTcpLink):
+    """With pinned memory of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        self._source.close()
+
+
+class OwningPostedLink(EventPostedLink):
+    """With a poster of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        self._poster.close()
+
+
+def staged(region: Any) -> StagedRegion:
+    """With little pinned memory: everything here has to wait for it."""
+    config = StagingConfig(bytes_max=1 << 22, chunk_bytes=1 << 16, link_chunks=3, stream_chunks=2)
+    return StagedRegion(driver=FakeDriver(streams=LateStreams()), region=region, config=config)
 
 
 class FakeDeviceRegion(DeviceRegion):
@@ -86,6 +120,10 @@ class Kit:
     streams: int = 1
     tls: str = ""
     """Of ucx."""
+    from_device: bool = False
+    to_device: bool = False
+    """Of tcp: through pinned memory."""
+    behind_events: bool = False
 
     @property
     def fences_without_the_writer(self) -> bool:
@@ -95,7 +133,7 @@ class Kit:
         return self.transport in (TransportName.TCP, TransportName.RDMA)
 
     def region(self, nbytes: int) -> AnyRegion:
-        if self.transport is TransportName.CUDA_IPC:
+        if self.transport is TransportName.CUDA_IPC or self.to_device:
             return FakeDeviceRegion(nbytes)
         return Region.create(nbytes, "test-region")
 
@@ -112,6 +150,8 @@ class Kit:
         if self.transport is TransportName.UCX:
             ucx = UcxReceiverConfig(tls=self.tls)
             return UcxReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom, config=ucx)
+        if self.to_device:
+            return OwningTcpPort(region=staged(region), events=events, loop=loop, randomness=os.urandom)
         return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
 
     async def link(self, endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents) -> WriterLink:
@@ -139,6 +179,26 @@ class Kit:
             ucx = UcxWriterConfig(tls=self.tls, connect_ms_max=20_000, on_the_way_bytes_max=4 << 20, drain_ms_max=3_000)
             return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, ucx)
         tcp = TcpWriterConfig(streams=self.streams, drain_ms_max=300, bye_ms_max=300)
+        if self.from_device:
+            memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8)))
+            try:
+                return await OwningStagedLink.connect(endpoint, pair, memory_on_device, events, loop, tcp)
+            except BaseException:
+                memory_on_device.close()
+                raise
+        if self.behind_events:
+            poster = EventPoster(streams=FakeStreams(), name="event-poster")
+            try:
+                return await OwningPostedLink.over(
+                    lambda events: TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp),
+                    events,
+                    src_nbytes=len(source_U8),
+                    poster=poster,
+                    loop=loop,
+                )
+            except BaseException:
+                poster.close()
+                raise
         return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
 
 
@@ -147,6 +207,10 @@ KITS = (
     Kit(name="shm", transport=TransportName.SHM),
     Kit(name="tcp", transport=TransportName.TCP),
     Kit(name="tcp-3-streams", transport=TransportName.TCP, streams=3),
+    Kit(name="tcp-device-to-device", transport=TransportName.TCP, streams=2, from_device=True, to_device=True),
+    Kit(name="tcp-device-to-host", transport=TransportName.TCP, from_device=True),
+    Kit(name="tcp-host-to-device", transport=TransportName.TCP, streams=2, to_device=True),
+    Kit(name="tcp-behind-events", transport=TransportName.TCP, behind_events=True),
 )
 RDMA_KITS = (Kit(name="rdma", transport=TransportName.RDMA, streams=2),)
 """Where there is a device: `make test-rdma` runs them."""

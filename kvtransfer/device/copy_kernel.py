@@ -1,5 +1,7 @@
 """One Triton kernel that copies records between two memories of a device, wherever the writes say.
 
+One of the two may be pinned memory of the host, which a kernel reads and writes over the bus.
+
 Shape suffix: W = one entry per write; P = one entry per piece of a write, of `PIECE_WORDS` words at most.
 """
 
@@ -34,7 +36,8 @@ def copy_kernel(
 
 
 def copy_records(dst_U8: torch.Tensor, src_U8: torch.Tensor, ops: WriteOps) -> None:
-    """Queue the copies on the current stream. Both memories are uint8 tensors of one device, `ops` has been checked.
+    """Queue the copies on the current stream. Both memories are uint8 tensors of one device, or one is in pinned
+    memory; `ops` has been checked.
 
     In words of 8 bytes where every offset and length is a multiple of that, as records of KV are; else byte by byte.
     """
@@ -49,9 +52,10 @@ def copy_records(dst_U8: torch.Tensor, src_U8: torch.Tensor, ops: WriteOps) -> N
     longest = int(writes_3W[2].max())
     if longest == 0:
         return
-    if dst_U8.is_cuda:
+    if dst_U8.is_cuda or src_U8.is_cuda:
+        device = dst_U8.device if dst_U8.is_cuda else src_U8.device
         # From pinned memory the copy of the table is queued as well; its allocator waits for that before reuse.
-        writes_3W = writes_3W.pin_memory().to(dst_U8.device, non_blocking=True)
+        writes_3W = writes_3W.pin_memory().to(device, non_blocking=True)
     copy_kernel[(len(ops.src), triton.cdiv(longest, PIECE_WORDS))](
         _words(dst_U8, word_bytes), _words(src_U8, word_bytes), writes_3W, len(ops.src), PIECE=PIECE_WORDS
     )

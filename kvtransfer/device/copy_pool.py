@@ -15,14 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import GrantId
-from kvtransfer.device.streams import DeviceEvent, DeviceStreams
+from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import AbandonedGrants, Completed, check_ops
-
-POLL_INTERVAL_S = 50e-6
-"""Between two looks at the oldest copy: short beside a layer, long beside the look."""
-
 
 BATCHES_IN_FLIGHT_MAX = 64
 """Queued on the device at a time: what is queued there can no longer be abandoned."""

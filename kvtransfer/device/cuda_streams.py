@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from kvtransfer.device.copy_kernel import copy_records
+from kvtransfer.device.driver import DeviceError
 from kvtransfer.transport import WriteOps
 
 
@@ -13,7 +17,8 @@ class CudaEvent:
         self.event = event
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        with _device_errors():
+            return bool(self.event.query())
 
 
 class CudaStream:
@@ -21,12 +26,14 @@ class CudaStream:
         self.stream = stream
 
     def record(self) -> CudaEvent:
-        event = torch.cuda.Event()
-        event.record(self.stream)
+        with _device_errors():
+            event = torch.cuda.Event()
+            event.record(self.stream)
         return CudaEvent(event)
 
     def wait(self, event: CudaEvent) -> None:
-        self.stream.wait_event(event.event)
+        with _device_errors():
+            self.stream.wait_event(event.event)
 
 
 class CudaStreams:
@@ -42,5 +49,14 @@ class CudaStreams:
         return CudaStream(torch.cuda.Stream(self._device, priority=-1))
 
     def copy(self, stream: CudaStream, dst: torch.Tensor, src: torch.Tensor, ops: WriteOps) -> None:
-        with torch.cuda.stream(stream.stream):
+        with _device_errors(), torch.cuda.stream(stream.stream):
             copy_records(dst, src, ops)
+
+
+@contextlib.contextmanager
+def _device_errors() -> Iterator[None]:
+    """Whatever CUDA raises. After an error of a kernel the context is lost: every later call raises it again."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error

@@ -1,7 +1,10 @@
 """Device memory that other processes of the machine can be given: plain cudaMalloc, exported by CUDA IPC.
+And pinned memory of the host.
 
 Plain, because memory of the stream-ordered and of the expandable allocators cannot be exported, nor registered for
 GPUDirect. cuda-bindings and torch are imported when a `CudaDriver` is made.
+
+Shape suffix: U8 = one-dimensional array of bytes (uint8).
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvtransfer.device.streams import DeviceStreams
 
 IPC_HANDLE_BYTES = 64
@@ -19,6 +24,24 @@ _MPS_DIRECTORY = "/tmp/nvidia-mps"
 
 class DeviceError(Exception):
     """The device, or its driver, has refused; the text says what was asked and what to do."""
+
+
+class PinnedMemory(Protocol):
+    """Host memory that stays where it is: copies of the device reach it, and so do sockets."""
+
+    @property
+    def memory(self) -> Any:
+        """All bytes, as `streams.copy` takes them."""
+        ...
+
+    @property
+    def array_U8(self) -> np.ndarray:
+        """The same bytes."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it: no copy is on its way. Idempotent."""
+        ...
 
 
 class DeviceDriver(Protocol):
@@ -47,6 +70,10 @@ class DeviceDriver(Protocol):
 
     def memory(self, address: int, nbytes: int) -> Any:
         """The bytes as `streams.copy` takes them; a view, which keeps nothing alive."""
+        ...
+
+    def pin(self, nbytes: int) -> PinnedMemory:
+        """Zeroed host memory."""
         ...
 
     def refusal(self) -> str | None:
@@ -108,6 +135,12 @@ class CudaDriver:
         """A uint8 tensor [nbytes]."""
         return self._torch.as_tensor(_Span(address, nbytes), device=self.device)
 
+    def pin(self, nbytes: int) -> PinnedMemory:
+        try:
+            return _TorchPinned(self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True))
+        except RuntimeError as error:
+            raise DeviceError(f"{nbytes} bytes of host memory cannot be pinned: {error}") from error
+
     def refusal(self) -> str | None:
         if mps_in_use():
             return (
@@ -124,6 +157,25 @@ class CudaDriver:
             _, text = self._runtime.cudaGetErrorString(status)
             raise DeviceError(f"{name}{arguments!r:.80}: {text!s}")
         return results[0] if results else None
+
+
+class _TorchPinned:
+    """From torch's allocator of pinned memory, which keeps it for the next who asks."""
+
+    def __init__(self, tensor_U8: Any) -> None:
+        self._tensor_U8 = tensor_U8
+
+    @property
+    def memory(self) -> Any:
+        return self._tensor_U8
+
+    @property
+    def array_U8(self) -> np.ndarray:
+        array_U8: np.ndarray = self._tensor_U8.numpy()
+        return array_U8
+
+    def close(self) -> None:
+        self._tensor_U8 = None
 
 
 class _Span:

@@ -11,12 +11,18 @@ from typing import Any, Protocol
 
 from kvtransfer.transport import WriteOps
 
+POLL_INTERVAL_S = 50e-6
+"""Between two looks at the oldest event: short beside a layer, long beside the look."""
+
 
 class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def done(self) -> bool:
-        """Whether the stream has passed it. Any thread; never blocks. What was queued before is visible then."""
+        """Whether the stream has passed it. Any thread; never blocks. What was queued before is visible then.
+
+        Raises DeviceError: the device has failed. Nothing of what was queued writes any more.
+        """
         ...
 
 
@@ -42,5 +48,6 @@ class DeviceStreams(Protocol):
         ...
 
     def copy(self, stream: Any, dst: Any, src: Any, ops: WriteOps) -> None:
-        """Queue copies between two memories of the device; the arrays of `ops` may be reused at once."""
+        """Queue copies between two memories of the device, or one of them and pinned memory of the host; the arrays of
+        `ops` may be reused at once. Raises DeviceError."""
         ...

@@ -58,6 +58,8 @@ class RdmaWriterLink(ChainLink):
     ) -> None:
         """Takes over what is connected, and the hold. Use `connect`."""
         self._qps, self._hold, self._config = connected.qps, hold, config
+        self.region_nbytes = connected.region_nbytes
+        """Of the receiver's region."""
         self._poster: Poster = self._qps.poster(dst_base=connected.region.base, rkey=connected.region.rkey)
         self._waker = Waker()
         self._tries_left: int | None = None

@@ -14,6 +14,7 @@ import numpy as np
 
 from baton.ids import GrantId
 from kvtransfer.transport import Seal, WriteOps
+from kvtransfer.transports.posted_writes import Completed
 
 SHARED_BYTES_MIN = 1 << 20
 """A batch of more is shared between the streams: no frame of less is cut for that."""
@@ -23,11 +24,13 @@ SHARES_OF_A_STREAM = 2
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
-    """One post. `frames_left`: frames not acknowledged or dropped yet; None until it has been cut."""
+    """One post. `frames_left`: frames not acknowledged or dropped yet; None until it has been cut. `completed`: whom to
+    tell in the place of the link's owner."""
 
     grant: GrantId
     ops: WriteOps
     total_bytes: int
+    completed: Completed | None = None
     frames_left: int | None = None
     copied: bool = True
 

@@ -96,8 +96,9 @@ class SendQueue:
         self.bytes_copied = 0
         self.batches_abandoned = 0
 
-    def post(self, grant: GrantId, ops: WriteOps) -> Taken | None:
-        """Queue one batch; returns at once. The arrays belong to the queue until it is completed.
+    def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> Taken | None:
+        """Queue one batch; returns at once. The arrays belong to the queue until it is completed, which `completed` is
+        told, if given, in the place of the queue's own.
 
         What is returned the caller sends, as far as that goes without waiting, and then calls `give_back`.
 
@@ -105,7 +106,7 @@ class SendQueue:
             WriteOutOfBounds: the batch is not taken, and not completed either.
         """
         check_ops(ops, self._src_nbytes, self._dst_nbytes)
-        batch = Batch(grant=grant, ops=ops, total_bytes=ops.total_bytes)
+        batch = Batch(grant=grant, ops=ops, total_bytes=ops.total_bytes, completed=completed)
         with self._wake:
             self._uncompleted[grant] = self._uncompleted.get(grant, 0) + 1
             if self._stopped or grant in self._abandoned:
@@ -233,7 +234,7 @@ class SendQueue:
         # Without a detour by way of the loop's queue, which would cost another turn of the loop.
         with contextlib.ExitStack() as every:  # each is told, whatever another's completion raises
             for batch in reversed(over):
-                every.callback(self._completed, batch.grant, len(batch.ops.src), batch.total_bytes, batch.copied)
+                every.callback(self._tell, batch, batch.copied)
 
     def lose_unacknowledged(self) -> None:
         """The streams are closed and nothing is being sent: complete what was on its way, uncopied."""
@@ -340,4 +341,7 @@ class SendQueue:
     def _deliver(self, batch: Batch, copied: bool) -> None:
         with self._wake:
             self._discount(batch)
-        self._completed(batch.grant, len(batch.ops.src), batch.total_bytes, copied)
+        self._tell(batch, copied)
+
+    def _tell(self, batch: Batch, copied: bool) -> None:
+        (batch.completed or self._completed)(batch.grant, len(batch.ops.src), batch.total_bytes, copied)

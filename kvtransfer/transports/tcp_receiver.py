@@ -14,16 +14,18 @@ import hmac
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.device.staging import StagedRegion, StagingFull
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.acceptor import Acceptor, listen_on
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_fences import NotAdmitted, PortFences
+from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
 from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
 from kvtransfer.transports.tcp_socket import tune
 from kvtransfer.transports.tcp_stream import ReceiveStream
@@ -58,7 +60,7 @@ class TcpReceiverPort:
     def __init__(
         self,
         *,
-        region: Region,
+        region: Region | StagedRegion,
         events: ReceiverEvents,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
@@ -79,6 +81,10 @@ class TcpReceiverPort:
         self._loop = loop
         self._randomness = randomness
         self._config = config or TcpReceiverConfig()
+        self._limits = self._config.stream
+        if isinstance(region, StagedRegion):
+            frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
+            self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
         self._fences = PortFences(
             transport=self.transport,
             events=events,
@@ -121,14 +127,16 @@ class TcpReceiverPort:
                 stream.allow(grant, ranges)
 
     def forbid(self, grant: GrantId) -> None:
-        """See `ReceiverPort.forbid`. Waits at most for one system call of each stream of the pair."""
+        """See `ReceiverPort.forbid`. Waits at most for one system call of each stream of the pair, and for those of the
+        grant's copies that are queued on a device."""
         allowed = self._allowed.pop(grant, None)
         if allowed is not None:
             for stream in self._streams(allowed.pair):
                 stream.forbid(grant)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`. Nothing lands any more when this returns; the threads are joined soon after."""
+        """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after,
+        once a device is through with what they had queued there."""
         for number in self._fences.fence(pair, epoch):
             stream = self._connections[number].stream
             assert stream is not None
@@ -163,6 +171,7 @@ class TcpReceiverPort:
             "fences_waiting": self._fences.waiting,
             "fences_ended": self._fences.ended,
             "grants_allowed": len(self._allowed),
+            **(self._region.describe() if isinstance(self._region, StagedRegion) else {}),
             **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
             "refused": {reason.name: count for reason, count in self._refused.items()},
         }
@@ -242,7 +251,12 @@ class TcpReceiverPort:
         if sum(c.stream is not None for c in self._connections.values()) >= self._config.connections_max:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
-        limits = self._config.stream
+        try:
+            memory = self._memory()
+        except StagingFull:
+            self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
+            return
+        limits = self._limits
         welcome = wire.Welcome(
             proof=wire.receiver_proof(secret, hello, connection.nonce),
             region_nbytes=self._region.nbytes,
@@ -250,9 +264,16 @@ class TcpReceiverPort:
             frame_segments_max=limits.frame_segments_max,
         )
         self._send(connection, welcome)
-        self._open(connection, hello)
+        self._open(connection, hello, memory)
 
-    def _open(self, connection: _Connection, hello: wire.Hello) -> None:
+    def _memory(self) -> LandingMemory:
+        """What a connection receives into. Raises StagingFull."""
+        region = self._region
+        if isinstance(region, StagedRegion):
+            return StagedMemory(region.host_U8, region.nbytes, region.share(region.config.stream_chunks))
+        return LandingMemory(region.array_U8, region.nbytes)
+
+    def _open(self, connection: _Connection, hello: wire.Hello, memory: LandingMemory) -> None:
         """From here on the socket is the stream's, and the connection counts as one that may write."""
         sock = connection.sock
         assert sock is not None
@@ -260,8 +281,8 @@ class TcpReceiverPort:
         stream = ReceiveStream(
             sock=sock,
             hello=hello,
-            region_U8=self._region.array_U8,
-            limits=self._config.stream,
+            memory=memory,
+            limits=self._limits,
             loop=self._loop,
             sealed=self._seal,
             ended=lambda _: self._ended(connection),
@@ -273,6 +294,7 @@ class TcpReceiverPort:
             stream.start()
         except BaseException:
             sock.close()
+            memory.release()
             del self._connections[connection.number]
             raise
         connection.stream = stream

@@ -1,9 +1,14 @@
-"""One data connection at the receiver: a thread that checks each frame and scatters it into the region.
+"""One data connection at the receiver: a thread that checks each frame and scatters it into the region, or, where that
+is on a device, receives it into pinned memory and has the device copy it from there.
 
 The landing lock is what makes `forbid` and `stop` a barrier. The thread takes bytes from the kernel only inside it, by
 calls that do not wait, after it has looked whether the grant may still write. So whoever holds the lock knows that
 no byte is landing, and what it changes under the lock holds for every later byte (DESIGN I3). One native call may make
 many system calls inside the lock; `_barrier` interrupts it, so that it waits for one of them at most.
+
+A copy to a device is queued inside the lock too, after the same look. Its frame is acknowledged when the device is
+through with it, a seal is told of when that holds for every frame before it, and the thread ends when nothing of it is
+left on the device: neither word nor evidence comes before the bytes. `forbid` waits for the copies of its grant.
 
 Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a frame; S2 = (destination, length).
 """
@@ -23,10 +28,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from baton.ids import Epoch, GrantId
+from kvtransfer.device.driver import DeviceError
+from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.loop_calls import call_loop
+from kvtransfer.transports.tcp_landing import LandingMemory
 from kvtransfer.transports.tcp_payload import Scatter
 from kvtransfer.transports.tcp_receiver_config import StreamLimits
 from kvtransfer.transports.tcp_wire import RefusalReason
@@ -61,7 +69,7 @@ class ReceiveStream:
         *,
         sock: socket.socket,
         hello: wire.Hello,
-        region_U8: np.ndarray,
+        memory: LandingMemory,
         limits: StreamLimits,
         loop: asyncio.AbstractEventLoop,
         sealed: Callable[[ReceiveStream, wire.SealFrame], None],
@@ -73,8 +81,7 @@ class ReceiveStream:
         self.frames_dropped = 0
         self.bytes_landed = 0
         self._sock = sock
-        self._region_nbytes = len(region_U8)
-        self._region_U8: np.ndarray | None = region_U8
+        self._memory = memory
         self._limits = limits
         self._loop = loop
         self._sealed = sealed
@@ -120,12 +127,13 @@ class ReceiveStream:
             self._allowed[grant] = ranges
 
     def forbid(self, grant: GrantId) -> None:
-        """When this returns, no byte of the grant lands any more. Waits for at most one system call."""
+        """When this returns, no byte of the grant lands any more. Waits for at most one system call, and copies."""
         with self._barrier():
             self._allowed.pop(grant, None)
+        self._memory.wait_for(grant)
 
     def stop(self, fence_epoch: Epoch | None) -> None:
-        """When this returns no byte lands any more; the thread ends soon. Idempotent. With an epoch, FENCE is sent."""
+        """When this returns no byte is taken any more; the thread ends soon. Idempotent. An epoch: FENCE is sent."""
         with self._barrier():
             self._stopped = True
             self._fence_epoch = fence_epoch
@@ -138,7 +146,7 @@ class ReceiveStream:
         """Let go of the thread, the socket and the region. After `stop` or `ended`."""
         self._thread.join()
         self._sock.close()
-        self._region_U8 = None
+        self._memory.release()
 
     def counts(self) -> Counter[str]:
         """Frames and bytes so far."""
@@ -157,9 +165,12 @@ class ReceiveStream:
             self.end = end.with_traceback(None)
         except OSError as error:
             self.end = StreamEnded(f"connection lost: {error}")
+        except DeviceError as error:
+            self.end = StreamEnded(f"the device failed: {error}")
         finally:
             # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
             self._say_why()
+            self._memory.settle()
             call_loop(self._loop, self._ended, self)
 
     def _take_message(self) -> None:
@@ -168,15 +179,19 @@ class ReceiveStream:
             case wire.Data():
                 self._check_order(message.sequence, message.epoch)
                 landed = self._take_frame(message)
-                self._acknowledge(wire.Ack(sequence=message.sequence, landed=landed))
+                if not (landed and self._memory.staged):
+                    self._settle()
+                    self._acknowledge(wire.Ack(sequence=message.sequence, landed=landed))
             case wire.SealFrame():
                 self._check_order(message.sequence, message.seal.epoch)
                 if not message.streams_mask >> self.hello.stream & 1:
                     raise StreamEnded("a seal on a stream that it does not name", RefusalReason.MALFORMED)
+                self._settle()
                 call_loop(self._loop, self._sealed, self, message)
                 self._acknowledge(wire.Ack(sequence=message.sequence, landed=True))
             case wire.Bye():
                 self._check_order(message.sequence, message.epoch)
+                self._settle()
                 raise StreamEnded("closed by the writer", by_bye=True)
             case _:
                 raise StreamEnded(f"{type(message).__name__} out of order", RefusalReason.OUT_OF_ORDER)
@@ -205,17 +220,22 @@ class ReceiveStream:
         self._next_sequence += 1
 
     def _take_frame(self, frame: wire.Data) -> bool:
-        """Take in table and payload. True if all of it has landed, False if some or all went to scratch."""
+        """Take in table and payload. True if all of it has landed, or its copy is queued; False if some or all went to
+        scratch."""
         table_S2 = self._take_table(frame)
         with self._landing:
             ranges = self._allowed.get(frame.grant)
         if ranges is not None and not ranges.cover(table_S2[:, 0], table_S2[:, 1]):
             raise StreamEnded("a frame that reaches outside its grant's blocks", RefusalReason.OUT_OF_GRANT)
-        left = frame.payload_nbytes
+        left, landed = frame.payload_nbytes, False
         if ranges is not None:
-            left = self._scatter(frame.grant, table_S2)
+            place_S2 = self._place(table_S2)
+            left = self._scatter(frame.grant, place_S2)
+            landed = not left
+            if self._memory.staged:
+                landed = self._copy(frame, place_S2, table_S2, received=landed)
         self._drop(left)
-        if left:
+        if not landed:
             self.frames_dropped += 1
             return False
         self.frames_landed += 1
@@ -237,20 +257,52 @@ class ReceiveStream:
         # Compared so that no sum can overflow.
         if frame.segments == 1:
             dst, nbytes = table_S2[0].tolist()
-            bad = nbytes != frame.payload_nbytes or not 0 <= dst <= self._region_nbytes - nbytes
+            bad = nbytes != frame.payload_nbytes or not 0 <= dst <= self._memory.region_nbytes - nbytes
         else:
             dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
             bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
-            bad_S |= (dst_S < 0) | (dst_S > self._region_nbytes - nbytes_S)
+            bad_S |= (dst_S < 0) | (dst_S > self._memory.region_nbytes - nbytes_S)
             bad = bool(bad_S.any()) or int(nbytes_S.sum()) != frame.payload_nbytes
         if bad:
             raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
         return table_S2
 
+    def _place(self, table_S2: np.ndarray) -> np.ndarray:
+        """Where to receive a frame. Waits for the device where it is still copying out of every chunk."""
+        while True:
+            self._reap()
+            place_S2 = self._memory.place(table_S2)
+            if place_S2 is not None:
+                return place_S2
+            self._flush()
+            if self._stopped:
+                raise StreamEnded("stopped by this receiver")
+            time.sleep(POLL_INTERVAL_S)
+
+    def _copy(self, frame: wire.Data, place_S2: np.ndarray, table_S2: np.ndarray, *, received: bool) -> bool:
+        """Queue the copy of a frame, if it is all there and the grant may still write. False: it is dropped."""
+        with self._landing:
+            if received and frame.grant in self._allowed:
+                self._memory.copy(frame, place_S2, table_S2)
+                return True
+        self._memory.give(place_S2)
+        return False
+
+    def _reap(self) -> None:
+        """Acknowledge what the device is through with."""
+        while (sequence := self._memory.copied()) is not None:
+            self._acknowledge(wire.Ack(sequence=sequence, landed=True))
+
+    def _settle(self) -> None:
+        """Wait until every frame so far is in the region, and acknowledge it."""
+        while self._memory.copying:
+            self._reap()
+            time.sleep(POLL_INTERVAL_S)
+
     def _scatter(self, grant: GrantId, table_S2: np.ndarray) -> int:
-        """Receive straight into the region for as long as the grant may write. Returns the bytes still to come."""
-        assert self._region_U8 is not None
-        scatter = Scatter(self._sock, self._region_U8, table_S2, self._interrupt)
+        """Receive straight to its place for as long as the grant may write. Returns the bytes still to come."""
+        assert self._memory.array_U8 is not None
+        scatter = Scatter(self._sock, self._memory.array_U8, table_S2, self._interrupt)
         while True:
             with self._landing:
                 if grant not in self._allowed:
@@ -308,7 +360,11 @@ class ReceiveStream:
         if polls_for != self._polls_for:
             self._poll.modify(self._sock, polls_for)
             self._polls_for = polls_for
-        self._poll.poll()
+        if not self._memory.copying:
+            self._poll.poll()
+        elif not self._poll.poll(0):
+            time.sleep(POLL_INTERVAL_S)
+            self._reap()
 
     def _acknowledge(self, ack: wire.Ack) -> None:
         """Cumulative: replaces an acknowledgement that has not left yet, unless they say different things."""

@@ -28,7 +28,7 @@ from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.drains import Drains
 from kvtransfer.transports.link_end import LinkEnd
 from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
+from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants
 from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream, take_leave
 from kvtransfer.transports.tcp_frames import Frame
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
@@ -77,6 +77,8 @@ class TcpWriterLink:
         self._loop = loop
         self._config = config
         self._source_U8: np.ndarray | None = source_region_U8
+        self.region_nbytes = welcome.region_nbytes
+        """Of the receiver's region."""
         frame_bytes_max, frame_segments_max = welcome.limits_here
         self._queue = SendQueue(
             streams=len(socks),
@@ -155,13 +157,15 @@ class TcpWriterLink:
         """See `WriterLink.fenced`."""
         return self._ending.by_fence
 
-    def post(self, grant: GrantId, ops: WriteOps) -> None:
+    def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
+
+        `completed` is told of it in the place of the link's events.
 
         Raises:
             WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
         """
-        taken = self._queue.post(grant, ops)
+        taken = self._queue.post(grant, ops, completed)
         if taken is not None:
             self._send_at_once(taken)
 

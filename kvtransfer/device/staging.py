@@ -1,0 +1,257 @@
+"""A region on a device as sockets can reach it: through pinned memory of the host.
+
+A node has one `StagedRegion`: pinned memory of a fixed size, cut into chunks. Whoever moves bytes (a link that writes,
+a connection that receives) has a share of it for as long as it lives: some chunks, and a side stream of the device. So
+nobody waits for a chunk of somebody else's. A share's chunks come back with the ends of its own copies and with the
+acknowledgements of its own peer, and a peer that stands still holds up that share alone.
+
+Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from kvtransfer.device.driver import DeviceDriver, DeviceError, PinnedMemory
+from kvtransfer.device.region import DeviceMemory
+from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
+from kvtransfer.transport import WriteOps
+
+WORD_BYTES = 8
+"""Copies whose offsets and lengths are multiples of it are the fast ones."""
+
+Tag = TypeVar("Tag")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingConfig:
+    """Pinned memory of one node."""
+
+    bytes_max: int = field(
+        default=256 << 20, metadata={"help": "pinned host memory of a node, through which tcp moves what lies on a GPU"}
+    )
+    chunk_bytes: int = field(
+        default=1 << 20, metadata={"help": "bytes of one copy between the GPU and pinned memory, and of a tcp frame"}
+    )
+    link_chunks: int = field(default=8, metadata={"help": "chunks of pinned memory for each link that writes"})
+    stream_chunks: int = field(
+        default=4,
+        metadata={"help": "chunks for each connection that receives: one takes in while the others are copied"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.chunk_bytes % WORD_BYTES:
+            raise ValueError(f"chunk_bytes must be a multiple of {WORD_BYTES}, got {self.chunk_bytes}")
+        if max(self.link_chunks, self.stream_chunks) * self.chunk_bytes > self.bytes_max:
+            raise ValueError(f"bytes_max ({self.bytes_max}) has not the room for one link or connection")
+
+
+class StagingFull(Exception):
+    """No share is left: fewer peers, smaller shares, or more pinned memory (`bytes_max`)."""
+
+
+class StagedRegion:
+    """One node's region on a device, with its pinned memory. Control thread, but for `here`.
+
+    What a node passes to `StagedTcpLink.connect` and to `TcpReceiverPort`, one for both.
+    """
+
+    def __init__(self, *, driver: DeviceDriver, region: DeviceMemory, config: StagingConfig | None = None) -> None:
+        """Pins at once, and has the device copy a few bytes, so that nothing is compiled later. `region` is the
+        caller's and outlives this.
+
+        Raises:
+            DeviceError: the memory cannot be pinned, or not be reached by the device's copies.
+        """
+        self.config = config or StagingConfig()
+        self.nbytes = region.nbytes
+        """Of the region."""
+        self._streams = driver.streams
+        self._region = region
+        chunk_bytes = self.config.chunk_bytes
+        count = self.config.bytes_max // chunk_bytes
+        self._pinned = driver.pin(count * chunk_bytes)
+        self._free = deque(range(0, count * chunk_bytes, chunk_bytes))
+        self._chunks = count
+        try:
+            self._try_out()
+        except BaseException:
+            self._pinned.close()
+            raise
+
+    @property
+    def host_U8(self) -> np.ndarray:
+        """All of the pinned memory."""
+        return self._pinned.array_U8
+
+    def here(self) -> DeviceEvent:
+        """The point behind all that the calling thread's stream has queued. Any thread."""
+        return self._streams.current().record()
+
+    def share(self, chunks: int) -> StagingShare[Any]:
+        """Chunks of the caller's own, until it gives them back.
+
+        Raises:
+            StagingFull: there are not so many left.
+        """
+        if len(self._free) < chunks:
+            raise StagingFull(
+                f"{len(self._free)} of {self._chunks} chunks of pinned memory are free, {chunks} are needed: "
+                "raise staging.bytes_max"
+            )
+        return StagingShare(
+            starts=[self._free.popleft() for _ in range(chunks)],
+            pinned=self._pinned,
+            region=self._region,
+            streams=self._streams,
+            returned=self._free.extend,
+        )
+
+    def describe(self) -> dict[str, object]:
+        """Gauges for people and metrics."""
+        used = self._chunks - len(self._free)
+        return {
+            "staging_bytes": self._chunks * self.config.chunk_bytes,
+            "staging_bytes_used": used * self.config.chunk_bytes,
+        }
+
+    def close(self) -> None:
+        """Let go of the pinned memory; every share has been given back. Idempotent."""
+        assert len(self._free) == self._chunks, "links or connections still use the pinned memory"
+        self._pinned.close()
+
+    def _try_out(self) -> None:
+        side = self._streams.side()
+        for nbytes in (WORD_BYTES, 1):  # copied by words, and byte by byte
+            zero, length = np.zeros(1, np.int64), np.array([min(nbytes, self.nbytes)])
+            ops = WriteOps(src=zero, dst=zero, nbytes=length)
+            self._streams.copy(side, self._pinned.memory, self._region.memory, ops)
+        _wait_for(side.record())
+
+
+class StagingShare(Generic[Tag]):
+    """Chunks of one user, and its copies between them and the region, which end in the order in which they began.
+
+    Chunks are named by where they begin in the pinned memory. Copies are the user's own thread's; `take`, `give` and
+    `wait_for` may come from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        starts: list[int],
+        pinned: PinnedMemory,
+        region: DeviceMemory,
+        streams: DeviceStreams,
+        returned: Callable[[list[int]], None],
+    ) -> None:
+        """Use `StagedRegion.share`."""
+        self._starts = starts
+        self._streams = streams
+        self._pinned_memory, self._region_memory = pinned.memory, region.memory
+        self._returned = returned
+        self._side = streams.side()
+        self._lock = threading.Lock()
+        self._free = list(starts)
+        self._flying: deque[tuple[DeviceEvent, Tag]] = deque()
+
+    @property
+    def has_room(self) -> bool:
+        """`take` would find a chunk."""
+        with self._lock:
+            return bool(self._free)
+
+    @property
+    def flying(self) -> int:
+        """Copies whose end `finished` has not told yet."""
+        with self._lock:
+            return len(self._flying)
+
+    def take(self) -> int | None:
+        """A chunk that nobody uses; None: there is none now."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def give(self, start: int) -> None:
+        """Neither the device nor the host uses this chunk any more."""
+        with self._lock:
+            assert start in self._starts and start not in self._free, start
+            self._free.append(start)
+
+    def to_host(self, start: int, src_S: np.ndarray, nbytes_S: np.ndarray, *, behind: DeviceEvent, tag: Tag) -> None:
+        """Queue a copy of these segments of the region, one after the other, into a chunk, behind an event.
+
+        The segments stay as they are until `finished` has told the tag. Raises DeviceError.
+        """
+        self._side.wait(behind)
+        ops = WriteOps(src=src_S, dst=places(start, nbytes_S), nbytes=nbytes_S)
+        self._copy(self._pinned_memory, self._region_memory, ops, tag)
+
+    def to_device(self, start: int, dst_S: np.ndarray, nbytes_S: np.ndarray, *, tag: Tag) -> None:
+        """Queue a copy of what lies in a chunk, one segment after the other, into the region. Raises DeviceError."""
+        ops = WriteOps(src=places(start, nbytes_S), dst=dst_S, nbytes=nbytes_S)
+        self._copy(self._region_memory, self._pinned_memory, ops, tag)
+
+    def finished(self) -> Tag | None:
+        """The oldest copy, if the device is through with it; each is told once. Raises DeviceError."""
+        with self._lock:
+            if not self._flying:
+                return None
+            done, tag = self._flying[0]
+        if not done.done():
+            return None
+        with self._lock:
+            self._flying.popleft()
+        return tag
+
+    def wait_for(self, which: Callable[[Tag], bool]) -> None:
+        """Until the device is through with the copies, queued by now, for which this holds.
+
+        Without a limit: there is no other evidence, and a node whose device stands still is of no use.
+        """
+        with self._lock:
+            events = [done for done, tag in self._flying if which(tag)]
+        with contextlib.suppress(DeviceError):
+            for done in events:
+                _wait_for(done)
+
+    def settle(self) -> None:
+        """Until the device is through with all that was queued, and forget it. The last call of the user's thread."""
+        with contextlib.suppress(DeviceError):
+            _wait_for(self._side.record())
+        with self._lock:
+            self._flying.clear()
+
+    def give_back(self) -> None:
+        """The chunks are free for others, once; `settle` came before. Control thread."""
+        assert not self._flying, "copies are still on the device"
+        self._pinned_memory = self._region_memory = None
+        self._returned(self._starts)
+
+    def _copy(self, dst: Any, src: Any, ops: WriteOps, tag: Tag) -> None:
+        self._streams.copy(self._side, dst, src, ops)
+        done = self._side.record()
+        with self._lock:
+            self._flying.append((done, tag))
+
+
+def places(start: int, nbytes_S: np.ndarray) -> np.ndarray:
+    """Where the segments lie in a chunk that begins at `start`."""
+    places_S: np.ndarray = np.cumsum(nbytes_S, dtype=np.int64) - nbytes_S + start
+    return places_S
+
+
+def _wait_for(event: DeviceEvent) -> None:
+    while not event.done():
+        time.sleep(POLL_INTERVAL_S)
