@@ -52,8 +52,9 @@ class Removal:
 class Changes:
     """What a watcher at some version lacks. The records are shared: read only.
 
-    With `snapshot`, what is not in it is gone; `removals` are then the last ones that the directory remembers, for a
-    watcher that knows nodes from elsewhere.
+    With `snapshot`, what is not in it is gone; `removals` are then the last that the directory remembers of nodes that
+    said goodbye, for a watcher that knows nodes from before. Of a node whose record ran out they say nothing: that the
+    directory has not heard of it may be the fault of the directory, which may have been out of reach of everybody.
     """
 
     version: int
@@ -69,6 +70,30 @@ class _Entry:
     version: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    removal: Removal
+    version: int
+    ran_out: bool
+    """The node did not say goodbye."""
+
+
+class Standstill:
+    """Notices that this process itself stood still: it looks often, and once did not for longer than `ms_min`.
+
+    Stopped, on a machine that was paused, or without a processor: whoever stands still hears of nobody.
+    """
+
+    def __init__(self, *, ms_min: int, now_s: float) -> None:
+        self._ms_min = ms_min
+        self._looked_s = now_s
+
+    def look(self, *, now_s: float) -> float:
+        """For how many seconds it has stood still since the last look; 0 where it has not."""
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        return gap_s if gap_s * 1e3 > self._ms_min else 0.0
+
+
 class DirectoryState:
     """Times are seconds of one monotonic clock, passed in. Every method first lets overdue records expire."""
 
@@ -76,8 +101,8 @@ class DirectoryState:
         self._limits = limits
         self._entries: dict[str, _Entry] = {}
         self._version = 0
-        self._removals: OrderedDict[str, tuple[int, Removal]] = OrderedDict()
-        """The last one of each name that is not held, with its version; oldest first."""
+        self._left: OrderedDict[str, _Left] = OrderedDict()
+        """The last removal of each name that is not held; oldest first."""
         self._complete_since = 0
         """Versions from here on can be brought up to date without a snapshot."""
         self._gone: OrderedDict[int, float] = OrderedDict()
@@ -135,7 +160,7 @@ class DirectoryState:
         if holder is not None and holder.record.incarnation != incarnation:
             return False
         self._entries.pop(name, None)
-        self._note_removal(name, incarnation)
+        self._note_removal(name, incarnation, ran_out=False)
         return holder is not None
 
     def expire(self, *, now_s: float) -> tuple[NodeRecord, ...]:
@@ -143,10 +168,18 @@ class DirectoryState:
         overdue = tuple(entry.record for entry in self._entries.values() if entry.expires_s <= now_s)
         for record in overdue:
             del self._entries[record.name]
-            self._note_removal(record.name, record.incarnation)
+            self._note_removal(record.name, record.incarnation, ran_out=True)
         while self._gone and next(iter(self._gone.values())) <= now_s:
             self._gone.popitem(last=False)
         return overdue
+
+    def stood_still(self, *, gap_s: float) -> None:
+        """Nobody could be heard for so long. To be told before anything else is asked at the new time: whatever lasts
+        for a time lasts so much longer."""
+        for entry in self._entries.values():
+            entry.expires_s += gap_s
+        for incarnation in self._gone:
+            self._gone[incarnation] += gap_s
 
     def list(self, *, now_s: float) -> tuple[NodeRecord, ...]:
         """All live records by name. Shared: read only."""
@@ -166,20 +199,23 @@ class DirectoryState:
             version=self._version,
             snapshot=snapshot,
             upserts=tuple(self._entries[name].record for name in changed),
-            removals=tuple(removal for at, removal in self._removals.values() if at > after),
+            removals=tuple(
+                left.removal for left in self._left.values() if left.version > after and not (snapshot and left.ran_out)
+            ),
         )
 
     def _put(self, record: NodeRecord, expires_s: float) -> None:
         self._version += 1
         self._entries[record.name] = _Entry(record=record, expires_s=expires_s, version=self._version)
-        self._removals.pop(record.name, None)
+        self._left.pop(record.name, None)
 
-    def _note_removal(self, name: str, incarnation: int) -> None:
+    def _note_removal(self, name: str, incarnation: int, *, ran_out: bool) -> None:
         self._version += 1
-        self._removals.pop(name, None)
-        self._removals[name] = (self._version, Removal(name=name, incarnation=incarnation))
-        if len(self._removals) > self._limits.removals_kept_max:
-            _, (self._complete_since, _) = self._removals.popitem(last=False)
+        self._left.pop(name, None)
+        removal = Removal(name=name, incarnation=incarnation)
+        self._left[name] = _Left(removal=removal, version=self._version, ran_out=ran_out)
+        if len(self._left) > self._limits.removals_kept_max:
+            self._complete_since = self._left.popitem(last=False)[1].version
 
     def _forget(self, incarnation: int, now_s: float) -> None:
         self._gone.pop(incarnation, None)

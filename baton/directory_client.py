@@ -23,7 +23,8 @@ class Snapshot:
     """All records at one moment, ordered by name.
 
     `left` are names that are known to have left or run out since the watch's last snapshot, as far as the directory
-    remembers; a name that is in neither was not heard of by this directory.
+    remembers; in a watch's first one, only those that said goodbye. A name that is in neither was not heard of by this
+    directory lately, which may be the directory's own fault.
     """
 
     records: tuple[NodeRecord, ...]

@@ -6,9 +6,10 @@
 --       expiry    sorted set: name -> when the record runs out, milliseconds
 --       versions  sorted set: name -> version of the last change
 --       left      sorted set: name -> version of its leaving
+--       ran_out   sorted set: name -> that version, where it left without a goodbye
 --       gone      sorted set: incarnation -> until when it must not come back, milliseconds
 -- ARGV  operation, keep_ms, removals_kept_max, gone_kept_max, records_max, then what the operation takes
-local META, RECORDS, EXPIRY, VERSIONS, LEFT, GONE = unpack(KEYS)
+local META, RECORDS, EXPIRY, VERSIONS, LEFT, RAN_OUT, GONE = unpack(KEYS)
 local operation, keep_ms = ARGV[1], tonumber(ARGV[2])
 local removals_kept_max, gone_kept_max, records_max = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local clock = redis.call('TIME')
@@ -18,18 +19,23 @@ local function next_version()
   return redis.call('HINCRBY', META, 'version', 1)
 end
 
-local function note_left(name)
-  redis.call('ZADD', LEFT, next_version(), name)
+local function note_left(name, ran_out)
+  local version = next_version()
+  redis.call('ZADD', LEFT, version, name)
+  redis.call('ZREM', RAN_OUT, name)
+  if ran_out then redis.call('ZADD', RAN_OUT, version, name) end
   if redis.call('ZCARD', LEFT) > removals_kept_max then
-    redis.call('HSET', META, 'complete_since', redis.call('ZPOPMIN', LEFT)[2])
+    local oldest = redis.call('ZPOPMIN', LEFT)
+    redis.call('HSET', META, 'complete_since', oldest[2])
+    redis.call('ZREM', RAN_OUT, oldest[1])
   end
 end
 
-local function drop(name)
+local function drop(name, ran_out)
   redis.call('HDEL', RECORDS, name)
   redis.call('ZREM', EXPIRY, name)
   redis.call('ZREM', VERSIONS, name)
-  note_left(name)
+  note_left(name, ran_out)
 end
 
 local function forget(incarnation)
@@ -74,6 +80,7 @@ local function push(name, incarnation, sequence, endpoint, body, ttl_ms)
   if not holder or holder.incarnation ~= incarnation or holder.body ~= body then
     redis.call('ZADD', VERSIONS, next_version(), name)
     redis.call('ZREM', LEFT, name)
+    redis.call('ZREM', RAN_OUT, name)
   end
   keep()
   return {'pushed'}
@@ -85,7 +92,7 @@ local function remove(name, incarnation)
   local removed = '0'
   if not holder or holder.incarnation == incarnation then
     removed = holder and '1' or '0'
-    drop(name)
+    drop(name, false)
   end
   keep()
   return {removed}
@@ -109,13 +116,19 @@ local function read(identity, since)
       upserts[#upserts + 1] = value
     end
   end
-  local left = redis.call('ZRANGEBYSCORE', LEFT, after, '+inf')
+  local left = {}
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', LEFT, after, '+inf')) do
+    -- Who begins to watch may know a node from before that Redis has not heard of because it was out of reach itself.
+    if not snapshot or redis.call('ZSCORE', RAN_OUT, name) ~= redis.call('ZSCORE', LEFT, name) then
+      left[#left + 1] = name
+    end
+  end
   return {now_identity, version, snapshot and '1' or '0', left, upserts}
 end
 
 local meta = redis.call('HMGET', META, 'epoch', 'version', 'complete_since')
 if not meta[1] or not string.match(meta[2] or '', '^%d+$') or not string.match(meta[3] or '', '^%d+$') then
-  for i, kind in ipairs({'hash', 'hash', 'zset', 'zset', 'zset', 'zset'}) do
+  for i, kind in ipairs({'hash', 'hash', 'zset', 'zset', 'zset', 'zset', 'zset'}) do
     local found = redis.call('TYPE', KEYS[i]).ok
     if found ~= 'none' and found ~= kind then
       return redis.error_reply('WRONGTYPE ' .. KEYS[i] .. ' is a ' .. found .. ' of another program')
@@ -125,7 +138,9 @@ if not meta[1] or not string.match(meta[2] or '', '^%d+$') or not string.match(m
   redis.call('HSET', META, 'epoch', clock[1] .. '.' .. clock[2], 'version', '0', 'complete_since', '0')
 end
 if redis.call('PTTL', META) < keep_ms then redis.call('PEXPIRE', META, 3 * keep_ms) end
-for _, name in ipairs(redis.call('ZRANGEBYSCORE', EXPIRY, '-inf', now_ms)) do drop(name) end
+local overdue = redis.call('ZRANGEBYSCORE', EXPIRY, '-inf', now_ms)
+for _, name in ipairs(overdue) do drop(name, true) end
+if overdue[1] then keep() end
 redis.call('ZREMRANGEBYSCORE', GONE, '-inf', now_ms)
 -- Nothing is kept for longer than keep_ms: where it seems so, the server's clock was set back.
 local latest_ms = string.format('%.0f', math.ceil(now_ms + keep_ms))

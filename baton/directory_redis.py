@@ -43,7 +43,9 @@ from baton.wire import NodeRecord, record_to_proto
 log = get_log("directory")
 
 # The braces keep all keys on one server of a Redis cluster.
-KEYS: Final = tuple(f"{{baton}}:{what}" for what in ("meta", "records", "expiry", "versions", "left", "gone"))
+KEYS: Final = tuple(
+    f"{{baton}}:{what}" for what in ("meta", "records", "expiry", "versions", "left", "ran_out", "gone")
+)
 _SCRIPT: Final = resources.files("baton").joinpath("directory_redis.lua").read_text(encoding="utf-8")
 _Answer = list[Any]
 """Byte strings and lists of them."""

@@ -10,8 +10,8 @@ from typing import Final
 from batonpb import directory_pb2, directory_pb2_grpc
 
 from baton.clock import Clock
-from baton.directory import Changes, DirectoryLimits, DirectoryState, PushOutcome
-from baton.errors import BatonError, Reason, check_positive
+from baton.directory import Changes, DirectoryLimits, DirectoryState, PushOutcome, Standstill
+from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import get_log
 from baton.rpc import RpcServer
 
@@ -27,9 +27,15 @@ class DirectoryConfig:
         default=10, metadata={"help": "a watcher is told at most this often; what changes in between is told together"}
     )
     expire_interval_ms: int = field(default=100, metadata={"help": "between two looks for records that have run out"})
+    standstill_ms_min: int = field(
+        default=400,
+        metadata={"help": "without a look for longer, it has itself stood still, and all records live so much longer"},
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, "watchers_max", "watch_interval_ms", "expire_interval_ms")
+        if self.standstill_ms_min <= self.expire_interval_ms:
+            raise InvalidField("standstill_ms_min", f"must be above expire_interval_ms ({self.expire_interval_ms})")
 
 
 class DirectoryService(directory_pb2_grpc.DirectoryServicer):
@@ -39,6 +45,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         self._config = config
         self._clock = clock
         self._state = DirectoryState(limits=config.limits)
+        self._standstill = Standstill(ms_min=config.standstill_ms_min, now_s=clock.monotonic_s())
         self._changed = asyncio.Event()
         self._told_version = 0
         self._watchers = 0
@@ -59,17 +66,16 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
             await asyncio.wait([self._expirer])
 
     async def Push(self, request: directory_pb2.PushRequest, _context: object) -> directory_pb2.PushReply:
-        self._expire()
+        now_s = self._expire()
         record = request.record
-        outcome = self._state.push(record, ttl_ms=request.ttl_ms, now_s=self._clock.monotonic_s())
+        outcome = self._state.push(record, ttl_ms=request.ttl_ms, now_s=now_s)
         if outcome in (PushOutcome.ADDED, PushOutcome.REPLACED):
             log.info("node " + outcome.value, name=record.name, endpoint=record.endpoint)
         self._wake_if_changed()
         return directory_pb2.PushReply()
 
     async def Remove(self, request: directory_pb2.RemoveRequest, _context: object) -> directory_pb2.RemoveReply:
-        self._expire()
-        now_s = self._clock.monotonic_s()
+        now_s = self._expire()
         removed = self._state.remove(name=request.name, incarnation=request.incarnation, now_s=now_s)
         if removed:
             log.info("node removed", name=request.name)
@@ -77,8 +83,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         return directory_pb2.RemoveReply(removed=removed)
 
     async def List(self, _request: object, _context: object) -> directory_pb2.ListReply:
-        self._expire()
-        return directory_pb2.ListReply(records=self._state.list(now_s=self._clock.monotonic_s()))
+        return directory_pb2.ListReply(records=self._state.list(now_s=self._expire()))
 
     async def Watch(self, _request: object, _context: object) -> AsyncIterator[directory_pb2.WatchEvent]:
         if self._watchers >= self._config.watchers_max:
@@ -91,8 +96,9 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         try:
             version: int | None = None
             while not self._closing:
+                now_s = self._expire()
                 changed = self._changed
-                changes = self._state.changes_since(version, now_s=self._clock.monotonic_s())
+                changes = self._state.changes_since(version, now_s=now_s)
                 if version is None or changes.version != version:
                     version = changes.version
                     # The generator rests here while the watcher is slow to read; what it misses is merged.
@@ -108,10 +114,18 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
             await self._clock.sleep_s(self._config.expire_interval_ms / 1e3)
             self._expire()
 
-    def _expire(self) -> None:
-        for record in self._state.expire(now_s=self._clock.monotonic_s()):
+    def _expire(self) -> float:
+        """Before whatever is done with the records: let them expire, but for what a standstill gives them. Returns the
+        time by which that was judged, which is the time to go on with."""
+        now_s = self._clock.monotonic_s()
+        gap_s = self._standstill.look(now_s=now_s)
+        if gap_s:
+            log.warning("stood still and heard of nobody; all records live so much longer", ms=round(gap_s * 1e3))
+            self._state.stood_still(gap_s=gap_s)
+        for record in self._state.expire(now_s=now_s):
             log.warning("node not heard of any more", name=record.name, endpoint=record.endpoint)
         self._wake_if_changed()
+        return now_s
 
     def _wake_if_changed(self) -> None:
         if self._state.version != self._told_version:

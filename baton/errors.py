@@ -88,6 +88,7 @@ class Reason(Enum):
     HANDOFF_FAILED = "HANDOFF_FAILED"
     DATA_CORRUPT = "DATA_CORRUPT"
     ATTEMPTS_SPENT = "ATTEMPTS_SPENT"
+    NOT_RESUMABLE = "NOT_RESUMABLE"
     DEADLINE = "DEADLINE"
     CANCELLED = "CANCELLED"
     SLOW_CLIENT = "SLOW_CLIENT"
@@ -144,7 +145,7 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
         Reason.PEER_UNREACHABLE,
         Reason.PAIR_FENCING,
     ),
-    Code.ABORTED: (Reason.GRANT_REVOKED, Reason.HANDOFF_FAILED, Reason.ATTEMPTS_SPENT),
+    Code.ABORTED: (Reason.GRANT_REVOKED, Reason.HANDOFF_FAILED, Reason.ATTEMPTS_SPENT, Reason.NOT_RESUMABLE),
     Code.DATA_LOSS: (Reason.DATA_CORRUPT,),
     Code.DEADLINE_EXCEEDED: (Reason.DEADLINE,),
     Code.CANCELLED: (Reason.CANCELLED, Reason.SLOW_CLIENT),
@@ -155,6 +156,8 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
 
 CODE_OF: Final[Mapping[Reason, Code]] = {reason: code for code, reasons in _REASONS_OF.items() for reason in reasons}
 """The code that goes with a reason unless the error says otherwise."""
+REGION_BLOCKS_KEY: Final = "region_blocks"
+"""In the metadata of a PROMPT_TOO_LONG: one prefill node's own region is too small, and another one's may do."""
 
 
 class BatonError(Exception):

@@ -226,13 +226,13 @@ class Membership:
             attempt += 1
 
     def _take(self, snapshot: Snapshot, *, found_again: bool) -> None:
-        """A directory that was restarted has lost everybody and hears of them within a heartbeat: nodes that it does
-        not name are kept for `ttl_ms` more, so that its restart is not an outage."""
+        """A directory that is found again may have heard of nobody for as long as it was lost: it was restarted, stood
+        still, or was cut off from all of them. It hears of those that live within a heartbeat. Nodes that it neither
+        lists nor knows to have said goodbye are kept for `ttl_ms` more, so that its trouble is not an outage."""
         settled = {record.name for record in snapshot.records} | snapshot.left
         if found_again:
             until_s = self._clock.monotonic_s() + self._config.ttl_ms / 1e3
-            for record in self._records:
-                self._unconfirmed_s.setdefault(record.name, until_s)
+            self._unconfirmed_s = {record.name: until_s for record in self._records}
         self._unconfirmed_s = {name: until_s for name, until_s in self._unconfirmed_s.items() if name not in settled}
         kept = [record for record in self._records if record.name in self._unconfirmed_s]
         self._publish(tuple(sorted([*snapshot.records, *kept], key=lambda record: record.name)), stale=False)

@@ -67,6 +67,11 @@ class BlockLoad:
     pinned: int = 0
     """Within cached: kept from eviction."""
 
+    @property
+    def total(self) -> int:
+        """Blocks of the region; 0 in a record that tells of none."""
+        return self.quarantined + self.writer_owned + self.held + self.cached + self.free
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:

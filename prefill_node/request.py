@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from batonpb import prefill_pb2
 
-from baton.errors import BatonError, Reason, bad_field
+from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from engine.block_manager import BlockManager
 from engine.types import Runner
 
@@ -37,9 +37,11 @@ def check_request(request: prefill_pb2.PrefillRequest, *, runner: Runner, blocks
 
 
 def no_room(tokens: Sequence[int], blocks: BlockManager) -> BatonError:
-    """They do not fit into the region, less what pins ask for, whatever else is free."""
+    """They do not fit into the region, less what pins ask for, whatever else is free. Another node's may hold them."""
     has = f"{blocks.ledger.num_blocks}{blocks.less_others}"
     text = (
         f"The prompt's {len(tokens)} tokens need {blocks.blocks_for(len(tokens))} blocks; this node's region has {has}."
     )
-    return bad_field("prompt", text, reason=Reason.PROMPT_TOO_LONG)
+    return BatonError(
+        Reason.PROMPT_TOO_LONG, text, field="prompt", metadata={REGION_BLOCKS_KEY: str(blocks.blocks_usable)}
+    )

@@ -37,6 +37,8 @@ class Job:
     """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
     avoid: set[Incarnation] = field(default_factory=set)
     """Prefill processes that did not answer this request, or had no decode node for it."""
+    too_small: set[Incarnation] = field(default_factory=set)
+    """Prefill processes that said that their regions can never hold it, whatever their records say."""
     avoid_decode: set[Incarnation] = field(default_factory=set)
     """Decode processes that this router could not reach with this request; a prefill node may."""
     attempts: int = 0
@@ -48,6 +50,11 @@ class Job:
     block_size: int = 0
     observed: ObservedRequest = field(default_factory=ObservedRequest)
     on_put: Callable[[Inbox], None] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """That the next attempt computes: the prompt, and what the client has of the answer."""
+        return len(self.checked.prompt) + len(self.output)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

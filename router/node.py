@@ -15,7 +15,6 @@ from contextlib import aclosing
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.clock import SystemClock
-from baton.drain import refused_by
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.log import get_log
@@ -31,6 +30,7 @@ from router.decode_streams import DecodeStreams
 from router.job import Job, TokenPart, Try, finished_event, started_event, tokens_event
 from router.observer import RequestObserver
 from router.prefill_nodes import PrefillNodes
+from router.regions import RegionWatch
 from router.request import CheckedRequest, check_request
 from router.request_log import RequestLog
 from router.retries import ASK_ANOTHER, GONE, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
@@ -93,6 +93,7 @@ class RouterNode:
             dropped=self._drop_channel,
         )
         self._ended = LeaveRate()
+        self._regions = RegionWatch()
 
     async def generate(
         self,
@@ -285,12 +286,11 @@ class RouterNode:
                     async for event in events:
                         self._take(job, attempt, event)
             except BatonError as error:
-                if refused_by(error, record.incarnation):
-                    self._prefill_nodes.refused(record)
                 if error.reason is Reason.DATA_CORRUPT:
                     job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
-                if error.reason in ASK_ANOTHER:
-                    job.avoid.add(record.incarnation)
+                told = self._prefill_nodes.failed(job, record, error)
+                if told is not error:
+                    raise told from error
                 raise
             finally:
                 self._calls[record.endpoint] -= 1
@@ -358,6 +358,7 @@ class RouterNode:
                 del self._calls[endpoint]
                 self._tasks.spawn(self._drop_channel(endpoint))
         self._streams.follow(records)
+        self._regions.look(records)
 
     async def _drop_channel(self, endpoint: str) -> None:
         """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""

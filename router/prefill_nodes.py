@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
-from baton.errors import BatonError, Reason
+from baton.drain import refused_by
+from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import Incarnation, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import ModelInfo, NodeRecord
 from router.job import Job
 from router.placement import Placement, chain_hashes
+from router.regions import may_hold
+from router.retries import ASK_ANOTHER
+
+NOT_READY_RETRY_MS: Final = 1_000
 
 
 class PrefillNodes:
@@ -41,16 +47,22 @@ class PrefillNodes:
         raise BatonError(
             Reason.NO_PREFILL_NODE,
             f"No prefill node is ready ({len(self._known())} known). Start one, or wait for one to come up.",
-            retry_after_ms=1_000,
+            retry_after_ms=NOT_READY_RETRY_MS,
         )
 
     def place(self, job: Job, key: RequestKey) -> tuple[NodeRecord, Callable[[], None]]:
-        """Where the next attempt goes, and what to call when that has ended. Raises BatonError NO_PREFILL_NODE."""
+        """Where the next attempt goes, and what to call when that has ended.
+
+        Raises BatonError NO_PREFILL_NODE, and where no region is large enough PROMPT_TOO_LONG, or NOT_RESUMABLE in the
+        middle of an answer.
+        """
         model = self.model()
         tokens = (*job.checked.prompt, *job.output)
         hashes = chain_hashes(tokens, model.block_size, job.checked.cache_salt)
         job.block_size = model.block_size
-        fit = self._fit(model)
+        fit = self._fit(job, model)
+        if not fit:
+            raise self._no_region(job, model)
         untried = [r for r in fit if r.incarnation not in job.avoid]
         if not untried:
             job.avoid.clear()
@@ -59,15 +71,49 @@ class PrefillNodes:
 
     def untried(self, job: Job) -> bool:
         """Whether there is one that has not failed this request since all had."""
-        return bool(self.ready()) and any(r.incarnation not in job.avoid for r in self._fit(self.model()))
+        return bool(self.ready()) and any(r.incarnation not in job.avoid for r in self._fit(job, self.model()))
 
-    def _fit(self, model: ModelInfo) -> list[NodeRecord]:
+    def failed(self, job: Job, record: NodeRecord, error: BatonError) -> BatonError:
+        """The attempt at this node has failed: what to judge the request by, mostly the error itself."""
+        if refused_by(error, record.incarnation):
+            self._drained[record.incarnation] = record.sequence  # its own answer counts until a later record differs
+        if error.reason in ASK_ANOTHER:
+            job.avoid.add(record.incarnation)
+        if error.reason is not Reason.PROMPT_TOO_LONG:
+            return error
+        if REGION_BLOCKS_KEY in error.metadata:
+            job.too_small.add(record.incarnation)  # by its own word, which counts more than its record
+            assert record.model is not None, record.name
+            if self._held_elsewhere(job, record.model):
+                return _not_ready(f"{error.message} Another prefill node may have room for them.")
+        return _not_resumable(job, error.message) if job.output else error
+
+    def _fit(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
         fit = [r for r in self.ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
+        fit = [r for r in fit if r.incarnation not in job.too_small and may_hold(r, job.tokens)]
         return [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
 
-    def refused(self, record: NodeRecord) -> None:
-        """It takes no work, whatever this record says: its own answer counts until a later record says otherwise."""
-        self._drained[record.incarnation] = record.sequence
+    def _held_elsewhere(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
+        """Those that may hold the request, ready or not."""
+        return [r for r in self._of_model(model) if r.incarnation not in job.too_small and may_hold(r, job.tokens)]
+
+    def _of_model(self, model: ModelInfo) -> list[NodeRecord]:
+        """All that are known but for those of another model."""
+        return [r for r in self._known() if r.model is None or r.model.fingerprint == model.fingerprint]
+
+    def _no_region(self, job: Job, model: ModelInfo) -> BatonError:
+        """None of those that are ready holds the request: whether to wait for one that does, or what to tell."""
+        waits_for = self._held_elsewhere(job, model)
+        if waits_for:
+            names = ", ".join(sorted(record.name for record in waits_for))
+            return _not_ready(f"No prefill node that is ready can hold {job.tokens} tokens; {names} may, when ready.")
+        most = max(record.load.blocks.total for record in self._of_model(model))
+        pins = ", less pinned prefixes" if job.too_small else ""
+        need = -(-job.tokens // model.block_size)
+        rooms = f"need {need} blocks; the largest region of a prefill node has {most}{pins}."
+        if job.output:
+            return _not_resumable(job, f"They {rooms}")
+        return bad_field("prompt", f"The prompt's {job.tokens} tokens {rooms}", reason=Reason.PROMPT_TOO_LONG)
 
     def follow(self) -> set[str]:
         """New load reports. The endpoints of all that are there."""
@@ -77,3 +123,16 @@ class PrefillNodes:
         sequences = {record.incarnation: record.sequence for record in records}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
         return {record.endpoint for record in records}
+
+
+def _not_ready(text: str) -> BatonError:
+    return BatonError(Reason.NO_PREFILL_NODE, text, retry_after_ms=NOT_READY_RETRY_MS)
+
+
+def _not_resumable(job: Job, why: str) -> BatonError:
+    return BatonError(
+        Reason.NOT_RESUMABLE,
+        f"The node that wrote this answer could not go on after {len(job.output)} tokens, and prompt and answer so "
+        f"far, {job.tokens} tokens, fit nowhere to be taken up. {why} Ask for a shorter answer, or have the region of "
+        "a prefill node (engine.num_blocks) made as large as those of decode nodes.",
+    )

@@ -283,6 +283,28 @@ class DirectorySuite(ABC):
 
         self.run(scene)
 
+    def test_who_begins_to_watch_is_told_of_goodbyes_only(self) -> None:
+        """One node ran out, one said goodbye. Who watches all the while is told of both; who comes back after a break
+        is told of the goodbye: that the directory has not heard of the other may be its own fault."""
+
+        async def scene(place: Place) -> None:
+            directory = place.client()
+            await directory.push(record("b", incarnation=2, endpoint="h:2"), ttl_ms=LONG_MS)
+            async with aclosing(place.client().watch()) as snapshots:
+                assert seen(await anext(snapshots)) == [("b", 2)]
+                await directory.push(record("a", endpoint="h:1"), ttl_ms=LONG_MS)
+                assert seen(await anext(snapshots)) == [("a", 1), ("b", 2)]
+                await directory.push(record("a", endpoint="h:1", sequence=2), ttl_ms=200)
+                assert (await until(snapshots, lambda snapshot: seen(snapshot) == [("b", 2)])).left == {"a"}
+            assert await directory.remove(NodeName("b"), Incarnation(2))
+            async with aclosing(place.client().watch()) as snapshots:
+                assert await anext(snapshots) == Snapshot(records=(), left=frozenset({NodeName("b")}))
+            assert not await directory.remove(NodeName("a"), Incarnation(1))
+            async with aclosing(place.client().watch()) as snapshots:
+                assert (await anext(snapshots)).left == {"a", "b"}
+
+        self.run(scene)
+
     def test_a_slow_watcher_ends_up_with_what_is_there(self) -> None:
         """More leave than the directory remembers while the watcher does not read; what left and came again is not
         reported as gone."""

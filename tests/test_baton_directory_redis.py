@@ -86,7 +86,7 @@ def test_an_emptied_redis_takes_nobody_away(server: RedisServer, admin: Redis) -
 def test_a_clock_that_was_set_back_keeps_nobody(server: RedisServer, admin: Redis) -> None:
     """The server's clock goes an hour back after a node has registered, and another has left, and both processes have
     died: names and incarnations are held for the longest time to live, not for the hour more."""
-    _meta, _records, expiry, _versions, _left, gone = KEYS
+    _meta, _records, expiry, _versions, _left, _ran_out, gone = KEYS
     ttl_ms_max = 60_000
 
     def until_ms(key: str) -> dict[bytes, float]:
@@ -206,9 +206,14 @@ def test_spoilt_books_are_begun_anew(server: RedisServer, admin: Redis, spoilt: 
 
 
 def test_nothing_outlives_the_cluster(server: RedisServer, admin: Redis) -> None:
-    """Every key that pushes, replacements and removals leave behind has a time to live."""
+    """Every key that pushes, replacements, removals and records that run out leave behind has a time to live."""
 
     async def scene(directory: RedisDirectory) -> None:
+        await directory.push(record("c", incarnation=4, endpoint="h:4"), ttl_ms=200)
+        async with aclosing(directory.watch()) as snapshots:
+            await until(snapshots, lambda snapshot: not snapshot.records)
+        for key in KEYS:
+            assert not admin.exists(key) or 0 < int(admin.pttl(key)) <= 3 * LONG_MS, key
         await directory.push(record(incarnation=1), ttl_ms=LONG_MS)
         await directory.push(record(incarnation=2), ttl_ms=LONG_MS)
         await directory.push(record("b", incarnation=3, endpoint="h:3"), ttl_ms=LONG_MS)

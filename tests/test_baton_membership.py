@@ -290,6 +290,34 @@ def test_a_node_that_left_a_directory_found_again_is_not_kept() -> None:
     run(scene())
 
 
+def test_a_directory_that_is_lost_again_at_once() -> None:
+    """It comes back empty, is lost again before it has heard of anybody, and comes back empty long after: the nodes
+    have their time from then on."""
+
+    async def scene() -> None:
+        directory, clock = ScriptedDirectory(), ManualClock()
+        membership = make(directory, clock, ttl_ms=3000, heartbeat_ms=1000, backoff_ms_max=1000)
+        await membership.start()
+        directory.show(record("a"), record("b"))
+        await membership.wait_until(lambda: known(membership) == ["a", "b"])
+        for _ in range(2):
+            directory.lose()
+            await membership.wait_until(lambda: membership.stale)
+            await clock.asleep(2)
+            directory.show()
+            clock.advance(60.0)
+            await membership.wait_until(lambda: not membership.stale)
+        await clock.asleep(1)
+        clock.advance(2.9)
+        await clock.asleep(1)
+        assert known(membership) == ["a", "b"]
+        clock.advance(1.0)
+        await membership.wait_until(lambda: known(membership) == [])
+        await membership.stop()
+
+    run(scene())
+
+
 def test_heartbeats_go_on_when_the_directory_refuses_them() -> None:
     """Three pushes fail; the fourth is taken, with the sequence that it would have had anyway."""
 

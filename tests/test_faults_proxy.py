@@ -87,7 +87,7 @@ def test_who_gives_up_in_the_dark_leaves_nothing(dark: Dark) -> None:
 def test_whose_a_connection_is(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily, tables: bool) -> None:
     """That of this process, over either kind of socket, and with a kernel that cannot be asked about one alone."""
     if tables:
-        monkeypatch.setattr(owners, "_inode", lambda *_ends: 0)
+        monkeypatch.setattr(owners, "_inode", lambda *_ends: None)
     pids = {"another": os.getppid(), ME: os.getpid()}
     with socket.socket() as listener, socket.socket(family) as client:
         listener.bind(("127.0.0.1", 0))
@@ -98,3 +98,25 @@ def test_whose_a_connection_is(monkeypatch: pytest.MonkeyPatch, family: socket.A
             ends = accepted.getpeername(), accepted.getsockname()
             assert owners.owner_of(*ends, pids) == ME
             assert owners.owner_of(*ends, {"another": os.getppid()}) == owners.OWNER_UNKNOWN
+
+
+def test_a_connection_that_has_ended_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that connect again and again have often given up by the time that somebody looks. The kernel says that
+    there is no such connection, and its tables are not read, which would take a thousand times as long."""
+
+    def read(*_ports: int) -> int:
+        raise AssertionError("the tables were read")
+
+    with socket.socket() as listener, socket.create_connection(listen(listener)) as client:
+        ends = client.getsockname(), client.getpeername()
+    if owners._inode(*ends) is None:
+        pytest.skip("this kernel cannot be asked about one connection alone (sock_diag)")
+    monkeypatch.setattr(owners, "_inode_in_tables", read)
+    assert owners.owner_of(*ends, {ME: os.getpid()}) == owners.OWNER_UNKNOWN
+
+
+def listen(listener: socket.socket) -> tuple[str, int]:
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    address: tuple[str, int] = listener.getsockname()
+    return address

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from dataclasses import dataclass
 from typing import Final
 
-from tests.faults.cluster import FaultyCluster
+from cli.supervisor import DIRECTORY_NAME
+from tests.faults.cluster import TTL_MS, FaultyCluster
 from tests.faults.links import GrpcCase, Ill
 from tests.faults.load import Load
 from tests.faults.outcome import Outcome
@@ -17,6 +19,7 @@ PREFILL: Final = Hit(side=Side.PREFILL, signum=signal.SIGKILL)
 DECODE: Final = Hit(side=Side.DECODE, signum=signal.SIGKILL)
 ROUTER: Final = Hit(side=Side.ROUTER, signum=signal.SIGKILL)
 DIRECTORY: Final = Hit(side=Side.DIRECTORY, signum=signal.SIGKILL)
+DIRECTORY_STOPPED: Final = Hit(side=Side.DIRECTORY, signum=signal.SIGSTOP)
 PREFILL_STOPPED: Final = Hit(side=Side.PREFILL, signum=signal.SIGSTOP)
 DECODE_STOPPED: Final = Hit(side=Side.DECODE, signum=signal.SIGSTOP)
 
@@ -31,13 +34,15 @@ class DoubleCase:
 
     point: Failpoint
     hits: tuple[Hit, ...]
+    kind: str = ""
+    """Begins the name of a case that is not on prefill and decode nodes."""
     then: tuple[Failpoint, Hit] | None = None
     at_once: bool = False
     """Killed processes are started again at once; otherwise when the others have done without them."""
 
     @property
     def name(self) -> str:
-        first = f"{_words(self.hits)}-at-{self.point.value}"
+        first = f"{self.kind}{_words(self.hits)}-at-{self.point.value}"
         if self.then is None:
             return first
         point, hit = self.then
@@ -71,8 +76,11 @@ class DoubleCase:
             await hit.task
             await load.finish()
         outcome.count(load.asked, hit, struck_s=began_s, router_killed=ROUTER in self.hits)
-        for name in stopped:
-            await cluster.wait_listed(name, False)
+        for name in sorted(stopped, key=cluster.cluster.names.index):  # the directory first: it says who is there
+            if name == DIRECTORY_NAME:
+                await asyncio.sleep(TTL_MS / 1e3)
+            else:
+                await cluster.wait_listed(name, False)
             cluster.go_on(name)
         if not self.at_once:
             await nothing_left(cluster, outcome)
@@ -95,7 +103,7 @@ class LinkAndKillCase(GrpcCase):
     @property
     def name(self) -> str:
         ends = "-".join(side.value for side in self.ends)
-        return f"{self.ill.value}-{ends}-and-kill-{self.killed.value}-at-{self.point.value}"
+        return f"{self.kind}{self.ill.value}-{ends}-and-kill-{self.killed.value}-at-{self.point.value}"
 
 
 CASES: Final = (
@@ -104,11 +112,29 @@ CASES: Final = (
     DoubleCase(point=Failpoint.DECODING, hits=(DECODE, DIRECTORY)),
     DoubleCase(point=Failpoint.LAYER, hits=(ROUTER, DECODE)),
     DoubleCase(point=Failpoint.LAYER, hits=(PREFILL_STOPPED, DECODE)),
+    DoubleCase(point=Failpoint.LAYER, hits=(PREFILL, DECODE_STOPPED)),
+    DoubleCase(point=Failpoint.COMMIT_SENT, hits=(PREFILL, DECODE_STOPPED)),
+    DoubleCase(point=Failpoint.LAYER, hits=(ROUTER, PREFILL_STOPPED)),
+    DoubleCase(point=Failpoint.DECODING, hits=(ROUTER, DECODE_STOPPED)),
+    DoubleCase(point=Failpoint.DECODING, hits=(DECODE, DIRECTORY_STOPPED)),
     DoubleCase(point=Failpoint.DECODING, hits=(DECODE,), then=(Failpoint.LAYER, PREFILL)),
     DoubleCase(point=Failpoint.DECODING, hits=(DECODE,), then=(Failpoint.DECODING, DECODE), at_once=True),
     DoubleCase(point=Failpoint.DECODING, hits=(DECODE_STOPPED,), then=(Failpoint.SEALED, PREFILL)),
 )
+MIXED_CASES: Final = (
+    DoubleCase(kind="mixed-", point=Failpoint.LAYER, hits=(PREFILL, DECODE)),
+    DoubleCase(kind="mixed-", point=Failpoint.COMMIT_SENT, hits=(PREFILL, DECODE_STOPPED)),
+)
 LINK_CASES: Final = (
     LinkAndKillCase(ends=(Side.ROUTER, Side.DECODE), ill=Ill.DARK, point=Failpoint.LAYER, killed=Side.PREFILL),
     LinkAndKillCase(ends=(Side.PREFILL, Side.DECODE), ill=Ill.CUT, point=Failpoint.COMMIT_SENT, killed=Side.DIRECTORY),
+)
+MIXED_LINK_CASES: Final = (
+    LinkAndKillCase(
+        kind="mixed-",
+        ends=(Side.ROUTER, Side.DECODE),
+        ill=Ill.DARK,
+        point=Failpoint.LAYER,
+        killed=Side.PREFILL,
+    ),
 )

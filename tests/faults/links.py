@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Final, Generic, Protocol, TypeVar
 
 from cli.services import Service
-from cli.supervisor import ROUTER_NAME, ClusterSpec
+from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, ClusterSpec
 from tests.faults.cluster import FaultyCluster, faulty
 from tests.faults.load import Load
 from tests.faults.outcome import Outcome
@@ -48,7 +48,7 @@ class LinkCluster:
         self.data: dict[str, Proxy] = {}
 
     def heal(self) -> None:
-        for proxy in self.grpc.values():
+        for proxy in (*self.grpc.values(), *self.data.values()):
             proxy.heal()
 
 
@@ -180,6 +180,28 @@ class DataCase(Played[LinkCluster]):
         assert spoiled, f"{writer} has no data connection to {receiver}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AloneCase(Played[LinkCluster]):
+    """Nothing passes between one node and any other, neither calls nor data, either way, until everybody has done
+    without it. The directory still hears of it, and tells everybody that it is well."""
+
+    side: Side
+    point: Failpoint
+    kind: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}alone-{self.side.value}-at-{self.point.value}"
+
+    def strike(self, stage: LinkCluster, struck: Struck) -> None:
+        alone = _name(self.side, struck)
+        others = [name for name in stage.cluster.cluster.names if name not in (alone, DIRECTORY_NAME)]
+        for proxies in (stage.grpc, stage.data):
+            for name, proxy in proxies.items():
+                for owner in others if name == alone else [alone]:
+                    proxy.darken(owner)
+
+
 def _name(side: Side, struck: Struck) -> str:
     if side is Side.ROUTER:
         return ROUTER_NAME
@@ -259,6 +281,9 @@ MIXED_CASES: Final = (
     GrpcCase(ends=(Side.PREFILL, Side.DECODE), ill=Ill.CUT, point=Failpoint.COMMIT_SENT, kind="mixed-"),
     DataCase(spoil=Spoil.CUT, kind="mixed-"),
     DataCase(spoil=Spoil.NOISE, kind="mixed-"),
+    AloneCase(side=Side.PREFILL, point=Failpoint.LAYER, kind="mixed-"),
+    AloneCase(side=Side.DECODE, point=Failpoint.LAYER, kind="mixed-"),
+    AloneCase(side=Side.DECODE, point=Failpoint.DECODING, kind="mixed-"),
 )
 KEPT_CASES: Final = tuple(
     GrpcCase(ends=(Side.ROUTER, Side.DECODE), ill=ill, point=Failpoint.DECODING, kind="mixed-kept-") for ill in Ill

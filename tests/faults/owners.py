@@ -5,6 +5,7 @@ connect again and again would leave no time for anything else."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -18,6 +19,8 @@ _SOCK_DIAG: Final = 4
 """NETLINK_SOCK_DIAG, see sock_diag(7)."""
 _BY_FAMILY: Final = 20
 _REQUEST: Final = 1
+_ERROR: Final = 2
+"""NLMSG_ERROR, see netlink(7)."""
 _HEADER: Final = struct.Struct("=IHHII")
 _WHICH: Final = struct.Struct("=BBBBI")
 _ID: Final = struct.Struct("!HH16s16s")
@@ -28,23 +31,28 @@ _ANY: Final = 0xFFFFFFFF
 
 def owner_of(client: tuple[str, int], server: tuple[str, int], pids: Mapping[str, int]) -> str:
     """Which of these processes has the connection of `client` to `server`, both (IPv4 address, port), at its end."""
-    inode = _inode(client, server) or _inode_in_tables(client[1], server[1])
+    inode = _inode(client, server)
+    if inode is None:
+        inode = _inode_in_tables(client[1], server[1])
     target = f"socket:[{inode}]"
     return next((name for name, pid in pids.items() if inode and _has(pid, target)), OWNER_UNKNOWN)
 
 
-def _inode(client: tuple[str, int], server: tuple[str, int]) -> int:
-    """0 where the kernel does not say."""
+def _inode(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """0 where there is no such connection (any more); None where the kernel does not say."""
     ends = [socket.inet_aton(end[0]).ljust(16, b"\0") for end in (client, server)]
     body = _WHICH.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, _ANY) + _ID.pack(client[1], server[1], *ends)
     body += _REST.pack(0, _ANY, _ANY)
     with suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as diag:
         diag.send(_HEADER.pack(_HEADER.size + len(body), _BY_FAMILY, _REQUEST, 0, 0) + body)
         answer = diag.recv(4096)
-        if _HEADER.unpack_from(answer)[1] == _BY_FAMILY:
+        kind = _HEADER.unpack_from(answer)[1]
+        if kind == _BY_FAMILY:
             (inode,) = struct.unpack_from("=I", answer, _INODE_AT)
             return int(inode)
-    return 0
+        if kind == _ERROR and struct.unpack_from("=i", answer, _HEADER.size)[0] == -errno.ENOENT:
+            return 0
+    return None
 
 
 def _inode_in_tables(*ports: int) -> int:

@@ -14,7 +14,7 @@ from tests.faults.cluster import TTL_MS, FaultyCluster, faulty, faulty_spec
 from tests.faults.links import Played
 from tests.faults.load import Asked
 from tests.faults.outcome import Outcome
-from tests.faults.points import Failpoint, Struck
+from tests.faults.points import Failpoint, Side, Struck
 from tests.faults.signals import Questions
 from tests.redis_harness import RedisServer, redis_server
 
@@ -41,10 +41,17 @@ class RedisStage:
 class RedisCase(Played[RedisStage]):
     stop: bool
     point: Failpoint
+    killed: Side | None = None
+    """A node of the request that is hit, killed at the same moment."""
+
+    @property
+    def also_killed(self) -> tuple[Side, ...]:
+        return (self.killed,) if self.killed is not None else ()
 
     @property
     def name(self) -> str:
-        return f"{'stop' if self.stop else 'kill'}-redis-at-{self.point.value}"
+        also = "".join(f"-and-kill-{side.value}" for side in self.also_killed)
+        return f"{'stop' if self.stop else 'kill'}-redis{also}-at-{self.point.value}"
 
     def strike(self, stage: RedisStage, struck: Struck) -> None:
         if self.stop:
@@ -72,8 +79,12 @@ async def redis_stage() -> AsyncIterator[RedisStage]:
             yield RedisStage(cluster, redis)
 
 
-CASES: Final = tuple(
-    RedisCase(stop=stop, point=point)
-    for stop in (False, True)
-    for point in (Failpoint.RESERVE_SENT, Failpoint.LAYER, Failpoint.DECODING)
+CASES: Final = (
+    *(
+        RedisCase(stop=stop, point=point)
+        for stop in (False, True)
+        for point in (Failpoint.RESERVE_SENT, Failpoint.LAYER, Failpoint.DECODING)
+    ),
+    RedisCase(stop=False, point=Failpoint.DECODING, killed=Side.DECODE),
+    RedisCase(stop=True, point=Failpoint.LAYER, killed=Side.PREFILL),
 )

@@ -1,0 +1,68 @@
+"""What the regions of nodes let a request become, by their records. Pure, but for a line in the log.
+
+A resumption computes prompt and answer so far again, on one prefill node, whose region must hold the whole: attention
+reads all of it to the end. So an answer may grow in a decode node beyond what any prefill node could take up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.log import get_log
+from baton.wire import NodeRecord, Role
+
+log = get_log("router")
+
+
+def region_tokens(record: NodeRecord) -> int:
+    """Tokens that the node's region holds when nothing else is in it; 0 where its record does not tell (yet)."""
+    return record.load.blocks.total * record.model.block_size if record.model is not None else 0
+
+
+def may_hold(record: NodeRecord, tokens: int) -> bool:
+    """Whether the node may be able to compute so many tokens at some time. One whose region is not known may."""
+    return not 0 < region_tokens(record) < tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outgrown:
+    """Decode nodes let a request grow to more tokens than any prefill node could take up."""
+
+    decode_tokens: int
+    prefill_tokens: int
+
+
+def outgrown(records: Sequence[NodeRecord]) -> Outgrown | None:
+    """None where every answer could be resumed, or where one kind of node is not there."""
+
+    def most(role: Role) -> int:
+        reach = [
+            min(region_tokens(record), record.model.context_len_max)
+            for record in records
+            if record.model is not None and record.role.serves(role)
+        ]
+        return max(reach, default=0)
+
+    decode_tokens, prefill_tokens = most(Role.DECODE), most(Role.PREFILL)
+    if 0 < prefill_tokens < decode_tokens:
+        return Outgrown(decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)
+    return None
+
+
+class RegionWatch:
+    """Tells the log when answers may outgrow the prefill nodes, each state of it once."""
+
+    def __init__(self) -> None:
+        self._told: Outgrown | None = None
+
+    def look(self, records: Sequence[NodeRecord]) -> None:
+        found = outgrown(records)
+        if found is not None and found != self._told:
+            log.warning(
+                "answers may outgrow the prefill nodes: one that is longer is lost with its decode node. Give prefill "
+                "nodes as large a region as decode nodes (engine.num_blocks)",
+                tokens_to_be_resumed_max=found.prefill_tokens,
+                tokens_max=found.decode_tokens,
+            )
+        self._told = found
