@@ -33,7 +33,7 @@ from router.prefill_nodes import PrefillNodes
 from router.regions import RegionWatch
 from router.request import CheckedRequest, check_request
 from router.request_log import RequestLog
-from router.retries import ASK_ANOTHER, GONE, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
+from router.retries import GONE, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.slow_client import unread_limit
 from router.stop_strings import StopStrings
 from router.subscriptions import Inbox

@@ -145,5 +145,26 @@ class HostDriver:
             return self._own[address].array_U8[:nbytes]
         return np.frombuffer(self._opened[address], dtype=np.uint8, count=nbytes)
 
+    def pin(self, nbytes: int) -> HostPinned:
+        return HostPinned(nbytes)
+
     def refusal(self) -> str | None:
         return None
+
+
+class HostPinned:
+    """See `PinnedMemory`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes_U8 = np.zeros(nbytes, np.uint8)
+
+    @property
+    def memory(self) -> np.ndarray:
+        return self._bytes_U8
+
+    @property
+    def array_U8(self) -> np.ndarray:
+        return self._bytes_U8
+
+    def close(self) -> None:
+        self._bytes_U8 = np.zeros(0, np.uint8)
