@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
 from cachestore.host_tier import RegionCopier, SpillConfig, ThreadCopier
-from cachestore.regions import PoolRegion, open_host_region, open_pool_region
+from cachestore.regions import PoolRegion, open_host_region, open_pool_region, pin_staging
 from cachestore.spill import Spill
 from engine.block_manager import BlockManager
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
@@ -24,19 +24,23 @@ from engine.core import Engine
 from engine.pins import PinTable
 from engine.types import DeviceRunner, KvSpec, Runner
 from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
+from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.ledger import Ledger
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS
 from kvtransfer.region import Region
-from kvtransfer.transport import RegionKind
+from kvtransfer.transport import RegionKind, TransportName
 
 # NumPy has no bfloat16; a transfer needs its size only.
 _DTYPE_BYTES = {"bfloat16": 2}
 POISON = 0xFF
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePool:
-    """What a node computes with. `close` frees the region; nothing may use it then."""
+    """What a node computes with. `close` frees the region; nothing may use it then: ports and links are closed."""
 
     runner: Runner
     engine: Engine
@@ -51,6 +55,8 @@ class DevicePool:
     device: ComputeDevice = ComputeDevice.CPU
     on_device: DeviceRunner | None = None
     """The runner, where the region lies on its device."""
+    staged: StagedRegion | None = None
+    """The region on a device as tcp reaches it, where the node offers tcp."""
 
     @property
     def host_region(self) -> Region:
@@ -58,15 +64,24 @@ class DevicePool:
         assert self.region.kind is RegionKind.HOST, self.region.kind
         return cast(Region, self.region)
 
+    @property
+    def tcp_region(self) -> Region | StagedRegion:
+        """What tcp reads and writes."""
+        return self.host_region if self.staged is None else self.staged
+
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
         facts = {"device": self.device.value, "region": f"{self.region.nbytes:,} bytes in {self.region.kind.value}"}
+        if self.staged is not None:
+            facts["staging"] = f"{self.staged.pinned_bytes:,} bytes of pinned memory, {self.staged.used_bytes:,} in use"
         return facts if self.on_device is None else facts | self.on_device.describe() | self.engine.describe()
 
     def close(self) -> None:
         if self.host is not None:
             self.host.copier.close()
             self.host.region.close()
+        if self.staged is not None:
+            self.staged.close()
         self.runner.unbind()
         self.region.close()
 
@@ -92,24 +107,37 @@ def layout_of(spec: KvSpec) -> Layout:
 
 
 async def open_device_pool(
-    config: EngineConfig, *, name: str, progress: Progress, spill: SpillConfig | None = None, decodes: bool = True
+    config: EngineConfig,
+    *,
+    name: str,
+    progress: Progress,
+    spill: SpillConfig | None = None,
+    decodes: bool = True,
+    transports: Sequence[TransportName] = DEFAULT_TRANSPORTS,
+    staging: StagingConfig | None = None,
 ) -> DevicePool:
     """Load the model, make the region and warm up, each on a thread of its own, with progress.
 
     With `spill.host_blocks` there is host memory below the region too, and the engine runs under overcommit. On a
-    device, where this node `decodes`, graphs are captured, with blocks of their own for padding.
+    device, where this node `decodes`, graphs are captured, with blocks of their own for padding; what `transports`
+    need of the region is made here: a handle for cuda_ipc, pinned memory (`staging`) for tcp.
 
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
     built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
     layout = layout_of(built.runner.kv_spec)
-    region = await open_pool_region(config, layout, f"baton-{name}", progress)
+    region = await open_pool_region(config, layout, f"baton-{name}", progress, transports)
+    staged = None
     try:
-        return await _open_over(
+        staged = await _on_thread(pin_staging, region, transports, staging or StagingConfig())
+        pool = await _open_over(
             region, built, layout, config, name=name, progress=progress, spill=spill, decodes=decodes
         )
+        return replace(pool, staged=staged)
     except BaseException as error:
         _let_go(error)
+        if staged is not None:
+            staged.close()
         built.runner.unbind()
         region.close()
         raise
@@ -194,11 +222,12 @@ async def _warm_up(runner: DeviceRunner, ledger: Ledger, *, decodes: bool, progr
     return padding
 
 
-async def _on_thread(work: Callable[..., None], *arguments: Any) -> None:
-    """Run it to its end, also where the caller is cancelled: it uses the region, which is closed next."""
+async def _on_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Run it to its end, also where the caller is cancelled: it uses the region, which is closed next. What it made is
+    dropped then."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():

@@ -14,6 +14,7 @@ from kvtransfer.checksum_thread import ChecksumThread
 from kvtransfer.device.driver import CudaDriver, DeviceDriver, DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
+from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.layout import Layout
 from kvtransfer.negotiation import serving
 from kvtransfer.region import Region, RegionTooLarge
@@ -69,14 +70,35 @@ async def open_host_region(layout: Layout, num_blocks: int, name: str, field: st
         ) from error
 
 
-async def open_pool_region(config: EngineConfig, layout: Layout, name: str, progress: Progress) -> PoolRegion:
-    """The region of this engine; one on a device has been copied in once. Raises BatonError BAD_CONFIG."""
+async def open_pool_region(
+    config: EngineConfig, layout: Layout, name: str, progress: Progress, transports: Sequence[TransportName]
+) -> PoolRegion:
+    """The region of this engine; one on a device has been copied in once, and can be given to other processes where
+    `transports` has cuda_ipc and the device allows it. Raises BatonError BAD_CONFIG."""
     if region_kind(config) is RegionKind.HOST:
         return await open_host_region(layout, config.num_blocks, name, "engine.num_blocks", progress)
-    return await asyncio.to_thread(_open_device_region, config, layout, name)
+    return await asyncio.to_thread(_open_device_region, config, layout, name, TransportName.CUDA_IPC in transports)
 
 
-def _open_device_region(config: EngineConfig, layout: Layout, name: str) -> DeviceRegion:
+def pin_staging(region: PoolRegion, transports: Sequence[TransportName], config: StagingConfig) -> StagedRegion | None:
+    """Pinned memory through which tcp reaches a region on a device; None: it needs none here. Blocks.
+
+    It is closed before the region, and after all ports and links. Raises BatonError BAD_CONFIG.
+    """
+    if not isinstance(region, DeviceRegion) or TransportName.TCP not in transports:
+        return None
+    try:
+        return StagedRegion(driver=region.driver, region=region, config=config)
+    except DeviceError as error:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"tcp moves what lies on the device through {config.bytes_max:,} bytes of pinned memory: {error}. Set a "
+            "smaller staging.bytes_max, or leave tcp out of the transports.",
+            field="staging.bytes_max",
+        ) from error
+
+
+def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_to_share: bool) -> DeviceRegion:
     try:
         driver = _driver(config.device)
     except DeviceError as error:
@@ -85,7 +107,7 @@ def _open_device_region(config: EngineConfig, layout: Layout, name: str) -> Devi
         ) from error
     nbytes = layout.region_bytes(config.num_blocks)
     try:
-        region = DeviceRegion(driver, nbytes, name, shared=driver.refusal() is None)
+        region = DeviceRegion(driver, nbytes, name, shared=asked_to_share and driver.refusal() is None)
     except DeviceError as error:
         raise BatonError(
             Reason.BAD_CONFIG,

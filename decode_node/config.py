@@ -14,6 +14,7 @@ from baton.rpc import RpcLimits
 from cachestore.host_tier import SpillConfig
 from cachestore.regions import region_kind
 from engine.build import EngineConfig
+from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import RegionKind, TransportName
@@ -48,6 +49,7 @@ class DecodeConfig:
     rdma: RdmaReceiverConfig = field(default_factory=RdmaReceiverConfig)
     ucx: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
     tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
+    staging: StagingConfig = field(default_factory=StagingConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)

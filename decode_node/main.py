@@ -44,7 +44,14 @@ async def serve(
     settings = NodeSettings.of(config, Role.DECODE, pod=config.pod)
     runtime = NodeRuntime(settings, clock=SystemClock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
-    pool = await open_device_pool(config.engine, name=config.name, progress=progress, spill=config.spill)
+    pool = await open_device_pool(
+        config.engine,
+        name=config.name,
+        progress=progress,
+        spill=config.spill,
+        transports=config.transports,
+        staging=config.staging,
+    )
     spill = None if pool.host is None else pool.host.spill
     try:
         node = DecodeNode(

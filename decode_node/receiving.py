@@ -122,7 +122,7 @@ def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool,
     listen = config.data_listen or join_endpoint(host, 0)
     with _port_errors(listen):
         return TcpReceiverPort(
-            region=pool.host_region,
+            region=pool.tcp_region,
             events=events,
             loop=loop,
             randomness=secrets.token_bytes,

@@ -18,6 +18,7 @@ from baton.rpc import RpcLimits
 from cachestore.host_tier import SpillConfig
 from decode_node.config import DecodeConfig
 from engine.build import EngineConfig
+from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
@@ -67,6 +68,7 @@ class MixedConfig:
     ucx_receiver: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
     tcp_writer: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     tcp_receiver: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
+    staging: StagingConfig = field(default_factory=StagingConfig)
     pod: PodConfig = field(default_factory=PodConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)

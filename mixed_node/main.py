@@ -56,7 +56,9 @@ async def serve(
     # Of the receiver alone: each half drops the channels of peers that are gone for it, whatever they are to the other.
     channels = runtime.make_channels()
     await runtime.check_listen()
-    pool = await open_device_pool(config.engine, name=config.name, progress=progress)
+    pool = await open_device_pool(
+        config.engine, name=config.name, progress=progress, transports=config.transports, staging=config.staging
+    )
     try:
         lent = _register_once(config, pool)
         peers = Peers(runtime=runtime, config=config.prefill_half(), pool=pool, lent=lent)

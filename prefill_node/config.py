@@ -12,6 +12,7 @@ from baton.pod import PodConfig
 from baton.rpc import RpcLimits
 from cachestore.regions import region_kind
 from engine.build import EngineConfig
+from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma import RdmaWriterConfig
@@ -37,6 +38,7 @@ class PrefillConfig:
     rdma: RdmaWriterConfig = field(default_factory=RdmaWriterConfig)
     ucx: UcxWriterConfig = field(default_factory=UcxWriterConfig)
     tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
+    staging: StagingConfig = field(default_factory=StagingConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)

@@ -49,7 +49,14 @@ async def serve(
         on_change=lambda: peers.follow_directory(),
     )
     await runtime.check_listen()
-    pool = await open_device_pool(config.engine, name=config.name, progress=progress, decodes=False)
+    pool = await open_device_pool(
+        config.engine,
+        name=config.name,
+        progress=progress,
+        decodes=False,
+        transports=config.transports,
+        staging=config.staging,
+    )
     try:
         peers = Peers(runtime=runtime, config=config, pool=pool, observer=observer)
         node = PrefillNode(

@@ -26,6 +26,7 @@ from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from kvtransfer.transports.shm import ShmWriterLink
 from kvtransfer.transports.tcp import TcpWriterLink
+from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UcxWriterLink
 from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import PeerAddress, WriterPeer
@@ -232,6 +233,11 @@ class Peers:
                 assert isinstance(region, DeviceRegion), region.kind
                 return await CudaIpcWriterLink.connect_device(
                     endpoint, pair, region, events, self._loop, region.driver, self._config.shm
+                )
+            if self._pool.staged is not None:
+                assert endpoint.transport is TransportName.TCP, endpoint.transport
+                return await StagedTcpLink.connect(
+                    endpoint, pair, self._pool.staged, events, self._loop, self._config.tcp
                 )
             source_U8 = self._pool.host_region.array_U8
             if endpoint.transport is TransportName.SHM:

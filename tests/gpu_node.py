@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +33,7 @@ MODEL: Final = DemoModelParams(
     vocab_size=300,
     context_len_max=160,
 )
+NOTHING: Final[Mapping[str, object]] = {}
 BLOCK_SIZE: Final = 8
 NUM_BLOCKS: Final = 60
 SEQUENCES_MAX: Final = 5
@@ -53,10 +54,14 @@ def write_model(folder: Path) -> Path:
     return path
 
 
-def spec_of(model: Path, *, mixed: int = 0) -> ClusterSpec:
-    """A prefill and a decode node, or some mixed ones, on the device."""
+def spec_of(
+    model: Path, *, mixed: int = 0, on_cpu: Collection[str] = (), more: Mapping[str, object] = NOTHING
+) -> ClusterSpec:
+    """A prefill and a decode node, or some mixed ones, on the device, but for those named in `on_cpu`. `more`: settings
+    of all of them."""
     halves = 0 if mixed else 1
-    decodes = {**ENGINE, "requests_max": SEQUENCES_MAX}
+    everywhere = {**ENGINE, **more}
+    decodes = {**everywhere, "requests_max": SEQUENCES_MAX}
     return ClusterSpec(
         prefill=halves,
         decode=halves,
@@ -66,11 +71,12 @@ def spec_of(model: Path, *, mixed: int = 0) -> ClusterSpec:
         threads=1,
         blocks=NUM_BLOCKS,
         flags={
-            Service.PREFILL: ENGINE,
+            Service.PREFILL: everywhere,
             Service.DECODE: decodes,
             Service.MIXED: {**decodes, "handoff_tokens_min": 10},
             Service.ROUTER: {"placement_wait_ms_max": 60_000},
         },
+        node_flags={name: {"engine.device": "cpu"} for name in on_cpu},
         start_ms_max=120_000,
     )
 

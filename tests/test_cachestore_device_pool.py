@@ -24,9 +24,11 @@ from engine.model_config import ComputeDtype, Quantisation
 from kvtransfer.checksums import crcs
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
+from kvtransfer.device.staging import StagingConfig
 from kvtransfer.handoff import WriterConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
+from mixed_node.config import MixedConfig
 from prefill_node.config import PrefillConfig
 from tests.gpu_node import BLOCK_SIZE, MODEL, write_model
 
@@ -47,9 +49,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-async def opened(config: EngineConfig, *, decodes: bool, look: Callable[[DevicePool, list[str]], None]) -> None:
+async def opened(
+    config: EngineConfig, *, decodes: bool, look: Callable[[DevicePool, list[str]], None], **changes: Any
+) -> None:
     doing: list[str] = []
-    pool = await open_device_pool(config, name="device", progress=lambda what, *_: doing.append(what), decodes=decodes)
+    pool = await open_device_pool(
+        config, name="device", progress=lambda what, *_: doing.append(what), decodes=decodes, **changes
+    )
     try:
         look(pool, doing)
     finally:
@@ -154,19 +160,78 @@ def test_a_device_that_runs_out_of_memory_while_warming_up_says_so(
     assert "tried to allocate 20.00 GiB. Set a smaller" in problem.message
 
 
-def test_under_mps_the_node_has_a_region_but_nothing_that_serves_it(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """cuda_ipc is left out for what the driver says; while nothing else serves a device, the node does not start."""
+def test_under_mps_tcp_alone_serves_the_region(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda_ipc is left out for what the driver says; where nothing else was to serve, the node does not start."""
     monkeypatch.setattr("kvtransfer.device.host_driver.HostDriver.refusal", lambda _: "the Multi-Process Service runs")
 
     def look(pool: DevicePool, doing: list[str]) -> None:
         assert isinstance(pool.region, DeviceRegion)
         assert not pool.region.shared
+        assert offered(DEFAULT_TRANSPORTS, pool.region) == (TransportName.TCP,)
         with pytest.raises(InvalidField, match="here; cuda_ipc: the Multi-Process Service runs"):
-            offered(DEFAULT_TRANSPORTS, pool.region)
+            offered((TransportName.CUDA_IPC,), pool.region)
 
     asyncio.run(opened(config, decodes=False, look=look))
+
+
+@pytest.mark.parametrize(
+    ("transports", "shared", "pinned"),
+    [
+        (DEFAULT_TRANSPORTS, True, True),
+        ((TransportName.CUDA_IPC,), True, False),
+        ((TransportName.TCP,), False, True),
+    ],
+)
+def test_a_region_on_the_device_has_what_its_transports_need(
+    config: EngineConfig, transports: tuple[TransportName, ...], shared: bool, pinned: bool
+) -> None:
+    """A handle for other processes where cuda_ipc is offered, pinned memory where tcp is, and neither without: memory
+    that was exported is freed with its process only, and pinned memory is scarce."""
+    staging = StagingConfig(bytes_max=9 << 20, chunk_bytes=1 << 20)
+
+    def look(pool: DevicePool, doing: list[str]) -> None:
+        assert isinstance(pool.region, DeviceRegion)
+        assert pool.region.shared is shared
+        assert offered(transports, pool.region) == tuple(t for t in transports if t.value in ("cuda_ipc", "tcp"))
+        told = pool.describe().get("staging")
+        assert (pool.staged is not None, told is not None) == (pinned, pinned)
+        if pool.staged is not None:
+            assert pool.tcp_region is pool.staged
+            share = pool.staged.share(3)
+            assert told == "9,437,184 bytes of pinned memory, 0 in use"
+            assert pool.describe()["staging"] == "9,437,184 bytes of pinned memory, 3,145,728 in use"
+            share.give_back()
+
+    asyncio.run(opened(config, decodes=False, look=look, transports=transports, staging=staging))
+
+
+def test_memory_that_cannot_be_pinned_is_told_by_its_field(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the region is given back."""
+
+    def full(*_: Any) -> None:
+        raise DeviceError("268435456 bytes of host memory cannot be pinned")
+
+    monkeypatch.setattr("kvtransfer.device.host_driver.HostDriver.pin", full)
+    problem = problem_of(config)
+    assert (problem.reason, problem.field) == (Reason.BAD_CONFIG, "staging.bytes_max")
+    assert "cannot be pinned. Set a smaller staging.bytes_max, or leave tcp out" in problem.message
+
+
+def test_pinned_memory_that_links_still_use_is_a_bug_of_ours(config: EngineConfig) -> None:
+    """Ports and links are closed before the pool: the device may still copy into what they have."""
+
+    async def scene() -> None:
+        pool = await open_device_pool(config, name="device", progress=lambda *_: None, decodes=False)
+        assert pool.staged is not None
+        share = pool.staged.share(1)
+        with pytest.raises(AssertionError, match="still use the pinned memory"):
+            pool.close()
+        share.give_back()
+        pool.close()
+
+    asyncio.run(scene())
 
 
 def test_records_on_the_device_are_read_for_their_checksums(config: EngineConfig) -> None:
@@ -195,6 +260,8 @@ def test_the_keys_of_the_gpu_are_those_of_the_engine() -> None:
         "engine.gpu.attention_decode": "triton",
         "engine.gpu.graphs.graph_rows_max": "5",
         "engine.gpu.graphs.graph_context_max": "77",
+        "staging.bytes_max": "99000000",
+        "staging.link_chunks": "7",
     }
     for service in (Service.PREFILL, Service.DECODE, Service.MIXED):
         config = load_config(service, toml_path=None, env={}, flags=flags)
@@ -204,6 +271,9 @@ def test_the_keys_of_the_gpu_are_those_of_the_engine() -> None:
             graphs=GraphConfig(graph_rows_max=5, graph_context_max=77),
         )
         assert config.transports == DEFAULT_TRANSPORTS
+        assert config.staging == StagingConfig(bytes_max=99_000_000, link_chunks=7)
+        if isinstance(config, MixedConfig):
+            assert config.prefill_half().staging is config.decode_half().staging is config.staging
 
 
 ON_DEVICE = EngineConfig(model="m", device=ComputeDevice.CUDA)
@@ -223,7 +293,7 @@ ON_DEVICE = EngineConfig(model="m", device=ComputeDevice.CUDA)
             lambda: PrefillConfig(name="n", engine=ON_DEVICE, writer=WriterConfig(checksum_fraction=0.1)),
             "writer.checksum_fraction",
         ),
-        (lambda: DecodeConfig(name="n", engine=ON_DEVICE, transports=(TransportName.TCP,)), "transports"),
+        (lambda: DecodeConfig(name="n", engine=ON_DEVICE, transports=(TransportName.SHM,)), "transports"),
     ],
 )
 def test_what_a_region_on_a_device_cannot_have_is_refused_at_once(make: Callable[[], object], field: str) -> None:

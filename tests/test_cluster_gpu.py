@@ -68,7 +68,7 @@ def test_answers_are_those_of_one_engine_on_the_cpu(model: Path, reference: Refe
         assert (prefill.engine.padding_blocks, decode.engine.padding_blocks) == (0, 1)
         assert (prefill.record.load.blocks.held, decode.record.load.blocks.held) == (0, 1)
         assert blocks_in_all(prefill) == blocks_in_all(decode) == NUM_BLOCKS
-        assert list(prefill.record.transports) == list(decode.record.transports) == ["cuda_ipc"]
+        assert list(prefill.record.transports) == list(decode.record.transports) == ["cuda_ipc", "tcp"]
         assert decode.prefixes.hit_tokens >= 2 * 16  # the common beginning's blocks
         facts = facts_of(decode)
         assert facts["device"] == DEVICE.value

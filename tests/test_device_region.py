@@ -66,8 +66,9 @@ def test_under_mps_neither_side_begins() -> None:
     assert driver.open_memories == 0
     own = DeviceRegion(driver, 4096, "region", shared=False)
     assert not own.shared
+    assert offered(DEFAULT_TRANSPORTS, own) == (TransportName.TCP,)
     with pytest.raises(InvalidField, match=r"none that serves this node's region here; cuda_ipc: .* stop MPS"):
-        offered([TransportName.CUDA_IPC, TransportName.TCP], own)
+        offered([TransportName.CUDA_IPC, TransportName.SHM], own)
     own.close()
     assert driver.open_memories == 0
 
@@ -105,15 +106,15 @@ def test_cuda_ipc_is_chosen_on_one_host_only_and_serves_a_region_on_a_gpu() -> N
     both = [TransportName.CUDA_IPC, TransportName.TCP]
     assert choose(["cuda_ipc", "tcp"], both, same_host=True) is TransportName.CUDA_IPC
     assert choose(["cuda_ipc", "tcp"], both, same_host=False) is TransportName.TCP
-    assert serving(both, RegionKind.DEVICE) == (TransportName.CUDA_IPC,)
+    assert serving(both, RegionKind.DEVICE) == (TransportName.CUDA_IPC, TransportName.TCP)
     assert serving(both, RegionKind.HOST) == (TransportName.TCP,)
     for region in RegionKind:
         check_transports(both, region)
         assert serving(DEFAULT_TRANSPORTS, region)
     with pytest.raises(InvalidField, match="region, which is in host memory: shm, rdma, ucx, tcp"):
         check_transports([TransportName.CUDA_IPC], RegionKind.HOST)
-    with pytest.raises(InvalidField, match="region, which is in device memory: cuda_ipc"):
-        check_transports([TransportName.SHM, TransportName.TCP], RegionKind.DEVICE)
+    with pytest.raises(InvalidField, match="region, which is in device memory: cuda_ipc, tcp"):
+        check_transports([TransportName.SHM, TransportName.RDMA], RegionKind.DEVICE)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -43,7 +43,12 @@ class CudaStreams:
         self._device = device
 
     def current(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.current_stream(self._device)
+        # Blocks are computed on one thread and posted on another too, which knows of the device's default stream only.
+        assert stream == torch.cuda.default_stream(self._device), (
+            "transfers are posted from the device's default stream"
+        )
+        return CudaStream(stream)
 
     def side(self) -> CudaStream:
         return CudaStream(torch.cuda.Stream(self._device, priority=-1))

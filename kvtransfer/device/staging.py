@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from baton.errors import InvalidField, check_positive
 from kvtransfer.device.driver import DeviceDriver, DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceMemory
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
@@ -48,13 +49,11 @@ class StagingConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, *self.__dataclass_fields__)
         if self.chunk_bytes % WORD_BYTES:
-            raise ValueError(f"chunk_bytes must be a multiple of {WORD_BYTES}, got {self.chunk_bytes}")
+            raise InvalidField("chunk_bytes", f"must be a multiple of {WORD_BYTES}, not {self.chunk_bytes}")
         if max(self.link_chunks, self.stream_chunks) * self.chunk_bytes > self.bytes_max:
-            raise ValueError(f"bytes_max ({self.bytes_max}) has not the room for one link or connection")
+            raise InvalidField("bytes_max", f"is {self.bytes_max}, which has not the room for one link or connection")
 
 
 class StagingFull(Exception):
@@ -118,13 +117,18 @@ class StagedRegion:
             returned=self._free.extend,
         )
 
+    @property
+    def pinned_bytes(self) -> int:
+        return self._chunks * self.config.chunk_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Of these, what links and connections have now."""
+        return (self._chunks - len(self._free)) * self.config.chunk_bytes
+
     def describe(self) -> dict[str, object]:
         """Gauges for people and metrics."""
-        used = self._chunks - len(self._free)
-        return {
-            "staging_bytes": self._chunks * self.config.chunk_bytes,
-            "staging_bytes_used": used * self.config.chunk_bytes,
-        }
+        return {"staging_bytes": self.pinned_bytes, "staging_bytes_used": self.used_bytes}
 
     def close(self) -> None:
         """Let go of the pinned memory; every share has been given back. Idempotent."""

@@ -320,7 +320,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         process.server = SimServer(limits=limits, rng=rng, liveness=liveness, process=process)
         return process.server
 
-    async def open_pool(config: Any, *, name: str, progress: Any, spill: Any = None, decodes: bool = True) -> Any:
+    async def open_pool(config: Any, *, spill: Any = None, **_: Any) -> Any:
         assert spill is None or spill.host_blocks == 0, "host memory is not simulated"
         process, profile = current(), cluster.profile
         pool = make_pool(config, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng)
