@@ -96,14 +96,14 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: _receiver(machines.FreeOnTimeout), seed=47
     ),
     "fence: so do unanswered Revokes": Mutant(replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=47),
-    "fence: only epochs are looked at": Mutant(replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=14),
+    "fence: only epochs are looked at": Mutant(replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=6),
     "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal), seed=6),
     "fence: the writer lets go before its writes have drained": Mutant(
-        replaced=lambda: _writer(machines.LetGoUndrained), seed=24
+        replaced=lambda: _writer(machines.LetGoUndrained), seed=41
     ),
     "epoch: never rises": Mutant(replaced=lambda: [(ReceiverGrants, "epoch", _same_epoch)], seed=13),
-    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=15),
-    "tombstone: none for cancelled attempts": Mutant(replaced=lambda: _receiver(machines.NoDeadAttempts), seed=82),
+    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=30),
+    "tombstone: none for cancelled attempts": Mutant(replaced=lambda: _receiver(machines.NoDeadAttempts), seed=112),
     "dedupe: token indices are not looked at": Mutant(replaced=lambda: [(Inbox, "put", _put_all)], seed=6),
     "resolve: leaves no tombstone": Mutant(replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=16),
     "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=31),
