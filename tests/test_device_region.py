@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import tests.triton_interpreter  # noqa: F401  # before the kernel
 from baton.errors import InvalidField
 from cachestore.regions import offered
 from kvtransfer.device.copy_kernel import copy_records
+from kvtransfer.device.cuda_streams import CudaStreams
 from kvtransfer.device.driver import CudaDriver, DeviceError, mps_in_use
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports, choose, serving
@@ -98,6 +100,19 @@ def test_without_a_gpu_the_driver_says_what_is_missing() -> None:
     """One typed error, whatever part of CUDA it is that is not there."""
     with pytest.raises(DeviceError, match=r"install cuda-bindings|there is no CUDA device 0"):
         CudaDriver()
+
+
+def test_what_is_posted_from_another_stream_than_the_default_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached blocks are posted by a thread that knows of the default stream only, and would be behind nothing there."""
+    of_thread = ["default"]
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: "default")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: of_thread[0])
+    streams = CudaStreams(torch.device("cuda", 0))
+    current: Any = streams.current().stream
+    assert current == "default"
+    of_thread[0] = "side"
+    with pytest.raises(AssertionError, match="posted from the device's default stream"):
+        streams.current()
 
 
 def test_cuda_ipc_is_chosen_on_one_host_only_and_serves_a_region_on_a_gpu() -> None:
