@@ -44,27 +44,32 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Until `stop`, which waits for the step in flight: its blocks are in use. Not to be cancelled."""
-        loop = asyncio.get_running_loop()
         while not self._stopping:
-            events = self._engine.take_events()
-            if events:
-                self._host.step_ended(_NO_SINK, events)
-            batch = self._engine.schedule()
-            if batch is None:
+            if not await self._step():
                 self._work.clear()
                 await self._work.wait()
-                continue
-            sink = self._host.step_begins(batch)
-            try:
-                result = await loop.run_in_executor(self._thread, self._engine.run, batch, sink)
-            except Exception:
-                # Whatever a kernel raises costs the step's requests, not the node.
-                log.exception("step failed", sequences=len(batch.slices), tokens=batch.num_tokens)
-                self.steps_failed += 1
-                events = self._engine.fail_step(batch)
-            else:
-                events = self._engine.postprocess(batch, result)
-            self._host.step_ended(sink, events)
+
+    async def _step(self) -> bool:
+        """One step, to its end; False: there is nothing to compute. Keeps nothing of it."""
+        events = self._engine.take_events()
+        if events:
+            self._host.step_ended(_NO_SINK, events)
+        batch = self._engine.schedule()
+        if batch is None:
+            return False
+        sink = self._host.step_begins(batch)
+        try:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._thread, self._engine.run, batch, sink)
+        except Exception:
+            # Whatever a kernel raises costs the step's requests, not the node.
+            log.exception("step failed", sequences=len(batch.slices), tokens=batch.num_tokens)
+            self.steps_failed += 1
+            events = self._engine.fail_step(batch)
+        else:
+            events = self._engine.postprocess(batch, result)
+        self._host.step_ended(sink, events)
+        return True
 
     async def stop(self, task: asyncio.Task[None]) -> None:
         """End the loop after the step in flight, and its thread."""
