@@ -282,7 +282,10 @@ class _Edge(grpc.aio.ServerInterceptor):
             else:
                 failure = self._internal()
                 log.exception("handler failed", method=method, incident=failure.metadata["incident"])
-        await context.abort_with_status(to_status(failure))
+        status = to_status(failure)
+        # gRPC keeps the abort, whose traceback keeps this frame: the failure and its frames are not to stay with it.
+        del failure
+        await context.abort_with_status(status)
         raise AssertionError("abort_with_status returned")
 
     def _internal(self) -> BatonError:

@@ -34,7 +34,7 @@ from engine.demo_model import DemoModelParams, write_demo_model
 CONTEXT = 2_048
 BLOCKS = 2_048
 REMEMBERED = 4_096
-"""Blocks of prompts that the router remembers: so few that they are all there after the warm-up."""
+"""Blocks of prompts that router and prefill node remember: so few that they are all there after the warm-up."""
 COMMON = 256
 """Tokens of the common beginning that a third of the prompts have."""
 ANSWER_S_MAX = 120.0
@@ -103,7 +103,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         model=None if mock else str(args.model_dir), engine=EngineKind.MOCK if mock else None,
         flags={
             Service.ROUTER: {"prefix_blocks_max": REMEMBERED},
-            Service.PREFILL: places,
+            Service.PREFILL: {**places, "affinity_blocks_max": REMEMBERED},
             Service.DECODE: {**places, "requests_max": args.requests},
         },
     )  # fmt: skip

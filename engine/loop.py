@@ -63,9 +63,7 @@ class EngineLoop:
         """Until `stop`, which waits for the steps in flight: their blocks are in use. Not to be cancelled."""
         step: _Step | None = None
         while step is not None or not self._stopping:
-            events = self._engine.take_events()
-            if events:
-                self._host.step_ended(_NO_SINK, events)
+            self._tell_of_ends()
             if step is None:
                 step = await self._begin(self._engine.schedule())
             if step is None:
@@ -77,6 +75,12 @@ class EngineLoop:
                 behind = await self._begin(self._engine.schedule_ahead())
             await self._end(step)
             step = behind
+
+    def _tell_of_ends(self) -> None:
+        """What ended without a step. A function of its own, so that nothing of it is kept while there is no work."""
+        events = self._engine.take_events()
+        if events:
+            self._host.step_ended(_NO_SINK, events)
 
     async def _begin(self, batch: Batch | None) -> _Step | None:
         if batch is None:

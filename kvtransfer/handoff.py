@@ -83,7 +83,9 @@ class Handoff:
     ended: asyncio.Future[HandoffEnd]
     metadata: Metadata
     """Request id and trace context, sent along with the calls of this handoff."""
-    sources_released: Callable[[], None]
+    sources_released: Callable[[], None] | None
+    """None once it has been called: what it refers to may in turn refer to this, and the two would be freed by the
+    collector only."""
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
     grant: GrantId = GrantId(b"")

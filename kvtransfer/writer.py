@@ -213,9 +213,12 @@ class WriterPeer:
         except BaseException:
             handoff.cancel()
             raise
-        if refusal is not None:
+        if refusal is None:
+            return handoff
+        try:
             raise refusal
-        return handoff
+        finally:
+            del refusal, handoff  # or the error would refer to itself, by this frame in its traceback
 
     def _check_here(self) -> None:
         if self._gone:
@@ -435,8 +438,10 @@ class WriterPeer:
             handoff.link.forget(handoff.grant)
 
         def released() -> None:
+            tell, handoff.sources_released = handoff.sources_released, None
+            assert tell is not None, handoff
             handoff.pinned_blocks = 0
-            handoff.sources_released()
+            tell()
 
         if handoff.sample is None:
             released()

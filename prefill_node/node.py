@@ -228,7 +228,10 @@ class PrefillNode:
             never = local.never(job)
             if never is not None and asked.reasons <= NOT_THERE:
                 raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
-        raise asked.error
+        try:
+            raise asked.error
+        finally:
+            del asked  # or the error, and the job with it, would refer to itself, by this frame in its traceback
 
     def _go_past(self, job: Job) -> None:
         """A decode node does not answer: it may be dead, and those behind this request are not to wait until it is."""

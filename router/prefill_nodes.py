@@ -30,6 +30,8 @@ class PrefillNodes:
         self._placement = Placement(blocks_max=blocks_max)
         self._drained: dict[Incarnation, int] = {}
         """Processes that refused work, each with the sequence of the record that had said they take some."""
+        self._most_tokens: dict[str, int] = {}
+        """By fingerprint, what the largest region ever seen holds: its node may be on its way back."""
 
     def ready(self) -> list[NodeRecord]:
         """Those that take requests. Not to be changed."""
@@ -86,7 +88,15 @@ class PrefillNodes:
             assert record.model is not None, record.name
             if self._held_elsewhere(job, record.model):
                 return _not_ready(f"{error.message} Another prefill node may have room for them.")
-        return _not_resumable(job, error.message) if job.output else error
+            return _not_resumable(job, error.message) if job.output else error
+        if not job.output:
+            return error
+        # A decode node's word. One has held it, so others may: it may be on its way back.
+        return BatonError(
+            Reason.NO_DECODE_NODE,
+            f"No decode node that can hold prompt and answer is there. {error.message}",
+            retry_after_ms=NOT_READY_RETRY_MS,
+        )
 
     def _fit(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
         fit = [r for r in self.ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
@@ -107,8 +117,10 @@ class PrefillNodes:
         if waits_for:
             names = ", ".join(sorted(record.name for record in waits_for))
             return _not_ready(f"No prefill node that is ready can hold {job.tokens} tokens; {names} may, when ready.")
+        if not job.too_small and job.tokens <= self._most_tokens.get(model.fingerprint, 0):
+            return _not_ready(f"No prefill node that is there can hold {job.tokens} tokens; one that was here could.")
         most = max(record.load.blocks.total for record in self._of_model(model))
-        pins = ", less pinned prefixes" if job.too_small else ""
+        pins = ", less what pins and padding keep" if job.too_small else ""
         need = -(-job.tokens // model.block_size)
         rooms = f"need {need} blocks; the largest region of a prefill node has {most}{pins}."
         if job.output:
@@ -120,6 +132,10 @@ class PrefillNodes:
         records = self._known()
         self._looked_at = None
         self._placement.update(records)
+        for record in records:
+            if (model := record.model) is not None:
+                tokens = record.load.blocks.total * model.block_size
+                self._most_tokens[model.fingerprint] = max(self._most_tokens.get(model.fingerprint, 0), tokens)
         sequences = {record.incarnation: record.sequence for record in records}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
         return {record.endpoint for record in records}

@@ -168,10 +168,11 @@ class Retries:
             raise error
         self.deaths += error.reason in DEATHS and not lost_before
         if self.deaths >= self.config.deaths_max or self.resumptions >= self.config.resumptions_max:
+            blame = ", and it may be the request that does it" if self.deaths >= self.config.deaths_max else ""
             raise BatonError(
                 Reason.ATTEMPTS_SPENT,
                 f"{self.resumptions + 1} attempts at this request have failed, {self.deaths} of them with the death of "
-                f"a node, and it may be the request that does it. The last one: {error.message}",
+                f"a node{blame}. The last one: {error.message}",
             ) from error
         self.resumptions += 1
         self.give_up_s = now_s + self.config.resume_wait_ms_max / 1000

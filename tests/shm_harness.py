@@ -66,8 +66,8 @@ def _what_is_there() -> dict[str, set[str]]:
         "threads": {thread.name for thread in threading.enumerate()},
         "children": set(children),
         "sockets": {str(n) for n in range(_own_shm_sockets())},
-        # UCX unlinks its own as soon as it is made; any process's may be seen before.
-        "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith("ucx_shm_posix_")},
+        # UCX unlinks its own as soon as it is made, Python's pools of processes have semaphores; both of any process.
+        "shared memory": {n for n in os.listdir("/dev/shm") if not n.startswith(("ucx_shm_posix_", "sem.mp-"))},
         "mappings": {str(n) for n in range(Path("/proc/self/maps").read_text().count("memfd:"))},
     }
 

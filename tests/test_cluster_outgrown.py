@@ -85,9 +85,9 @@ def test_an_answer_that_has_outgrown_all_of_them_ends_at_once() -> None:
         for i, each in enumerate(little):
             assert (await each.answer).ids == mock_tokens(short, 4 * SIZE, seed=i, temperature=0.5)
         log = cluster.cluster.log_text("router-0")
-        resumed = re.findall(r" resume request=(\S+) attempt=0 tokens=(\d+)", log)
+        resumed = re.findall(r" resume reason=\S+ request=(\S+) attempt=0 tokens=(\d+)", log)
         outgrown, _ = max(resumed, key=lambda found: int(found[1]))
-        assert f" place_again request={outgrown} " not in log
+        assert not re.search(rf" place_again reason=\S+ request={outgrown} ", log)
         await assert_conserved(cluster)
 
     flags = {**SLOW_DECODE, "engine.num_blocks": 600}

@@ -151,7 +151,7 @@ def test_the_nodes_own_word_counts_more_than_its_record() -> None:
     job.retries.judge(again, granted=False, now_s=0.0)
     assert placed(nodes, job) == "node-2"
     assert nodes.failed(job, records[1], pinned) is pinned
-    assert "less pinned prefixes" in refused(nodes, job).message
+    assert "less what pins and padding keep" in refused(nodes, job).message
     job.output.append(1)
     told = nodes.failed(job, records[1], pinned)
     assert (told.reason, "This node's region has 4." in told.message) == (Reason.NOT_RESUMABLE, True)
@@ -159,14 +159,27 @@ def test_the_nodes_own_word_counts_more_than_its_record() -> None:
 
 def test_a_refusal_of_the_decode_nodes_is_passed_on() -> None:
     """It is not about the prefill node that tells it: no other one is asked. In the middle of an answer it is not the
-    client's error."""
+    client's error, and a decode node that has held it may be on its way back."""
     records = (node(1, 5), node(2, 5))
     nodes, job = among(*records), request(SIZE)
     never = BatonError(Reason.PROMPT_TOO_LONG, "Prompt and answer need 9 blocks, the region has 5.")
     assert nodes.failed(job, records[0], never) is never
     assert not job.too_small
     job.output.append(1)
-    assert nodes.failed(job, records[0], never).reason is Reason.NOT_RESUMABLE
+    assert nodes.failed(job, records[0], never).reason is Reason.NO_DECODE_NODE
+
+
+def test_a_large_node_that_was_here_is_waited_for() -> None:
+    """It has left the directory, as a node does that starts again: a prompt that only it could hold is no mistake of
+    the client's, nor is an answer lost."""
+    records = [node(1, 4), node(2, 9)]
+    nodes = PrefillNodes(lambda: tuple(records), blocks_max=100)
+    nodes.follow()
+    records.pop()
+    nodes.follow()
+    for job in (request(8 * SIZE), request(SIZE, output=7 * SIZE)):
+        assert refused(nodes, job).reason is Reason.NO_PREFILL_NODE
+    assert refused(nodes, request(9 * SIZE + 1)).reason is Reason.PROMPT_TOO_LONG
 
 
 @pytest.mark.parametrize(

@@ -158,8 +158,10 @@ class ChainLink:
         raise NotImplementedError
 
     def _connection_lost(self, reason: str) -> None:
-        """Nobody hears us any more."""
+        """Nobody hears us any more: nothing is waited for, in an orderly end neither."""
+        self._loop.remove_reader(self._sock)
         self._end(reason)
+        self._cut_off()
 
     # For the subclass to call.
 

@@ -94,7 +94,7 @@ async def connect(
     """
     sock: socket.socket | None = None
     qps: QueuePairs | None = None
-    proving = False
+    acknowledged: asyncio.Future[None] | None = None
     try:
         async with asyncio.timeout(config.connect_ms_max / 1000):
             region = RegionAddress.decode(endpoint.address)
@@ -114,12 +114,12 @@ async def connect(
             )
             welcome = await _shake_hands(words, endpoint, hello)
             qps.connect(welcome.ends)
-            proving = True
-            await _prove(words, qps, welcome, loop)
+            acknowledged = loop.create_future()
+            await _prove(words, qps, welcome, loop, acknowledged)
         return Connected(sock=sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends)
     except BaseException as error:
         give_up(endpoint, hold, qps, sock)
-        if proving and _tells_of_the_way(error):
+        if acknowledged is not None and not _all_came(acknowledged) and _tells_of_the_way(error):
             text = f"no data arrives within {config.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
             reason = error.reason if isinstance(error, RdmaConnectError) else None
             raise RdmaUnproved(f"{endpoint.address}: the devices do not reach each other: {text}", reason) from error
@@ -128,6 +128,11 @@ async def connect(
         if isinstance(error, (OSError, ValueError, BatonError, wire.MalformedMessage, QueuePairFailed)):
             raise RdmaConnectError(f"{endpoint.address}: {error}") from error
         raise
+
+
+def _all_came(acknowledged: asyncio.Future[None]) -> bool:
+    """The devices reach each other, whatever keeps the receiver from saying so: it may stand still for a while."""
+    return acknowledged.done() and not acknowledged.cancelled() and acknowledged.exception() is None
 
 
 def _tells_of_the_way(error: BaseException) -> bool:
@@ -150,14 +155,17 @@ async def _shake_hands(words: ConnectWords[wire.Message], endpoint: DataEndpoint
 
 
 async def _prove(
-    words: ConnectWords[wire.Message], qps: QueuePairs, welcome: wire.Welcome, loop: asyncio.AbstractEventLoop
+    words: ConnectWords[wire.Message],
+    qps: QueuePairs,
+    welcome: wire.Welcome,
+    loop: asyncio.AbstractEventLoop,
+    acknowledged: asyncio.Future[None],
 ) -> None:
     """Returns when every queue pair has carried a whole packet there, its acknowledgement back, and the receiver has
     seen all of them. The other way needs no more than that: what a receiver sends are acknowledgements.
 
     Raises ConnectError, ProbeLost, QueuePairFailed.
     """
-    acknowledged = loop.create_future()
     left = len(qps.ends.qps)
 
     def look() -> None:

@@ -228,6 +228,8 @@ class TcpReceiverPort:
             self._challenge(connection, message)
         elif isinstance(message, wire.Answer) and connection.hello is not None:
             self._welcome(connection, connection.hello, message)
+        elif isinstance(message, wire.Bye):
+            self._forget(connection)  # given up in mid-handshake
         else:
             self._refuse(connection, RefusalReason.OUT_OF_ORDER)
 

@@ -166,12 +166,6 @@ class UcxWriterLink(ChainLink):
             case _:
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
-    def _connection_lost(self, reason: str) -> None:
-        """Nobody hears us any more: nothing is waited for, in an orderly end neither."""
-        self._loop.remove_reader(self._sock)
-        self._end(reason)
-        self._cut_off()
-
     def _thread_left(self, failure: str, drained: bool, destroyed: bool) -> None:
         if failure and not self._ending.begun:
             # The receiver's word, if it left one, says more than the error of a write.

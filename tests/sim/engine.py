@@ -57,7 +57,6 @@ class SimRegion:
     def __init__(self, nbytes: int) -> None:
         self.array_U8 = bytearray(nbytes)
         self.nbytes = nbytes
-        self.nbytes = nbytes
 
     def close(self) -> None:
         """Nothing to unmap."""
