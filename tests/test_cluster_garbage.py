@@ -16,7 +16,8 @@ from contextlib import contextmanager
 import pytest
 
 from baton.errors import Reason
-from engine.sequence import IndexCursor, Sequence
+from engine.prefix_cache import IndexCursor
+from engine.sequence import Sequence
 from kvtransfer.handoff import Handoff, StepWrites
 from prefill_node.job import Job
 from tests.cluster_harness import assert_conserved, error_of, make_request, mock_spec, random_prompt
