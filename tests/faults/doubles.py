@@ -129,12 +129,3 @@ LINK_CASES: Final = (
     LinkAndKillCase(ends=(Side.ROUTER, Side.DECODE), ill=Ill.DARK, point=Failpoint.LAYER, killed=Side.PREFILL),
     LinkAndKillCase(ends=(Side.PREFILL, Side.DECODE), ill=Ill.CUT, point=Failpoint.COMMIT_SENT, killed=Side.DIRECTORY),
 )
-MIXED_LINK_CASES: Final = (
-    LinkAndKillCase(
-        kind="mixed-",
-        ends=(Side.ROUTER, Side.DECODE),
-        ill=Ill.DARK,
-        point=Failpoint.LAYER,
-        killed=Side.PREFILL,
-    ),
-)
