@@ -210,6 +210,7 @@ def test_an_answer_that_its_router_has_dropped_unseen_is_freed_at_once() -> None
     the answer would be an orphan."""
 
     async def scenario(cluster: RunningCluster) -> None:
+        await cluster.client.generate([1, 2, 3], max_tokens=2)  # the prefill node knows the decode node by now
         prefill, router = await cluster.status("prefill-0"), await cluster.status("router-0")
         message = prefill_pb2.PrefillRequest(
             header=common_pb2.Header(sender=router.record.incarnation, receiver=prefill.record.incarnation),
