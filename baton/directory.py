@@ -89,9 +89,9 @@ class Standstill:
         self._looked_s = now_s
 
     def look(self, *, now_s: float) -> float:
-        """For how many seconds it has stood still since the last look; 0 where it has not.
+        """For how many seconds beyond `ms_min` it has stood still since the last look; 0 where it has not.
 
-        Less `ms_min`: a loop that is always slow must not keep the dead for good.
+        Only what is beyond: a loop that is always slow must not keep the dead for good.
         """
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         return max(0.0, gap_s - self._ms_min / 1e3)

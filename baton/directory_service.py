@@ -29,7 +29,7 @@ class DirectoryConfig:
     expire_interval_ms: int = field(default=100, metadata={"help": "between two looks for records that have run out"})
     standstill_ms_min: int = field(
         default=400,
-        metadata={"help": "without a look for longer, it has itself stood still, and all records live so much longer"},
+        metadata={"help": "without a look for longer, it has itself stood still; all records live longer by the rest"},
     )
 
     def __post_init__(self) -> None:

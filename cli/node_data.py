@@ -83,45 +83,48 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
             "hit_tokens": status.prefixes.hit_tokens,
             "pinned_blocks": status.prefixes.pinned_blocks,
             "pinned_blocks_max": status.prefixes.pinned_blocks_max,
-            "pins": [
-                {
-                    "name": pin.name,
-                    "blocks": pin.blocks,
-                    "blocks_pinned": pin.blocks_pinned,
-                    "lease_left_ms": pin.lease_left_ms,
-                }
-                for pin in status.prefixes.pins
-            ],
+            "pins": [_pin_data(pin) for pin in status.prefixes.pins],
         },
         "model": {"name": record.model.name, "fingerprint": record.model.fingerprint},
         "transports": list(record.transports),
-        "pairs": [
-            {
-                "peer": pair.peer,
-                "peer_incarnation": f"{pair.peer_incarnation:016x}",
-                "transport": pair.transport or None,
-                "epoch": pair.epoch,
-                "bytes_moved": pair.bytes_moved,
-                "transports_given_up": list(pair.transports_given_up),
-                "link_failures": pair.link_failures,
-                "handoffs_corrupt": pair.handoffs_corrupt,
-                "records_checksummed": pair.records_checksummed,
-            }
-            for pair in status.pairs
-        ],
-        "writers": [
-            {
-                "writer": writer.writer,
-                "writer_incarnation": f"{writer.writer_incarnation:016x}",
-                "host": writer.host,
-                "transport": writer.transport,
-                "grants": writer.grants,
-                "blocks_granted": writer.blocks_granted,
-                "blocks_quarantined": writer.blocks_quarantined,
-                "taken_back_ms": writer.taken_back_ms or None,
-                "quarantined_ms": writer.quarantined_ms or None,
-                "why": writer.why or None,
-            }
-            for writer in status.writers
-        ],
+        "pairs": [_pair_data(pair) for pair in status.pairs],
+        "writers": [_writer_data(writer) for writer in status.writers],
+    }
+
+
+def _pin_data(pin: node_pb2.PinStatus) -> dict[str, Any]:
+    return {
+        "name": pin.name,
+        "blocks": pin.blocks,
+        "blocks_pinned": pin.blocks_pinned,
+        "lease_left_ms": pin.lease_left_ms,
+    }
+
+
+def _pair_data(pair: node_pb2.PairStatus) -> dict[str, Any]:
+    return {
+        "peer": pair.peer,
+        "peer_incarnation": f"{pair.peer_incarnation:016x}",
+        "transport": pair.transport or None,
+        "epoch": pair.epoch,
+        "bytes_moved": pair.bytes_moved,
+        "transports_given_up": list(pair.transports_given_up),
+        "link_failures": pair.link_failures,
+        "handoffs_corrupt": pair.handoffs_corrupt,
+        "records_checksummed": pair.records_checksummed,
+    }
+
+
+def _writer_data(writer: node_pb2.WriterStatus) -> dict[str, Any]:
+    return {
+        "writer": writer.writer,
+        "writer_incarnation": f"{writer.writer_incarnation:016x}",
+        "host": writer.host,
+        "transport": writer.transport,
+        "grants": writer.grants,
+        "blocks_granted": writer.blocks_granted,
+        "blocks_quarantined": writer.blocks_quarantined,
+        "taken_back_ms": writer.taken_back_ms or None,
+        "quarantined_ms": writer.quarantined_ms or None,
+        "why": writer.why or None,
     }

@@ -118,15 +118,7 @@ class RouterNode:
         admitted = self.requests <= self.config.requests_max
         try:
             if not admitted:
-                raise BatonError(
-                    Reason.TOO_MANY_CALLS,
-                    f"This router has {self.config.requests_max} requests already, the limit.",
-                    retry_after_ms=retry_after_ms(
-                        wait_s(ROOM_SHARE * self.config.requests_max, self._ended.per_s(self._loop.time())),
-                        ms_min=self.config.placement_retry_ms,
-                        spread=self._rng.random(),
-                    ),
-                )
+                raise self._full()
             job = await self._take_in(request, request_id, trace, deadline_s, choice)
             job.observed = observed
             if cut_off is not None:
@@ -167,6 +159,17 @@ class RouterNode:
             self.requests -= 1
             if admitted:
                 self._ended.left(1, self._loop.time())
+
+    def _full(self) -> BatonError:
+        return BatonError(
+            Reason.TOO_MANY_CALLS,
+            f"This router has {self.config.requests_max} requests already, the limit.",
+            retry_after_ms=retry_after_ms(
+                wait_s(ROOM_SHARE * self.config.requests_max, self._ended.per_s(self._loop.time())),
+                ms_min=self.config.placement_retry_ms,
+                spread=self._rng.random(),
+            ),
+        )
 
     def _answer_text(self, checked: CheckedRequest) -> AnswerText:
         return AnswerText(

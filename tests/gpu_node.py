@@ -18,6 +18,7 @@ from cli.services import Service
 from cli.supervisor import ClusterSpec
 from engine.build import ComputeDevice, EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
+from engine.types import SamplingParams
 from tests.cluster_harness import RunningCluster, running
 from tests.inprocess_cluster import InProcessCluster, inprocess
 
@@ -33,6 +34,9 @@ MODEL: Final = DemoModelParams(
     vocab_size=300,
     context_len_max=160,
 )
+AnyCluster = InProcessCluster | RunningCluster
+TOKENS: Final = 6
+GREEDY: Final = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=TOKENS)
 NOTHING: Final[Mapping[str, object]] = {}
 BLOCK_SIZE: Final = 8
 NUM_BLOCKS: Final = 60
@@ -86,7 +90,7 @@ def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[chance.randrange(3, MODEL.vocab_size) for _ in range(length)] for length in lengths]
 
 
-def play(spec: ClusterSpec, scene: Callable[[InProcessCluster | RunningCluster], Awaitable[None]]) -> None:
+def play(spec: ClusterSpec, scene: Callable[[AnyCluster], Awaitable[None]]) -> None:
     """The scene on a cluster in this process; on a GPU, whose memory no process opens a second time, of processes."""
     if ON_GPU:
         with running(spec) as cluster:

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 from cli.reference import Reference
-from engine.types import SamplingParams
 from tests.cli_harness import run_baton
-from tests.cluster_harness import RunningCluster, assert_conserved, leftovers, running, wait_for
+from tests.cluster_harness import assert_conserved, leftovers, running, wait_for
 from tests.gpu_node import (
     DEVICE,
+    GREEDY,
     MODEL,
     NUM_BLOCKS,
+    TOKENS,
+    AnyCluster,
     blocks_in_all,
     facts_of,
     play,
@@ -28,11 +30,6 @@ from tests.gpu_node import (
     spec_of,
     write_model,
 )
-from tests.inprocess_cluster import InProcessCluster
-
-TOKENS = 6
-GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=TOKENS)
-AnyCluster = InProcessCluster | RunningCluster
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,21 @@ from typing import Final
 import pytest
 
 from cli.reference import Reference
-from engine.types import SamplingParams
 from tests.cli_harness import run_baton
-from tests.cluster_harness import RunningCluster, assert_conserved, leftovers, running, wait_for
-from tests.gpu_node import NUM_BLOCKS, blocks_in_all, facts_of, play, random_prompts, spec_of, write_model
-from tests.inprocess_cluster import InProcessCluster
+from tests.cluster_harness import assert_conserved, leftovers, running, wait_for
+from tests.gpu_node import (
+    GREEDY,
+    NUM_BLOCKS,
+    TOKENS,
+    AnyCluster,
+    blocks_in_all,
+    facts_of,
+    play,
+    random_prompts,
+    spec_of,
+    write_model,
+)
 
-TOKENS = 6
-GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=TOKENS)
 CHUNK_BYTES = 1 << 12
 """Of two records, so that a layer is cut into several."""
 PINNED = f"{40 * CHUNK_BYTES:,} bytes of pinned memory"
@@ -34,7 +41,6 @@ STAGING: Final[dict[str, object]] = {
 IN_USE = {"prefill-0": f"{3 * CHUNK_BYTES:,} in use", "decode-0": f"{2 * 2 * CHUNK_BYTES:,} in use"}
 """By one link, whose two connections the decode node has."""
 TCP: Final = {**STAGING, "transports": "tcp"}
-AnyCluster = InProcessCluster | RunningCluster
 
 
 @pytest.fixture(scope="module")

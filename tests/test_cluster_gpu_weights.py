@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_node import facts_of, play, random_prompts, spec_of, write_model
+from tests.gpu_node import AnyCluster, facts_of, play, random_prompts, spec_of, write_model
 
 # isort: split
 from baton.errors import Reason
 from cli.services import Service
 from cli.supervisor import ClusterSpec
-from tests.cluster_harness import RunningCluster, assert_conserved, error_of, wait_for
-from tests.inprocess_cluster import InProcessCluster
+from tests.cluster_harness import assert_conserved, error_of, wait_for
 
 TOKENS = 4
-AnyCluster = InProcessCluster | RunningCluster
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class LinkLimits:
     bye_ms_max: int
 
 
-class ChainLink:
+class ChainLink(ABC):
     """A writer's link (see `kvtransfer.transport.WriterLink`) but for its thread, its words, and what it posts with.
 
     `post` may be called from any thread, the rest from the loop's. A subclass starts the thread, which posts what the
@@ -149,13 +150,13 @@ class ChainLink:
 
     # The subclass's own.
 
+    @abstractmethod
     def _send_seal(self, number: int, seal: Seal) -> None:
         """Queue its parts, and say it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _handle(self, message: Any) -> None:
         """A word of the receiver's."""
-        raise NotImplementedError
 
     def _connection_lost(self, reason: str) -> None:
         """Nobody hears us any more: nothing is waited for, in an orderly end neither."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +15,7 @@ from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.rdma_wire import RefusalReason
 from kvtransfer.transports.seal_gather import SealGather
-from kvtransfer.transports.tcp_socket import close_politely
+from kvtransfer.transports.words_connection import WordsConnection
 
 log = get_log("rdma")
 
@@ -38,15 +36,11 @@ class NotWelcome(Exception):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Connection:
+class Connection(WordsConnection):
     """`qps` from the moment that it may write until they are destroyed; then it is forgotten."""
 
-    number: int
-    sock: socket.socket | None
     inbox: wire.Inbox = field(default_factory=wire.Inbox)
     hello: wire.Hello | None = None
-    nonce: bytes = b""
-    handshake_timer: asyncio.TimerHandle | None = None
     destroy_timer: asyncio.TimerHandle | None = None
     qps: QueuePairs | None = None
     hold: Hold | None = None
@@ -79,17 +73,8 @@ class Connection:
         self.probed.add(qp)
         return True
 
-    def send(self, message: wire.Message) -> None:
-        """Best effort: the few bytes fit any socket buffer, and a writer has its own deadlines."""
-        if self.sock is not None:
-            with contextlib.suppress(OSError):
-                self.sock.send(wire.encode(message))
-
-    def close_sock(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.sock is not None:
-            loop.remove_reader(self.sock)
-            close_politely(self.sock)
-            self.sock = None
+    def _encode(self, message: wire.Message) -> bytes:
+        return wire.encode(message)
 
     def leave_behind(self) -> None:
         """Its queue pairs cannot be destroyed, and nobody will try any more: they stay until the process ends."""

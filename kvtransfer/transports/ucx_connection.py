@@ -13,9 +13,9 @@ from kvtransfer.transports.end_config import PortConfig
 from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.seal_gather import SealGather
-from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.ucx_connect import TLS_HELP, check_tls
 from kvtransfer.transports.ucx_nixl import UcxAgent
+from kvtransfer.transports.words_connection import WordsConnection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +36,11 @@ class UcxReceiverConfig(PortConfig):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Connection:
+class Connection(WordsConnection):
     """`opened`: it may write, from before its WELCOME until its agent is destroyed *and* there is evidence."""
 
-    number: int
-    sock: socket.socket | None
     inbox: wire.Inbox = field(default_factory=wire.Inbox)
     hello: wire.Hello | None = None
-    nonce: bytes = b""
-    handshake_timer: asyncio.TimerHandle | None = None
     poll_timer: asyncio.TimerHandle | None = None
     pidfd: int | None = None
     agent: UcxAgent | None = None
@@ -72,17 +68,8 @@ class Connection:
         except OSError:
             return False
 
-    def send(self, message: wire.Message) -> None:
-        """Best effort: the few bytes fit any socket buffer, and a writer has its own deadlines."""
-        if self.sock is not None:
-            with contextlib.suppress(OSError):
-                self.sock.send(wire.encode(message))
-
-    def close_sock(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.sock is not None:
-            loop.remove_reader(self.sock)
-            close_politely(self.sock)
-            self.sock = None
+    def _encode(self, message: wire.Message) -> bytes:
+        return wire.encode(message)
 
     def cancel_timers(self) -> None:
         for timer in (self.handshake_timer, self.poll_timer):
