@@ -28,6 +28,7 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.rdma import (
+    HostBytes,
     RdmaConfig,
     RdmaMemory,
     RdmaReceiverConfig,
@@ -90,8 +91,8 @@ async def ours(size: int, count: int, region_bytes: int, rounds: int, between: C
     config = RdmaConfig(qps=1, send_wrs_max=DEPTH + 1)
     region = Region.create(region_bytes, "bench-region")
     source_U8 = np.random.default_rng(1).integers(0, 255, region_bytes, dtype=np.uint8)
-    receiver = RdmaMemory(region=lambda: region.array_U8, config=config, loop=loop, remote_writes=True)
-    writer = RdmaMemory(region=lambda: source_U8, config=config, loop=loop, remote_writes=False)
+    receiver = RdmaMemory(region=HostBytes(lambda: region.array_U8), config=config, loop=loop, remote_writes=True)
+    writer = RdmaMemory(region=HostBytes(lambda: source_U8), config=config, loop=loop, remote_writes=False)
     events = Events()
     port = RdmaReceiverPort(
         memory=receiver, events=events, loop=loop, randomness=os.urandom, config=RdmaReceiverConfig(rdma=config)

@@ -1,4 +1,5 @@
-"""The engine of one node, as others see it: what computes, where its KV lies, which blocks are the engine's own."""
+"""The engine of one node, as others see it: what computes, where its KV lies, which blocks are the engine's own, and
+what reaches them."""
 
 from __future__ import annotations
 
@@ -19,3 +20,9 @@ def report_engine(runtime: NodeRuntime, pool: DevicePool) -> None:
             message.engine.facts.add(name=name, text=text)
 
     runtime.status = status
+
+
+def add_fact(message: node_pb2.NodeStatus, name: str, text: str) -> None:
+    """One more line for people, once, though both halves of a node may tell it."""
+    if all(fact.name != name for fact in message.engine.facts):
+        message.engine.facts.add(name=name, text=text)

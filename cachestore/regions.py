@@ -19,6 +19,7 @@ from kvtransfer.layout import Layout
 from kvtransfer.negotiation import serving
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import RegionKind, TransportName
+from kvtransfer.transports.rdma import DeviceBytes, HostBytes, RdmaRegion
 
 log = get_log("region")
 
@@ -49,6 +50,11 @@ def offered(transports: Sequence[TransportName], region: PoolRegion) -> tuple[Tr
 def checksum_thread(region: PoolRegion, *, name: str) -> ChecksumThread:
     """Reads the region's bytes, wherever they are. Closed before the region is."""
     return ChecksumThread(region if isinstance(region, DeviceRegion) else region.array_U8, name=name)
+
+
+def rdma_region(region: PoolRegion) -> RdmaRegion:
+    """The region as rdma registers it, which ends before the region does."""
+    return DeviceBytes(region) if isinstance(region, DeviceRegion) else HostBytes(lambda: region.array_U8)
 
 
 async def open_host_region(layout: Layout, num_blocks: int, name: str, field: str, progress: Progress) -> Region:

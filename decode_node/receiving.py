@@ -14,7 +14,8 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.rpc_client import Channels
 from cachestore.device_pool import DevicePool
-from cachestore.regions import checksum_thread, offered
+from cachestore.engine_report import add_fact
+from cachestore.regions import checksum_thread, offered, rdma_region
 from decode_node.config import DecodeConfig
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.receiver import Receiver, ReceiverHost
@@ -94,6 +95,8 @@ def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
     for (writer, transport), count in sorted(receiver.checks.corrupt.items()):
         message.counters.add(name=f"CORRUPT handoffs from {writer} over {transport}", value=count)
     for name, port in receiver.ports.describe().items():
+        if "registered" in port:
+            add_fact(message, name.value, str(port["registered"]))
         for what, figure in port.items():
             if isinstance(figure, int):
                 message.counters.add(name=f"{name.value}: {what}", value=figure)
@@ -145,7 +148,7 @@ def _open_rdma_port(
         memory = lent.memory
     else:
         memory = register_if_usable(
-            serving, lambda: pool.host_region.array_U8, config.rdma.rdma, loop, remote_writes=True
+            serving, rdma_region(pool.region), config.rdma.rdma, loop, remote_writes=True
         )
     if memory is None:
         return

@@ -21,14 +21,14 @@ before a link counts as made, ucx with its first writes."""
 
 SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
     RegionKind.HOST: frozenset({TransportName.SHM, TransportName.RDMA, TransportName.UCX, TransportName.TCP}),
-    RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC, TransportName.TCP}),
+    RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC, TransportName.RDMA, TransportName.TCP}),
 }
-"""Which transports can read and write a region of each kind: the one place that says so. tcp reaches device
-memory through pinned memory of the host (`kvtransfer.device.staging`)."""
+"""Which transports can read and write a region of each kind: the one place that says so. rdma reaches device memory
+where the card can register it (`rdma_regions`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
-"""Those that do not serve the node's kind of region are left out. So is rdma, without a word, where there is no device
-(`rdma_offer`). ucx is used where a configuration names it (ARCHITECTURE.md says why)."""
+"""Those that do not serve the node's kind of region are left out. So is rdma, without a word where there is no device,
+and with a warning where one cannot be used for the region (`rdma_offer`). ucx is used where a configuration names it (ARCHITECTURE.md says why)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

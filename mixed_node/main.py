@@ -16,7 +16,7 @@ from baton.wire import NodeRecord, Role
 from cachestore.device_pool import DevicePool, open_device_pool
 from cachestore.engine_report import report_engine
 from cachestore.prefix_service import serve_prefixes
-from cachestore.regions import offered
+from cachestore.regions import offered, rdma_region
 from decode_node.node import DecodeNode
 from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService
@@ -81,7 +81,7 @@ def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration | 
         return None
     loop = asyncio.get_running_loop()
     serving = offered(config.transports, pool.region)
-    memory = register_if_usable(serving, lambda: pool.host_region.array_U8, settings, loop, remote_writes=True)
+    memory = register_if_usable(serving, rdma_region(pool.region), settings, loop, remote_writes=True)
     return LentRegistration(memory=memory)
 
 

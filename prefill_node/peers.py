@@ -15,8 +15,10 @@ from baton.ids import Incarnation, Pair
 from baton.runtime import NodeRuntime
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from cachestore.device_pool import DevicePool
-from cachestore.regions import checksum_thread, offered
+from cachestore.engine_report import add_fact
+from cachestore.regions import checksum_thread, offered, rdma_region
 from kvtransfer.attendance import WriterAttendance
+from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.negotiation import Offers, check_some_work, host_identity
 from kvtransfer.observer import HandoffObserver
@@ -64,7 +66,7 @@ class Peers:
             self._rdma = lent.memory
         else:
             self._rdma = register_if_usable(
-                serving, lambda: pool.host_region.array_U8, config.rdma.rdma, self._loop, remote_writes=False
+                serving, rdma_region(pool.region), config.rdma.rdma, self._loop, remote_writes=False
             )
         ucx_works = usable(serving, config.ucx.tls)
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
@@ -78,6 +80,10 @@ class Peers:
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
         self._closing: set[asyncio.Task[None]] = set()
         self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
+        self._poster: EventPoster | None = None
+        """What rdma sends from a device waits for its events."""
+        if self._rdma is not None and isinstance(pool.region, DeviceRegion):
+            self._poster = EventPoster(streams=pool.region.driver.streams, name=f"{runtime.name}-poster")
 
     def for_record(self, record: NodeRecord) -> WriterPeer:
         """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""
@@ -167,6 +173,8 @@ class Peers:
                 records_checksummed=peer.records_checksummed,
             )
         message.counters.add(name="transports given up", value=self.transports_given_up)
+        if self._rdma is not None:
+            add_fact(message, TransportName.RDMA.value, self._rdma.describe())
         adrift = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
         message.counters.add(name="let go with writes adrift, not fenced yet", value=adrift)
 
@@ -220,6 +228,8 @@ class Peers:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
         await asyncio.gather(*(attendance.close() for attendance in self._attendances.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
+        if self._poster is not None:
+            self._poster.close()
         if self._rdma is not None and self._closes_rdma:
             await self._rdma.close()
         if self._checksums is not None:
@@ -234,6 +244,8 @@ class Peers:
                 return await CudaIpcWriterLink.connect_device(
                     endpoint, pair, region, events, self._loop, region.driver, self._config.shm
                 )
+            if endpoint.transport is TransportName.RDMA:
+                return await self._make_rdma_link(endpoint, pair, events)
             if self._pool.staged is not None:
                 assert endpoint.transport is TransportName.TCP, endpoint.transport
                 return await StagedTcpLink.connect(
@@ -244,9 +256,6 @@ class Peers:
                 return await ShmWriterLink.connect(
                     endpoint, pair, source_U8, events, self._loop, self._config.shm, self._copy_turns
                 )
-            if endpoint.transport is TransportName.RDMA:
-                assert self._rdma is not None
-                return await RdmaWriterLink.connect(endpoint, pair, self._rdma, events, self._loop, self._config.rdma)
             if endpoint.transport is TransportName.UCX:
                 return await UcxWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.ucx)
             assert endpoint.transport is TransportName.TCP, endpoint.transport
@@ -256,3 +265,17 @@ class Peers:
             if isinstance(error, RdmaUnproved):
                 raise DataDoesNotPass(text) from error
             raise BatonError(Reason.PEER_UNREACHABLE, text) from error
+
+    async def _make_rdma_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
+        """Raises ConnectError."""
+        memory, config = self._rdma, self._config.rdma
+        assert memory is not None
+
+        async def connect(events: WriterEvents) -> RdmaWriterLink:
+            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop, config)
+
+        if self._poster is None:
+            return await connect(events)
+        return await EventPostedLink.over(
+            connect, events, src_nbytes=self._pool.region.nbytes, poster=self._poster, loop=self._loop
+        )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError
+from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
 from kvtransfer.transport import WriteOps
 
 _HANDLE = struct.Struct("<iiQ")
@@ -108,12 +109,12 @@ class FakePinned:
 
 
 class FakeDriver:
-    """Addresses are numbers of mappings."""
+    """To a network card its memory is peer memory."""
 
     def __init__(self, refusal: str | None = None, streams: FakeStreams | None = None) -> None:
         self.streams = streams or FakeStreams()
         self._refusal = refusal
-        self._next = 1
+        self.allowed = GpuDirect(peer_memory=True, dma_buf=False, ordered=False, host_flushes=True)
         self._files: dict[int, int] = {}
         self._mappings: dict[int, mmap.mmap] = {}
 
@@ -161,7 +162,17 @@ class FakeDriver:
     def refusal(self) -> str | None:
         return self._refusal
 
+    def gpudirect(self) -> GpuDirect:
+        return self.allowed
+
+    def dma_buf(self, address: int, nbytes: int) -> DmaBuf:
+        raise DeviceError("cuMemGetHandleForAddressRange: operation not supported")
+
+    def flush_remote_writes(self) -> None:
+        pass
+
     def _map(self, fd: int, nbytes: int) -> int:
-        address, self._next = self._next, self._next + 1
-        self._mappings[address] = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+        address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+        self._mappings[address] = mapping
         return address

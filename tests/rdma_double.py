@@ -5,6 +5,7 @@ Every device is found by the address that its region is given, every queue pair 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import select
@@ -21,6 +22,7 @@ from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed
 from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
 from kvtransfer.transports.rdma_poster import Poster
+from kvtransfer.transports.rdma_regions import Keys, RdmaRegion, RegistrationRefused
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 
 PORT = RdmaPort(
@@ -38,12 +40,27 @@ REFUSED = 10
 _numbers = itertools.count(100)
 
 
+class DoubleRegistrar:
+    """Whatever lies at an address of this process is memory that the double can be given."""
+
+    registered_U8: np.ndarray
+
+    def by_address(self, address: int, nbytes: int) -> Keys:
+        self.registered_U8 = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        key = next(_numbers)
+        return Keys(address, key, key)
+
+    def by_dma_buf(self, fd: int, offset: int, nbytes: int) -> Keys:
+        raise RegistrationRefused("the double takes no dma-buf")
+
+
 class DoubleDevice:
-    def __init__(self, region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> None:
+    def __init__(self, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> None:
         self.port, self.config, self.remote_writes = PORT, config, remote_writes
-        self.region_U8 = region_U8
-        self.nbytes, self.base = len(region_U8), int(region_U8.ctypes.data)
-        self.lkey = self.rkey = next(_numbers)
+        registrar = DoubleRegistrar()
+        self.registration = region.register(registrar, remote_writes=remote_writes)
+        self.base, self.lkey, self.rkey = self.registration.keys
+        self.nbytes, self.region_U8 = region.nbytes, registrar.registered_U8
         self.probes = wire.ProbePlace(base=next(_numbers), rkey=next(_numbers))
         self.mtu, self.lid, self.ethernet = 5, 0, True
         self.send_wrs_max, self.seals_max = config.send_wrs_max, config.seals_max
@@ -194,10 +211,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The double in the device's place, for both sides. `lost` in what is returned says why it does not work."""
     state = {"lost": ""}
 
-    def open_device(region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> DoubleDevice:
+    def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> DoubleDevice:
         if state["lost"]:
             raise RdmaUnavailable(state["lost"])
-        return DoubleDevice(region_U8, config, remote_writes=remote_writes)
+        try:
+            return DoubleDevice(region, config, remote_writes=remote_writes)
+        except RegistrationRefused as error:
+            raise RdmaUnavailable(str(error)) from error
 
     def find() -> list[RdmaPort]:
         return [] if state["lost"] else [PORT]

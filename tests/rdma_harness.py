@@ -17,10 +17,12 @@ from kvtransfer.transport import Seal
 from kvtransfer.transports import rdma_receiver
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.rdma import (
+    HostBytes,
     RdmaConfig,
     RdmaMemory,
     RdmaReceiverConfig,
     RdmaReceiverPort,
+    RdmaRegion,
     RdmaWriterConfig,
     RdmaWriterLink,
 )
@@ -42,12 +44,15 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 
 
 class Receiving:
-    def __init__(self, **config: Any) -> None:
+    """`registered` is what is registered in the place of a region in host memory."""
+
+    def __init__(self, registered: RdmaRegion | None = None, events: Recorder | None = None, **config: Any) -> None:
         loop = asyncio.get_running_loop()
-        self.events = Recorder()
+        self.events = events or Recorder()
         self.offered: list[bool] = []
         self.region = Region.create(REGION_NBYTES, "test-region")
-        self.memory = RdmaMemory(region=lambda: self.region.array_U8, config=CONFIG, loop=loop, remote_writes=True)
+        registered = registered or HostBytes(lambda: self.region.array_U8)
+        self.memory = RdmaMemory(region=registered, config=CONFIG, loop=loop, remote_writes=True)
         self.port = RdmaReceiverPort(
             memory=self.memory,
             events=self.events,
@@ -84,7 +89,7 @@ async def linked(
     r: Receiving, source_U8: np.ndarray, epoch: Epoch = EPOCH, **config: Any
 ) -> AsyncIterator[tuple[RdmaWriterLink, Recorder]]:
     loop, events = asyncio.get_running_loop(), Recorder()
-    memory = RdmaMemory(region=lambda: source_U8, config=CONFIG, loop=loop, remote_writes=False)
+    memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False)
     try:
         limits = RdmaWriterConfig(**{"rdma": CONFIG, "connect_ms_max": 2_000, **config})
         link = await RdmaWriterLink.connect(r.port.expect(PAIR, epoch), PAIR, memory, events, loop, limits)
@@ -105,9 +110,9 @@ class Raw:
 
     def __init__(self, r: Receiving) -> None:
         self.endpoint = r.port.expect(PAIR, EPOCH)
-        self.qps = DoubleQueuePairs(
-            DoubleDevice(np.zeros(1, np.uint8), CONFIG, remote_writes=False), 2, os.urandom, sends=True
-        )
+        self.source_U8 = np.zeros(1, np.uint8)
+        device = DoubleDevice(HostBytes(lambda: self.source_U8), CONFIG, remote_writes=False)
+        self.qps = DoubleQueuePairs(device, 2, os.urandom, sends=True)
         self.inbox = wire.Inbox()
         self.waiting: list[wire.Message] = []
 

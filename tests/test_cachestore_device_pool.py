@@ -160,14 +160,14 @@ def test_a_device_that_runs_out_of_memory_while_warming_up_says_so(
     assert "tried to allocate 20.00 GiB. Set a smaller" in problem.message
 
 
-def test_under_mps_tcp_alone_serves_the_region(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_mps_the_others_serve_the_region(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda_ipc is left out for what the driver says; where nothing else was to serve, the node does not start."""
     monkeypatch.setattr("kvtransfer.device.host_driver.HostDriver.refusal", lambda _: "the Multi-Process Service runs")
 
     def look(pool: DevicePool, doing: list[str]) -> None:
         assert isinstance(pool.region, DeviceRegion)
         assert not pool.region.shared
-        assert offered(DEFAULT_TRANSPORTS, pool.region) == (TransportName.TCP,)
+        assert offered(DEFAULT_TRANSPORTS, pool.region) == (TransportName.RDMA, TransportName.TCP)
         with pytest.raises(InvalidField, match="here; cuda_ipc: the Multi-Process Service runs"):
             offered((TransportName.CUDA_IPC,), pool.region)
 
@@ -192,7 +192,7 @@ def test_a_region_on_the_device_has_what_its_transports_need(
     def look(pool: DevicePool, doing: list[str]) -> None:
         assert isinstance(pool.region, DeviceRegion)
         assert pool.region.shared is shared
-        assert offered(transports, pool.region) == tuple(t for t in transports if t.value in ("cuda_ipc", "tcp"))
+        assert offered(transports, pool.region) == tuple(t for t in transports if t.value != "shm")
         told = pool.describe().get("staging")
         assert (pool.staged is not None, told is not None) == (pinned, pinned)
         if pool.staged is not None:

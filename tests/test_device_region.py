@@ -125,11 +125,23 @@ def test_cuda_ipc_is_chosen_on_one_host_only_and_serves_a_region_on_a_gpu() -> N
     assert serving(both, RegionKind.HOST) == (TransportName.TCP,)
     for region in RegionKind:
         check_transports(both, region)
-        assert serving(DEFAULT_TRANSPORTS, region)
+    by_default = [TransportName.SHM, TransportName.RDMA, TransportName.TCP]
+    assert list(serving(DEFAULT_TRANSPORTS, RegionKind.HOST)) == by_default
+    assert list(serving(DEFAULT_TRANSPORTS, RegionKind.DEVICE)) == [TransportName.CUDA_IPC, *by_default[1:]]
     with pytest.raises(InvalidField, match="region, which is in host memory: shm, rdma, ucx, tcp"):
         check_transports([TransportName.CUDA_IPC], RegionKind.HOST)
-    with pytest.raises(InvalidField, match="region, which is in device memory: cuda_ipc, tcp"):
-        check_transports([TransportName.SHM, TransportName.RDMA], RegionKind.DEVICE)
+    with pytest.raises(InvalidField, match="region, which is in device memory: cuda_ipc, rdma, tcp"):
+        check_transports([TransportName.SHM, TransportName.UCX], RegionKind.DEVICE)
+
+
+def test_between_hosts_devices_take_the_card_before_the_sockets() -> None:
+    """What two nodes with regions on devices offer by default: cuda_ipc on one host, rdma between two, tcp where one of
+    them has no card that works."""
+    offered = list(serving(DEFAULT_TRANSPORTS, RegionKind.DEVICE))
+    names = [transport.value for transport in offered]
+    assert choose(names, offered, same_host=True) is TransportName.CUDA_IPC
+    assert choose(names, offered, same_host=False) is TransportName.RDMA
+    assert choose(names, [TransportName.CUDA_IPC, TransportName.TCP], same_host=False) is TransportName.TCP
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -317,6 +317,34 @@ def test_locked_memory_is_compared_with_the_region(machine: Machine) -> None:
     assert missing(small, region_bytes=1 << 30) == []
 
 
+OPEN_MODULES = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build"
+OTHER_MODULES = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023"
+
+
+@pytest.mark.parametrize(
+    ("driver", "peermem", "verdict", "says"),
+    [
+        ("", False, Verdict.GOOD, "there is no NVIDIA driver"),
+        (OPEN_MODULES, False, Verdict.GOOD, "memory of the host, and of GPUs as dma-bufs (open kernel modules)"),
+        (OPEN_MODULES, True, Verdict.GOOD, "as dma-bufs (open kernel modules) or as peer memory (nvidia_peermem)"),
+        (OTHER_MODULES, True, Verdict.GOOD, "memory of the host, and of GPUs as peer memory (nvidia_peermem)"),
+        (OTHER_MODULES, False, Verdict.SLOWER, "regions on GPUs go by tcp: neither open kernel modules nor"),
+    ],
+)
+def test_how_memory_of_gpus_can_be_registered_is_told(
+    machine: Machine, driver: str, peermem: bool, verdict: Verdict, says: str
+) -> None:
+    """It keeps rdma from nothing but regions on GPUs."""
+    if driver:
+        write(machine.proc / "driver/nvidia/version", driver)
+    if peermem:
+        write(machine.sysfs / "module/nvidia_peermem/initstate", "live")
+    (found,) = (finding for finding in check_rdma(machine) if finding.what == "regions")
+    assert (found.verdict, says in found.text) == (verdict, True), found
+    assert ("modprobe nvidia_peermem" in found.todo) == (verdict is Verdict.SLOWER)
+    assert missing(machine) == []
+
+
 def test_the_command_says_whether_it_works_and_ends_so() -> None:
     """On whatever machine this is: the exit code is the verdict, and each line has what to do where it is missing."""
     done = run_baton("doctor", "-o", "json")

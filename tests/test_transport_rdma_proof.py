@@ -11,7 +11,7 @@ import pytest
 
 from kvtransfer.transport import DataEndpoint, TransportName
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma import RdmaConnectError, RdmaUnproved
+from kvtransfer.transports.rdma import HostBytes, RdmaConnectError, RdmaUnproved
 from kvtransfer.transports.rdma_connect import RegionAddress
 from tests.rdma_double import Deliver, DoubleDevice, DoubleQueuePairs
 from tests.rdma_harness import CONFIG, EPOCH, GRANT, PAIR, Raw, Receiving, double, linked, receiving, seal_of
@@ -161,7 +161,8 @@ def test_a_receiver_that_ends_meanwhile_says_nothing_of_the_way(monkeypatch: pyt
     async def test() -> None:
         async with receiving() as r:
             secret, nonce, probes = bytes(16), bytes(32), wire.ProbePlace(base=1, rkey=1)
-            device = DoubleDevice(np.zeros(REGION_NBYTES, np.uint8), CONFIG, remote_writes=True)
+            there_U8 = np.zeros(REGION_NBYTES, np.uint8)
+            device = DoubleDevice(HostBytes(lambda: there_U8), CONFIG, remote_writes=True)
             theirs = DoubleQueuePairs(device, 2, lambda count: bytes(count), sends=False)
 
             async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,13 +10,25 @@ from typing import Any
 import numpy as np
 
 from baton.ids import Epoch, Pair
+from kvtransfer.device.driver import DeviceDriver
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
+from kvtransfer.device.host_driver import HostDriver, HostStream
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, ReceiverPort, TransportName, WriterEvents, WriterLink
+from kvtransfer.transport import (
+    DataEndpoint,
+    ReceiverEvents,
+    ReceiverPort,
+    TransportName,
+    WriteOps,
+    WriterEvents,
+    WriterLink,
+)
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
 from kvtransfer.transports.rdma import (
+    DeviceBytes,
+    HostBytes,
     RdmaConfig,
     RdmaConnectError,
     RdmaMemory,
@@ -93,13 +105,44 @@ def staged(region: Any) -> StagedRegion:
 class FakeDeviceRegion(DeviceRegion):
     """Device memory that the suite can look into."""
 
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(FakeDriver(), nbytes, "test-region")
+    def __init__(self, nbytes: int, driver: DeviceDriver | None = None) -> None:
+        super().__init__(driver or FakeDriver(), nbytes, "test-region")
 
     @property
     def array_U8(self) -> np.ndarray:
         array_U8: np.ndarray = self.memory
         return array_U8
+
+
+class ComputedSource(FakeDeviceRegion):
+    """Device memory whose bytes are computed late: they are there when somebody has looked twice at an event behind
+    them, and zeros before."""
+
+    def __init__(self, source_U8: np.ndarray) -> None:
+        super().__init__(len(source_U8), HostDriver())
+        streams = self.driver.streams
+        compute = streams.current()
+        assert isinstance(compute, HostStream)
+        self._compute = compute
+        start, whole = np.zeros(1, np.int64), np.array([len(source_U8)], np.int64)
+        streams.copy(compute, self.memory, source_U8, WriteOps(src=start, dst=start, nbytes=whole))
+
+    def close(self) -> None:
+        self._compute.record().reach()  # what has not run holds on to the memory
+        super().close()
+
+
+class OwningPostedRdmaLink(EventPostedLink):
+    """With a poster, a registration and a source of its own."""
+
+    memory: RdmaMemory
+    source: ComputedSource
+
+    async def close(self) -> None:
+        await super().close()
+        self._poster.close()
+        await self.memory.close()
+        self.source.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +165,7 @@ class Kit:
     """Of ucx."""
     from_device: bool = False
     to_device: bool = False
-    """Of tcp: through pinned memory."""
+    """Of tcp, through pinned memory; of rdma, by the stand-in driver."""
     behind_events: bool = False
 
     @property
@@ -133,6 +176,8 @@ class Kit:
         return self.transport in (TransportName.TCP, TransportName.RDMA)
 
     def region(self, nbytes: int) -> AnyRegion:
+        if self.transport is TransportName.RDMA and self.to_device:
+            return FakeDeviceRegion(nbytes, HostDriver())
         if self.transport is TransportName.CUDA_IPC or self.to_device:
             return FakeDeviceRegion(nbytes)
         return Region.create(nbytes, "test-region")
@@ -145,7 +190,8 @@ class Kit:
             return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
         if self.transport is TransportName.RDMA:
             config = RdmaReceiverConfig()
-            memory = RdmaMemory(region=lambda: region.array_U8, config=config.rdma, loop=loop, remote_writes=True)
+            registered = DeviceBytes(region) if self.to_device else HostBytes(lambda: region.array_U8)
+            memory = RdmaMemory(region=registered, config=config.rdma, loop=loop, remote_writes=True)
             return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom, config=config)
         if self.transport is TransportName.UCX:
             ucx = UcxReceiverConfig(tls=self.tls)
@@ -166,7 +212,9 @@ class Kit:
             return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
         if self.transport is TransportName.RDMA:
             rdma = RdmaWriterConfig(bye_ms_max=5_000, connect_ms_max=20_000, rdma=RdmaConfig(qps=self.streams))
-            memory = RdmaMemory(region=lambda: source_U8, config=rdma.rdma, loop=loop, remote_writes=False)
+            if self.from_device:
+                return await rdma_from_device(endpoint, pair, source_U8, events, rdma)
+            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=rdma.rdma, loop=loop, remote_writes=False)
             try:
                 link = await OwningLink.connect(endpoint, pair, memory, events, loop, rdma)
             except BaseException:
@@ -202,6 +250,30 @@ class Kit:
         return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
 
 
+async def rdma_from_device(
+    endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents, config: RdmaWriterConfig
+) -> OwningPostedRdmaLink:
+    """From a source that is computed late."""
+    loop, source = asyncio.get_running_loop(), ComputedSource(source_U8)
+    memory = RdmaMemory(region=DeviceBytes(source), config=config.rdma, loop=loop, remote_writes=False)
+    poster = EventPoster(streams=source.driver.streams, name="event-poster")
+    try:
+        link = await OwningPostedRdmaLink.over(
+            lambda events: RdmaWriterLink.connect(endpoint, pair, memory, events, loop, config),
+            events,
+            src_nbytes=source.nbytes,
+            poster=poster,
+            loop=loop,
+        )
+    except BaseException:
+        poster.close()
+        await memory.close()
+        source.close()
+        raise
+    link.memory, link.source = memory, source
+    return link
+
+
 KITS = (
     Kit(name="cuda-ipc", transport=TransportName.CUDA_IPC),
     Kit(name="shm", transport=TransportName.SHM),
@@ -212,7 +284,10 @@ KITS = (
     Kit(name="tcp-host-to-device", transport=TransportName.TCP, streams=2, to_device=True),
     Kit(name="tcp-behind-events", transport=TransportName.TCP, behind_events=True),
 )
-RDMA_KITS = (Kit(name="rdma", transport=TransportName.RDMA, streams=2),)
+RDMA_KITS = (
+    Kit(name="rdma", transport=TransportName.RDMA, streams=2),
+    Kit(name="rdma-device-to-device", transport=TransportName.RDMA, streams=2, from_device=True, to_device=True),
+)
 """Where there is a device: `make test-rdma` runs them."""
 
 

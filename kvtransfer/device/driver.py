@@ -2,13 +2,15 @@
 And pinned memory of the host.
 
 Plain, because memory of the stream-ordered and of the expandable allocators cannot be exported, nor registered for
-GPUDirect. cuda-bindings and torch are imported when a `CudaDriver` is made.
+GPUDirect. cuda-bindings and torch are imported when a `CudaDriver` is made. CUDA's runtime is called where it can do a
+thing; its driver API, which knows no device but by a context of the calling thread, for the rest.
 
 Shape suffix: U8 = one-dimensional array of bytes (uint8).
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvtransfer.device.gpudirect import DmaBuf, GpuDirect, page_span
 from kvtransfer.device.streams import DeviceStreams
 
 IPC_HANDLE_BYTES = 64
@@ -51,7 +54,7 @@ class DeviceDriver(Protocol):
     def streams(self) -> DeviceStreams: ...
 
     def allocate(self, nbytes: int) -> int:
-        """Zeroed memory -> its address."""
+        """Zeroed memory -> its address, which is also the one that a card is told of peer memory."""
         ...
 
     def free(self, address: int) -> None: ...
@@ -80,6 +83,19 @@ class DeviceDriver(Protocol):
         """Why memory cannot be shared between processes here; None: it can."""
         ...
 
+    def gpudirect(self) -> GpuDirect:
+        """What network cards may do with this device's memory."""
+        ...
+
+    def dma_buf(self, address: int, nbytes: int) -> DmaBuf:
+        """These bytes, from `allocate`, as a dma-buf. The caller closes its descriptor."""
+        ...
+
+    def flush_remote_writes(self) -> None:
+        """What cards have written up to now is seen by whatever is launched after this returns, in microseconds. Waits
+        for no stream."""
+        ...
+
 
 def mps_in_use(environment: Mapping[str, str] = os.environ, default: str = _MPS_DIRECTORY) -> bool:
     """Whether processes of this machine reach the device through the Multi-Process Service."""
@@ -93,7 +109,7 @@ class CudaDriver:
         """Raises DeviceError: no cuda-bindings, no torch with CUDA, or no such device."""
         try:
             import torch
-            from cuda.bindings import runtime
+            from cuda.bindings import driver, runtime
         except ImportError as error:
             raise DeviceError(f"{error}: install cuda-bindings, and torch with CUDA") from error
         if not torch.cuda.is_available() or ordinal >= torch.cuda.device_count():
@@ -101,14 +117,15 @@ class CudaDriver:
         from kvtransfer.device.cuda_streams import CudaStreams
 
         self._torch = torch
-        self._runtime = runtime
+        self._runtime, self._driver = runtime, driver
         self._ordinal = ordinal
         self._exported: set[int] = set()
         self.device = torch.device("cuda", ordinal)
         self.streams: DeviceStreams = CudaStreams(self.device)
 
     def allocate(self, nbytes: int) -> int:
-        address = int(self._call("cudaMalloc", nbytes))
+        # A dma-buf is whole pages of the host.
+        address = int(self._call("cudaMalloc", page_span(0, nbytes, mmap.PAGESIZE).nbytes))
         self._call("cudaMemset", address, 0, nbytes)
         # Other processes' streams, and side streams here, are not behind the one that has zeroed it.
         self._call("cudaDeviceSynchronize")
@@ -149,14 +166,60 @@ class CudaDriver:
             )
         return None
 
+    def gpudirect(self) -> GpuDirect:
+        attribute = self._driver.CUdevice_attribute
+        device = self._call_driver("cuDeviceGet", self._ordinal)
+
+        def asked(kind: Any) -> int:
+            return int(self._call_driver("cuDeviceGetAttribute", kind, device))
+
+        return GpuDirect.of(
+            peer_memory=asked(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED),
+            dma_buf=asked(attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED),
+            ordering=asked(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING),
+            flush_options=asked(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS),
+        )
+
+    def dma_buf(self, address: int, nbytes: int) -> DmaBuf:
+        span = page_span(address, nbytes, mmap.PAGESIZE)
+        fd = self._call_driver(
+            "cuMemGetHandleForAddressRange",
+            self._driver.CUdeviceptr(span.address),
+            span.nbytes,
+            self._driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD,
+            0,
+        )
+        return DmaBuf(fd=int(fd), offset=span.offset)
+
+    def flush_remote_writes(self) -> None:
+        runtime = self._runtime
+        self._call(
+            "cudaDeviceFlushGPUDirectRDMAWrites",
+            runtime.cudaFlushGPUDirectRDMAWritesTarget.cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+            runtime.cudaFlushGPUDirectRDMAWritesScope.cudaFlushGPUDirectRDMAWritesToOwner,
+        )
+
+    def _call_driver(self, name: str, *arguments: Any) -> Any:
+        # It is the runtime that makes the device's context the calling thread's.
+        self._call("cudaSetDevice", self._ordinal)
+        status, *results = getattr(self._driver, name)(*arguments)
+        if int(status) != 0:
+            _, text = self._driver.cuGetErrorString(status)
+            raise DeviceError(f"{name}: {_text_of(text)}")
+        return results[0]
+
     def _call(self, name: str, *arguments: Any) -> Any:
         # Another thread may have chosen another device for itself.
         self._torch.cuda.set_device(self._ordinal)
         status, *results = getattr(self._runtime, name)(*arguments)
         if int(status) != 0:
             _, text = self._runtime.cudaGetErrorString(status)
-            raise DeviceError(f"{name}{arguments!r:.80}: {text!s}")
+            raise DeviceError(f"{name}{arguments!r:.80}: {_text_of(text)}")
         return results[0] if results else None
+
+
+def _text_of(text: Any) -> str:
+    return text.decode() if isinstance(text, bytes) else str(text)
 
 
 class _TorchPinned:

@@ -1,13 +1,13 @@
 """A driver of a device that is not there, for tests of whole nodes without a GPU: its memory is shared host memory.
 
 The IPC handle names the process and its descriptor, and is opened through /proc. Copies are late, as those of a device:
-they run when somebody looks whether they have ended, in the order of their stream, on the thread that looks.
+they run when somebody looks whether they have ended, in the order of their stream, on the thread that looks. To a
+network card it is peer memory: registered by its address, as host memory is, and flushed after its writes.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import mmap
 import os
 import struct
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError
+from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
 from kvtransfer.device.streams import DeviceStreams
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import WriteOps
@@ -92,11 +93,10 @@ class HostStreams:
 
 
 class HostDriver:
-    """See `DeviceDriver`. Addresses are numbers. Memory is not freed, nor closed, while an array looks into it."""
+    """See `DeviceDriver`. Memory is not freed, nor closed, while an array looks into it."""
 
     def __init__(self) -> None:
         self.streams: DeviceStreams = HostStreams()
-        self._addresses = itertools.count(1)
         self._own: dict[int, Region] = {}
         self._opened: dict[int, mmap.mmap] = {}
 
@@ -105,7 +105,7 @@ class HostDriver:
             region = Region.create(nbytes, "baton-host-device")
         except RegionTooLarge as error:
             raise DeviceError(str(error)) from error
-        address = next(self._addresses)
+        address = int(region.array_U8.ctypes.data)
         self._own[address] = region
         return address
 
@@ -130,7 +130,7 @@ class HostDriver:
             mapping = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)
-        address = next(self._addresses)
+        address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
         self._opened[address] = mapping
         return address
 
@@ -150,6 +150,16 @@ class HostDriver:
 
     def refusal(self) -> str | None:
         return None
+
+    def gpudirect(self) -> GpuDirect:
+        return GpuDirect(peer_memory=True, dma_buf=False, ordered=False, host_flushes=True)
+
+    def dma_buf(self, address: int, nbytes: int) -> DmaBuf:
+        """Raises DeviceError: a memfd is none."""
+        raise DeviceError("host memory in the place of a device's is no dma-buf")
+
+    def flush_remote_writes(self) -> None:
+        """Nothing: a processor sees what a card has written before the card says so."""
 
 
 class HostPinned:

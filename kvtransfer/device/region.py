@@ -72,6 +72,12 @@ class DeviceRegion:
         return self._fd
 
     @property
+    def address(self) -> int:
+        """Of the first byte, by the driver."""
+        assert self._open, "the region is closed"
+        return self._address
+
+    @property
     def memory(self) -> Any:
         """All bytes, as the driver's streams and the engine take them; not to be used after `close`."""
         assert self._open, "the region is closed"

@@ -15,6 +15,7 @@ from pathlib import Path
 from baton.native import load
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
 from kvtransfer.transports.rdma_poster import SOURCE
+from kvtransfer.transports.rdma_regions import WHAT_GPUS_NEED
 from kvtransfer.transports.rdma_verbs import DISTRIBUTION_FOLDERS, RdmaUnavailable, load_verbs
 
 CAP_IPC_LOCK = 14
@@ -58,7 +59,7 @@ def check_rdma(machine: Machine | None = None, *, region_bytes: int = 0, wanted:
         *_character_device(ports, machine),
         *_libraries(machine),
         _memory(machine, region_bytes),
-        Finding(what="regions", verdict=Verdict.GOOD, text="memory of the host; memory of GPUs is not registered"),
+        _gpu_memory(machine),
     ]
 
 
@@ -138,6 +139,28 @@ def _memory(machine: Machine, region_bytes: int) -> Finding:
     enough = limit >= region_bytes if region_bytes else limit > 1 << 30
     return Finding(
         what="memory", verdict=Verdict.GOOD if enough else Verdict.MISSING, text=text, todo="" if enough else todo
+    )
+
+
+def _gpu_memory(machine: Machine) -> Finding:
+    """What can be seen without a GPU's context. Whether its driver makes a dma-buf of the region, and the card's takes
+    it, a node finds out when it registers: its log and `baton describe` say."""
+    try:
+        driver = (machine.proc / "driver/nvidia/version").read_text()
+    except OSError:
+        text = "memory of the host; there is no NVIDIA driver, and no GPU's to register"
+        return Finding(what="regions", verdict=Verdict.GOOD, text=text)
+    ways = ["as dma-bufs (open kernel modules)"] if "Open Kernel Module" in driver else []
+    if (machine.sysfs / "module/nvidia_peermem").exists():
+        ways.append("as peer memory (nvidia_peermem)")
+    if ways:
+        text = f"memory of the host, and of GPUs {' or '.join(ways)}"
+        return Finding(what="regions", verdict=Verdict.GOOD, text=text)
+    return Finding(
+        what="regions",
+        verdict=Verdict.SLOWER,
+        text="memory of the host; regions on GPUs go by tcp: neither open kernel modules nor nvidia_peermem",
+        todo=WHAT_GPUS_NEED,
     )
 
 

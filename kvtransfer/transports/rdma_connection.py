@@ -66,6 +66,13 @@ class Connection(WordsConnection):
             raise NotWelcome(RefusalReason.QUEUE_PAIR) from error
         self.hold = hold
 
+    def welcome(self, secret: bytes) -> wire.Welcome:
+        """What the writer is told of its queue pairs' other ends."""
+        assert self.hello is not None and self.qps is not None and self.hold is not None
+        nbytes, probes, ends = self.hold.device.nbytes, self.hold.device.probes, self.qps.ends
+        proof = wire.receiver_proof(secret, self.hello, self.nonce, nbytes, probes, ends)
+        return wire.Welcome(proof=proof, region_nbytes=nbytes, probes=probes, ends=ends)
+
     def probe_came(self, qp: int, number: int) -> bool:
         """The first immediate on a queue pair, which is its index. False: it is not, or not the first."""
         if qp in self.probed or number != qp:
@@ -78,13 +85,19 @@ class Connection(WordsConnection):
 
     def leave_behind(self) -> None:
         """Its queue pairs cannot be destroyed, and nobody will try any more: they stay until the process ends."""
-        assert self.hello is not None and self.hold is not None and self.destroy_timer is not None
-        self.destroy_timer.cancel()
+        assert self.hello is not None and self.hold is not None
+        self.cancel_destroy()
         self.hold.leave_behind()
         log.error(
             "queue pairs are left to the end of the process: they cannot be destroyed",
             writer=f"{self.hello.pair.writer:x}",
         )
+
+    def cancel_destroy(self) -> None:
+        """Try no more, until somebody does again."""
+        if self.destroy_timer is not None:
+            self.destroy_timer.cancel()
+            self.destroy_timer = None
 
     def cancel_timer(self) -> None:
         if self.handshake_timer is not None:

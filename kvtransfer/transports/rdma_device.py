@@ -21,6 +21,7 @@ from kvtransfer.transports.rdma_poster import (
     rdma_library,
     take_event,
 )
+from kvtransfer.transports.rdma_regions import RdmaRegion, RegistrationRefused, VerbsRegistrar
 from kvtransfer.transports.rdma_verbs import LayoutUnknown, RdmaUnavailable, Verbs, channel_fd, load_verbs
 
 log = get_log("rdma")
@@ -41,24 +42,22 @@ class ProbeLost(QueuePairFailed):
 
 
 class RdmaDevice:
-    """One port of one device, one protection domain, one memory region over the whole of `region_U8`.
+    """One port of one device, one protection domain, one memory region over the whole of `region`.
 
-    The region stays pinned and must stay mapped until `close`. The thread that calls may wait while it is pinned; else
-    control thread only.
+    The region stays pinned and must stay where it is until `close`. The thread that calls may wait while it is pinned;
+    else control thread only.
     """
 
-    def __init__(self, port: RdmaPort, region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> None:
+    def __init__(self, port: RdmaPort, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> None:
         """Opens and registers. `remote_writes`: others may write into the region (a receiver), or none may.
 
         Raises:
-            RdmaUnavailable: no pyverbs, no right to open the device, or not enough memory may be locked.
+            RdmaUnavailable: no pyverbs, no right to open the device, or the region cannot be registered with it.
         """
-        assert region_U8.dtype == np.uint8 and region_U8.flags.c_contiguous
         self.port = port
         self.config = config
         self.verbs = load_verbs()
-        self.nbytes = len(region_U8)
-        self.base = int(region_U8.ctypes.data)
+        self.nbytes = region.nbytes
         self._probe_U8 = np.zeros(wire.PROBE_BYTES, np.uint8)
         self.probe_base = int(self._probe_U8.ctypes.data)
         self._close = contextlib.ExitStack()
@@ -76,22 +75,21 @@ class RdmaDevice:
                 opened.callback(self.domain.close)
             except self.verbs.error as error:
                 raise RdmaUnavailable(f"{port.device} cannot be opened: {error}") from error
+            registrar = VerbsRegistrar(self.verbs, self.domain, access)
+            opened.callback(registrar.close)
             try:
-                region = self.verbs.mr.MR(self.domain, self.nbytes, access, address=self.base)
-            except self.verbs.error as error:
+                self.registration = region.register(registrar, remote_writes=remote_writes)
+            except RegistrationRefused as error:
                 raise RdmaUnavailable(
-                    f"{port.device} cannot register the KV region of {self.nbytes:,} bytes: {error}; raise the limit "
-                    "of locked memory (ulimit -l, LimitMEMLOCK=, or the capability IPC_LOCK)"
+                    f"{port.device} cannot register the KV region of {self.nbytes:,} bytes: {error}"
                 ) from error
-            opened.callback(region.close)
             try:
-                probe = self.verbs.mr.MR(self.domain, wire.PROBE_BYTES, access, address=self.probe_base)
-            except self.verbs.error as error:
+                probe = registrar.by_address(self.probe_base, wire.PROBE_BYTES)
+            except RegistrationRefused as error:
                 raise RdmaUnavailable(f"{port.device} cannot register a page for probes: {error}") from error
-            opened.callback(probe.close)
             self._close = opened.pop_all()
-        self.lkey, self.rkey = int(region.lkey), int(region.rkey)
-        self.probe_lkey, self.probe_rkey = int(probe.lkey), int(probe.rkey)
+        self.base, self.lkey, self.rkey = self.registration.keys
+        self.probe_lkey, self.probe_rkey = probe.lkey, probe.rkey
         self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
         self.ethernet = port.link_layer == "Ethernet"
         self.send_wrs_max = min(config.send_wrs_max, int(limits.max_qp_wr))
@@ -112,7 +110,7 @@ class RdmaDevice:
             self._close.close()
 
 
-def open_device(region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: bool) -> RdmaDevice:
+def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> RdmaDevice:
     """Find a port and open it. Raises RdmaUnavailable."""
     ports = find_ports()
     port = choose_port(ports, config.device)
@@ -120,7 +118,7 @@ def open_device(region_U8: np.ndarray, config: RdmaConfig, *, remote_writes: boo
         have = ", ".join(f"{p.device}:{p.number} {p.state}" for p in ports) or "none"
         wanted = f"the device {config.device}" if config.device else "a device"
         raise RdmaUnavailable(f"no port of {wanted} is active and has an address (there are: {have})")
-    return RdmaDevice(port, region_U8, config, remote_writes=remote_writes)
+    return RdmaDevice(port, region, config, remote_writes=remote_writes)
 
 
 def mtu_bytes(code: int) -> int:
@@ -272,7 +270,8 @@ class QueuePairs:
 
         When this returns the device writes nothing more for the peer and reads nothing more for us: RESET drops what is
         queued, and the destroying call returns only when the device has let go. (A queue pair in ERR may still be
-        working off what has come in.) For a region in host memory there is nothing left to flush then.
+        working off what has come in.) What it has sent on towards memory of a device may have to be flushed then
+        (`RdmaMemory.flush`).
 
         Raises:
             QueuePairFailed: there is no such evidence.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import numpy as np
-
 from baton.log import get_log
 from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import RdmaDevice, open_device
 from kvtransfer.transports.rdma_ports import choose_port, find_ports, why_lost
+from kvtransfer.transports.rdma_regions import RdmaRegion
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 
 log = get_log("rdma")
@@ -60,30 +59,48 @@ class RdmaMemory:
     def __init__(
         self,
         *,
-        region: Callable[[], np.ndarray],
+        region: RdmaRegion,
         config: RdmaConfig,
         loop: asyncio.AbstractEventLoop,
         remote_writes: bool,
     ) -> None:
-        """Opens a device at once. `region` gives all bytes of the region, which is the caller's and outlives this; no
-        view of it is kept. Raises RdmaUnavailable."""
+        """Opens a device at once. `region`'s memory is the caller's and outlives this. Raises RdmaUnavailable."""
         self._region = region
         self._config = config
         self._loop = loop
         self._remote_writes = remote_writes
-        self._held: RdmaDevice | None = open_device(region(), config, remote_writes=remote_writes)
+        self._held: RdmaDevice | None = open_device(region, config, remote_writes=remote_writes)
         self._lost = False
         self._holds: list[Hold] = []
         self._returned: list[Callable[[], None]] = []
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
         self.devices_lost = 0
+        self.flushes = 0
+        """Times that a device's memory had to be flushed behind the writes of others."""
         self._timer = loop.call_later(config.device_check_ms / 1000, self._look)
 
     @property
     def device(self) -> RdmaDevice | None:
         """None: there is none now."""
         return None if self._lost else self._held
+
+    def flush(self) -> None:
+        """What others are known to have written is seen by whatever is launched after this: before it is used, and
+        before what it lies in is used for anything else. Microseconds, where anything has to be done.
+
+        Raises DeviceError: it may be seen late, or be on its way still.
+        """
+        self.flushes += self._region.flush()
+
+    def describe(self) -> str:
+        """For people: the device, and how the region is registered with it."""
+        device = self.device
+        if device is None:
+            return "no device now"
+        made = device.registration
+        why = f" ({made.why_not_better})" if made.why_not_better else ""
+        return f"{device.port.device}:{device.port.number}, {made.registered_as.value}{why}"
 
     def when_returned(self, callback: Callable[[], None]) -> None:
         """Call this each time that a device has been opened again."""
@@ -145,7 +162,7 @@ class RdmaMemory:
     async def _open_again(self) -> None:
         try:
             opened = await asyncio.to_thread(
-                open_device, self._region(), self._config, remote_writes=self._remote_writes
+                open_device, self._region, self._config, remote_writes=self._remote_writes
             )
         except RdmaUnavailable as error:
             log.warning("RDMA device cannot be used", reason=str(error))

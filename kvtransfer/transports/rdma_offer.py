@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from baton.errors import InvalidField
 from baton.log import get_log
@@ -15,6 +13,7 @@ from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import find_ports
 from kvtransfer.transports.rdma_poster import rdma_library
+from kvtransfer.transports.rdma_regions import RdmaRegion
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 
 log = get_log("rdma")
@@ -32,7 +31,7 @@ class LentRegistration:
 
 def register_if_usable(
     transports: Sequence[TransportName],
-    region: Callable[[], np.ndarray],
+    region: RdmaRegion,
     config: RdmaConfig,
     loop: asyncio.AbstractEventLoop,
     *,
@@ -59,5 +58,14 @@ def register_if_usable(
     rdma_library()  # built now if it has to be, and not by the first link, with everything else waiting
     device = memory.device
     assert device is not None
-    log.info("rdma is offered", device=device.port.device, port=device.port.number, gid=device.port.best_gid.kind.name)
+    made = device.registration
+    # That there is no dma-buf is nothing to warn of: peer memory moves the same bytes the same way.
+    log.info(
+        "rdma is offered",
+        device=device.port.device,
+        port=device.port.number,
+        gid=device.port.best_gid.kind.name,
+        region=made.registered_as.value,
+        **({"why": made.why_not_better} if made.why_not_better else {}),
+    )
     return memory

@@ -5,6 +5,9 @@ destroyed, and the calls have returned, the device drops whatever still comes fo
 writer that is dead, stopped or cut off is fenced at once; and a link that ends without BYE, or one of whose queue pairs
 fails, is itself the reason for a fence: no commit of what it carried is accepted before that. Not so one that was never
 made, because its probes did not come: nothing but these was ever asked of its queue pairs.
+
+Visibility: before a seal is told, and before a fence has its evidence, `RdmaMemory.flush`. A seal whose flush fails is
+refused and never told: its pair is fenced, and there is no evidence until a flush succeeds.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
+from kvtransfer.device.driver import DeviceError
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.acceptor import Acceptor, listen_on
@@ -154,6 +158,7 @@ class RdmaReceiverPort:
             "transport": self.transport.value,
             "address": self.address,
             "device": device.port.device if device is not None else "none",
+            "registered": self._memory.describe(),
             "connections_made": self._connections_made,
             "connections_handshaking": len(self._connections) - len(writing),
             "connections_writing": len(writing),
@@ -161,7 +166,8 @@ class RdmaReceiverPort:
             "fences_waiting": self._fences.waiting,
             "fences_ended": self._fences.ended,
             "devices_lost": self._memory.devices_lost,
-            **{name: self._counts[name] for name in ("seals", "links_unproved", "destroy_failed")},
+            "flushes": self._memory.flushes,
+            **{name: self._counts[name] for name in ("seals", "links_unproved", "destroy_failed", "flush_failed")},
             "refused": {reason.name: count for reason, count in self._refused.items()},
             "device_counters": counters_of(device.port.device, device.port.number) if device is not None else {},
         }
@@ -243,8 +249,8 @@ class RdmaReceiverPort:
         except NotWelcome as error:
             self._refuse(connection, error.reason)
             return
-        qps, hold = connection.qps, connection.hold
-        assert qps is not None and hold is not None
+        qps = connection.qps
+        assert qps is not None
         # Entered before the queue pairs can receive: from here on only `_destroy` ends the connection.
         self._fences.opened(hello.pair, connection.number, hello.epoch)
         self._loop.add_reader(qps.fd, self._completions, connection)
@@ -254,9 +260,7 @@ class RdmaReceiverPort:
             log.warning("no queue pairs for a writer", reason=str(error))
             self._refuse(connection, RefusalReason.QUEUE_PAIR)
             return
-        nbytes, probes = hold.device.nbytes, hold.device.probes
-        proof = wire.receiver_proof(secret, hello, connection.nonce, nbytes, probes, qps.ends)
-        connection.send(wire.Welcome(proof=proof, region_nbytes=nbytes, probes=probes, ends=qps.ends))
+        connection.send(connection.welcome(secret))
 
     # What writers say.
 
@@ -279,8 +283,8 @@ class RdmaReceiverPort:
                     return
         except wire.MalformedMessage as error:
             self._refuse(connection, error.reason)
-        except SealRefused as error:
-            self._refuse(connection, RefusalReason[error.fault.name])
+        except (SealRefused, DeviceError) as error:
+            self._refuse_seal(connection, error)
 
     def _handle(self, connection: Connection, message: wire.Message) -> None:
         hello = connection.hello
@@ -324,8 +328,8 @@ class RdmaReceiverPort:
                     return
         except QueuePairFailed as error:
             self._fail(connection, str(error))
-        except SealRefused as error:
-            self._refuse(connection, RefusalReason[error.fault.name])
+        except (SealRefused, DeviceError) as error:
+            self._refuse_seal(connection, error)
 
     def _probe_came(self, connection: Connection, qp: int, number: int) -> bool:
         """The link is made with the last of them. False: it was none, and the connection is refused."""
@@ -341,16 +345,26 @@ class RdmaReceiverPort:
         return True
 
     def _tell(self, connection: Connection, whole: WholeSeal | None) -> None:
-        """Report a seal of which all has come."""
+        """Report a seal of which all has come, once what was written before it is seen. Raises DeviceError."""
         hello = connection.hello
         if whole is None or hello is None:
             return
+        self._memory.flush()
         self._counts["seals"] += 1
         connection.send(wire.Sealed(number=whole.number))
         if not self._closed:
             self._events.seal_landed(hello.pair, whole.seal)
 
     # Ends.
+
+    def _refuse_seal(self, connection: Connection, error: SealRefused | DeviceError) -> None:
+        """It breaks the protocol; or what it closes may be seen late. Either way it does not count, and the link ends."""
+        if isinstance(error, SealRefused):
+            self._refuse(connection, RefusalReason[error.fault.name])
+            return
+        self._counts["flush_failed"] += 1
+        log.error("a seal is refused: the device's memory cannot be flushed", reason=str(error))
+        self._refuse(connection, RefusalReason.FLUSH)
 
     def _fail(self, connection: Connection, reason: str) -> None:
         """The link cannot go on, and may have lost bytes: fence its pair. Unless it was never made."""
@@ -372,7 +386,8 @@ class RdmaReceiverPort:
             self._destroy(connection)
 
     def _destroy(self, connection: Connection) -> None:
-        """The one place where a connection stops counting as one that may write: its queue pairs are destroyed."""
+        """The one place where a connection stops counting as one that may write: its queue pairs are destroyed, and what
+        has come through them is where it belongs."""
         connection.cancel_timer()
         if connection.qps is not None:
             self._loop.remove_reader(connection.qps.fd)
@@ -380,9 +395,12 @@ class RdmaReceiverPort:
         if connection.qps is not None:
             try:
                 connection.qps.destroy()
-            except QueuePairFailed as error:
-                self._counts["destroy_failed"] += 1
+                if not self._closed:
+                    self._memory.flush()
+            except (QueuePairFailed, DeviceError) as error:
+                self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
                 log.error("a fence has no evidence yet", reason=str(error))
+                connection.cancel_destroy()
                 connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._destroy, connection)
                 return
             assert connection.hello is not None and connection.hold is not None

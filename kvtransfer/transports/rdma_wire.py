@@ -67,6 +67,7 @@ class RefusalReason(Enum):
     SEAL = 14
     QUEUE_PAIR = 15
     PROBE = 16
+    FLUSH = 17
 
 
 class MalformedMessage(Malformed):

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import socket
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from baton.ids import Epoch
+from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
+from kvtransfer.device.host_driver import HostDriver
+from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import Seal
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma import RdmaConnectError, RdmaUnproved
+from kvtransfer.transports.rdma import (
+    DeviceBytes,
+    HostBytes,
+    RdmaConnectError,
+    RdmaMemory,
+    RdmaUnavailable,
+    RdmaUnproved,
+)
 from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import (
     ProbeLost,
@@ -26,13 +39,14 @@ from kvtransfer.transports.rdma_device import (
 )
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
+from kvtransfer.transports.rdma_regions import RegisteredAs
 from tests.rdma.device_link import ADD_LINK, REMOVE_LINK, note_packets
 from tests.shm_harness import REGION_NBYTES, Recorder, run
 from tests.shm_peer import source_bytes
 from tests.transport_kits import RDMA_KITS, OwningLink
 from tests.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
 
-KIT = RDMA_KITS[0]
+KIT, DEVICE_KIT = RDMA_KITS
 WAIT_MS = 5_000
 
 
@@ -42,8 +56,8 @@ class Two:
     def __init__(self) -> None:
         config = RdmaConfig(qps=1, ack_timeout_code=10, retries_max=3)
         self.source_U8, self.region_U8 = source_bytes(1, REGION_NBYTES), np.zeros(REGION_NBYTES, np.uint8)
-        self.writer_device = open_device(self.source_U8, config, remote_writes=False)
-        self.receiver_device = open_device(self.region_U8, config, remote_writes=True)
+        self.writer_device = open_device(HostBytes(lambda: self.source_U8), config, remote_writes=False)
+        self.receiver_device = open_device(HostBytes(lambda: self.region_U8), config, remote_writes=True)
         self.writer = QueuePairs(self.writer_device, 1, os.urandom, sends=True)
         self.receiver = QueuePairs(self.receiver_device, 1, os.urandom, sends=False)
         self.receiver.connect(self.writer.ends)
@@ -251,5 +265,68 @@ def test_the_link_is_taken_away_and_comes_back() -> None:
             await r.events.until(lambda e: bool(e.seals))
             assert np.array_equal(r.region.array_U8, expected_region(source_U8, record_ops(2)))
             await again.close()
+
+    run(test())
+
+
+class OffersDmaBuf(HostDriver):
+    """The stand-in device, with a descriptor that it calls a dma-buf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fds: list[int] = []
+
+    def gpudirect(self) -> GpuDirect:
+        return replace(super().gpudirect(), dma_buf=True)
+
+    def dma_buf(self, address: int, nbytes: int) -> DmaBuf:
+        self.fds.append(os.dup(self._own[address].fd))
+        return DmaBuf(fd=self.fds[-1], offset=0)
+
+
+def test_a_card_that_takes_no_dma_buf_is_given_peer_memory_and_says_so() -> None:
+    """Soft-RoCE registers none: the descriptor is refused by it, and closed; the region is registered by its address,
+    with the reason in what the node tells."""
+
+    async def test() -> None:
+        driver, loop = OffersDmaBuf(), asyncio.get_running_loop()
+        region = DeviceRegion(driver, REGION_NBYTES, "region", shared=False)
+        memory = RdmaMemory(region=DeviceBytes(region), config=RdmaConfig(), loop=loop, remote_writes=True)
+        device = memory.device
+        assert device is not None
+        made = device.registration
+        assert (made.registered_as, made.keys.base) == (RegisteredAs.PEER_MEMORY, region.address)
+        print(memory.describe())
+        assert "Failed to register a dma-buf MR" in made.why_not_better
+        assert os.strerror(errno.EOPNOTSUPP) in made.why_not_better
+        (fd,) = driver.fds
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+        await memory.close()
+        region.close()
+
+    run(test())
+
+
+def test_addresses_that_no_card_knows_are_refused_with_what_to_do() -> None:
+    """As those of a GPU whose memory no module of the kernel speaks for."""
+    nowhere: Any = SimpleNamespace(driver=HostDriver(), address=(1 << 46) + (1 << 45), nbytes=4096)
+    with pytest.raises(RdmaUnavailable, match=r"as peer memory: .*Bad address; load the kernel's module nvidia_peermem"):
+        open_device(DeviceBytes(nowhere), RdmaConfig(), remote_writes=True)
+
+
+def test_a_region_of_a_device_is_flushed_for_each_seal() -> None:
+    """Written by the card, from a source that is computed late."""
+
+    async def test() -> None:
+        async with receiving(DEVICE_KIT) as r, linked(r, source_bytes(6, REGION_NBYTES)) as (it, events):
+            for number in range(3):
+                it.post(GRANT, record_ops(1))
+                await events.until(lambda e, count=number + 1: len(e.completed) == count)  # type: ignore[misc]
+                it.seal(Seal(grant=GRANT, epoch=EPOCH, writes=number, bytes_written=1))
+                await r.events.until(lambda e, count=number + 1: len(e.seals) == count)  # type: ignore[misc]
+            told = r.port.describe()
+            assert (told["seals"], told["flushes"], told["flush_failed"]) == (3, 3, 0)
+            assert np.array_equal(r.region.array_U8, expected_region(source_bytes(6, REGION_NBYTES), record_ops(1)))
 
     run(test())

@@ -1,0 +1,110 @@
+"""Clusters with regions on a device that hand over by rdma, with each other and with nodes whose region is in host
+memory. The card is made of arrays (`rdma_double`), and the device is the stand-in: its memory is host memory, which
+such a card can be given by its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from cli.reference import Reference
+from kvtransfer.transport import TransportName
+from tests.cluster_harness import assert_conserved
+from tests.gpu_node import (
+    GREEDY,
+    NUM_BLOCKS,
+    ON_GPU,
+    TOKENS,
+    AnyCluster,
+    blocks_in_all,
+    facts_of,
+    play,
+    random_prompts,
+    spec_of,
+    write_model,
+)
+from tests.inprocess_cluster import InProcessCluster
+from tests.inprocess_scenes import peer_of
+from tests.rdma_double import DoubleQueuePairs, install
+
+RDMA: Final[dict[str, object]] = {"transports": "rdma"}
+ON_DEVICE: Final = "double0:1, device memory as peer memory (no dma-buf: the device's driver makes none)"
+ON_HOST: Final = "double0:1, host memory"
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="a card made of arrays reaches no GPU's memory")
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    install(monkeypatch)
+    yield
+    assert not DoubleQueuePairs.alive
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gpu-rdma"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model, num_blocks=64, compute_threads=1)
+
+
+@pytest.mark.parametrize("on_cpu", [(), ("decode-0",), ("prefill-0",)], ids=["both on the device", "to a CPU", "from"])
+def test_answers_are_those_of_one_engine_on_the_cpu(
+    model: Path, reference: Reference, on_cpu: tuple[str, ...]
+) -> None:
+    """Prompts at once, some with a common beginning, chunks cut inside blocks, freed blocks poisoned and used again,
+    cached blocks posted by the control thread: exact. Every block is accounted for, each node tells how its region is
+    registered, and a receiver on a device has flushed it for each seal."""
+    first, second = random_prompts(8, 1, 7, 8, 21), random_prompts(9, 9, 30)
+    prompts = [*first, *(first[3] + each for each in second)]
+    expected = [reference.answer(prompt, GREEDY) for prompt in prompts]
+
+    async def scene(cluster: AnyCluster) -> None:
+        assert isinstance(cluster, InProcessCluster)
+        for _ in range(2):
+            calls = (cluster.client.generate(prompt, max_tokens=TOKENS) for prompt in prompts)
+            found = await asyncio.gather(*calls)
+            assert [answer.ids for answer in found] == expected
+            assert {answer.stats.transport for answer in found} == {"rdma"}
+        await assert_conserved(cluster)
+        statuses = await cluster.statuses()
+        for name in ("prefill-0", "decode-0"):
+            assert blocks_in_all(statuses[name]) == NUM_BLOCKS
+            assert facts_of(statuses[name])["rdma"] == (ON_HOST if name in on_cpu else ON_DEVICE)
+        port = cluster.decode["decode-0"].receiver.ports.describe()[TransportName.RDMA]
+        assert isinstance(port["seals"], int) and port["seals"] >= len(prompts)
+        assert port["flush_failed"] == 0
+        assert port["flushes"] == (0 if "decode-0" in on_cpu else port["seals"])
+        link = peer_of(cluster, "decode-0")._link.now
+        assert link is not None
+        told = link.describe()  # type: ignore[attr-defined]
+        assert told.get("batches_uncomputed") == (None if "prefill-0" in on_cpu else 0)
+
+    play(spec_of(model, more=RDMA, on_cpu=on_cpu), scene)
+
+
+def test_mixed_nodes_write_and_receive_through_one_registration(model: Path, reference: Reference) -> None:
+    """Two nodes of both halves, each a writer to the other: exact, and the registration is told once."""
+    prompts = random_prompts(11, 26, 40, 33, 18)
+    expected = [reference.answer(prompt, GREEDY) for prompt in prompts]
+
+    async def scene(cluster: AnyCluster) -> None:
+        calls = (cluster.client.generate(prompt, max_tokens=TOKENS) for prompt in prompts)
+        found = await asyncio.gather(*calls)
+        assert [answer.ids for answer in found] == expected
+        assert {"rdma"} <= {answer.stats.transport for answer in found} <= {"rdma", "local"}
+        await assert_conserved(cluster)
+        for name, status in (await cluster.statuses()).items():
+            if name.startswith("mixed"):
+                assert blocks_in_all(status) == NUM_BLOCKS
+                assert [fact.text for fact in status.engine.facts if fact.name == "rdma"] == [ON_DEVICE]
+
+    play(spec_of(model, mixed=2, more=RDMA), scene)
