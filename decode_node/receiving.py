@@ -147,9 +147,7 @@ def _open_rdma_port(
     if lent is not None:
         memory = lent.memory
     else:
-        memory = register_if_usable(
-            serving, rdma_region(pool.region), config.rdma.rdma, loop, remote_writes=True
-        )
+        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma.rdma, loop, remote_writes=True)
     if memory is None:
         return
     if lent is None:

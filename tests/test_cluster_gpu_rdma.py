@@ -57,9 +57,7 @@ def reference(model: Path) -> Reference:
 
 
 @pytest.mark.parametrize("on_cpu", [(), ("decode-0",), ("prefill-0",)], ids=["both on the device", "to a CPU", "from"])
-def test_answers_are_those_of_one_engine_on_the_cpu(
-    model: Path, reference: Reference, on_cpu: tuple[str, ...]
-) -> None:
+def test_answers_are_those_of_one_engine_on_the_cpu(model: Path, reference: Reference, on_cpu: tuple[str, ...]) -> None:
     """Prompts at once, some with a common beginning, chunks cut inside blocks, freed blocks poisoned and used again,
     cached blocks posted by the control thread: exact. Every block is accounted for, each node tells how its region is
     registered, and a receiver on a device has flushed it for each seal."""

@@ -1,5 +1,5 @@
-"""Rdma into memory of a device: what the card has written is flushed before a seal is told, and before a fence is; where
-it cannot be, neither is. And out of it: nothing is read before the device has computed it. On a card made of arrays."""
+"""Rdma into memory of a device: what the card has written is flushed before a seal is told, and before a fence is;
+where it cannot be, neither is. And out of it: nothing is read before the device has computed it. On a card made of arrays."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_receiver_whose_device_cannot_be_flushed_at_all_does_not_offer_rdma() 
         memory = DeviceBytes(region)
         both = (TransportName.RDMA, TransportName.TCP)
         assert register_if_usable(both, memory, CONFIG, loop, remote_writes=True) is None
-        with pytest.raises(InvalidField, match="rdma alone, which does not work here: what a card writes .* seen late"):
+        with pytest.raises(InvalidField, match=r"rdma alone, which does not work here: what a card writes .* late"):
             register_if_usable(both[:1], memory, CONFIG, loop, remote_writes=True)
         reading = register_if_usable(both, memory, CONFIG, loop, remote_writes=False)
         assert reading is not None

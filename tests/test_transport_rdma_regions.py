@@ -1,5 +1,5 @@
-"""How a region is registered with a network card, wherever it lies: what is tried, in which order, and what is said where
-nothing works. By hand-made drivers and cards; `tests/rdma` has a card that is real."""
+"""How a region is registered with a network card, wherever it lies: what is tried, in which order, and what is said
+where nothing works. By hand-made drivers and cards; `tests/rdma` has a card that is real."""
 
 from __future__ import annotations
 
@@ -179,7 +179,9 @@ def test_where_neither_works_the_error_says_both_and_what_to_do() -> None:
     with pytest.raises(RegistrationRefused) as caught:
         DeviceBytes(region).register(Card(refuses_dma_buf=True, refuses_address=True), remote_writes=True)
     told = str(caught.value)
-    assert told.startswith("as a dma-buf: Operation not supported; as peer memory: Bad address; load the kernel's module")
+    assert told.startswith(
+        "as a dma-buf: Operation not supported; as peer memory: Bad address; load the kernel's module"
+    )
     assert "nvidia_peermem" in told and "open kernel modules" in told and "BAR1" in told
     region.close()
 
@@ -237,7 +239,7 @@ class FakeMr:
     calls: list[tuple[object, ...]]
     closed: list[int]
 
-    def __init__(self, dma_bufs: type[Exception] | None | bool = None) -> None:
+    def __init__(self, dma_bufs: type[Exception] | bool | None = None) -> None:
         self.calls, self.closed = [], []
         if dma_bufs is not False:
             self.DmaBufMR = self._dma_buf_mr
@@ -266,8 +268,8 @@ def registrar(mr: FakeMr) -> VerbsRegistrar:
 
 
 def test_pyverbs_is_called_with_the_address_or_with_descriptor_and_offset() -> None:
-    """A dma-buf is found at its offset by those who use its keys, which is what pyverbs makes its address. All is closed
-    in the opposite order, once."""
+    """A dma-buf is found at its offset by those who use its keys, which is what pyverbs makes its address. All is
+    closed in the opposite order, once."""
     mr = FakeMr()
     card = registrar(mr)
     assert card.by_address(0x7000, NBYTES) == Keys(0x7000, 1, 101)
@@ -329,7 +331,8 @@ class FakeCuda:
     def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls.append((name, *arguments))
-            return self._answers.get(name, lambda *_: (0,))(*arguments)
+            answer = self._answers.get(name)
+            return (0,) if answer is None else answer(*arguments)
 
         return call
 
@@ -377,7 +380,7 @@ def test_cuda_makes_a_dma_buf_of_whole_pages() -> None:
         ),
     ]
     refused = cuda(FakeCuda(cuMemGetHandleForAddressRange=lambda *_: (801, 0)))
-    with pytest.raises(DeviceError, match="^cuMemGetHandleForAddressRange: error 801$"):
+    with pytest.raises(DeviceError, match=r"^cuMemGetHandleForAddressRange: error 801$"):
         refused.dma_buf(0, page)
 
 

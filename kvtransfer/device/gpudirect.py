@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 _ORDERED_FOR_OWNER = 100
-"""From here on the device itself consistently sees what others write; less is no order, more is for other devices too."""
+"""From here on the device itself sees what others write in order; less is no order, more is for other devices too."""
 _FLUSH_BY_HOST = 1
 
 

@@ -154,7 +154,7 @@ class HostDriver:
     def gpudirect(self) -> GpuDirect:
         return GpuDirect(peer_memory=True, dma_buf=False, ordered=False, host_flushes=True)
 
-    def dma_buf(self, address: int, nbytes: int) -> DmaBuf:
+    def dma_buf(self, address: int, nbytes: int) -> DmaBuf:  # noqa: ARG002 - of a device's
         """Raises DeviceError: a memfd is none."""
         raise DeviceError("host memory in the place of a device's is no dma-buf")
 

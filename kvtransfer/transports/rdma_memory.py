@@ -98,9 +98,7 @@ class RdmaMemory:
         device = self.device
         if device is None:
             return "no device now"
-        made = device.registration
-        why = f" ({made.why_not_better})" if made.why_not_better else ""
-        return f"{device.port.device}:{device.port.number}, {made.registered_as.value}{why}"
+        return f"{device.port.device}:{device.port.number}, {device.registration.told}"
 
     def when_returned(self, callback: Callable[[], None]) -> None:
         """Call this each time that a device has been opened again."""
@@ -161,9 +159,7 @@ class RdmaMemory:
 
     async def _open_again(self) -> None:
         try:
-            opened = await asyncio.to_thread(
-                open_device, self._region, self._config, remote_writes=self._remote_writes
-            )
+            opened = await asyncio.to_thread(open_device, self._region, self._config, remote_writes=self._remote_writes)
         except RdmaUnavailable as error:
             log.warning("RDMA device cannot be used", reason=str(error))
             return

@@ -58,14 +58,12 @@ def register_if_usable(
     rdma_library()  # built now if it has to be, and not by the first link, with everything else waiting
     device = memory.device
     assert device is not None
-    made = device.registration
     # That there is no dma-buf is nothing to warn of: peer memory moves the same bytes the same way.
     log.info(
         "rdma is offered",
         device=device.port.device,
         port=device.port.number,
         gid=device.port.best_gid.kind.name,
-        region=made.registered_as.value,
-        **({"why": made.why_not_better} if made.why_not_better else {}),
+        region=device.registration.told,
     )
     return memory

@@ -358,7 +358,7 @@ class RdmaReceiverPort:
     # Ends.
 
     def _refuse_seal(self, connection: Connection, error: SealRefused | DeviceError) -> None:
-        """It breaks the protocol; or what it closes may be seen late. Either way it does not count, and the link ends."""
+        """It breaks the protocol, or what it closes may be seen late: it does not count, and the link ends."""
         if isinstance(error, SealRefused):
             self._refuse(connection, RefusalReason[error.fault.name])
             return
@@ -386,8 +386,8 @@ class RdmaReceiverPort:
             self._destroy(connection)
 
     def _destroy(self, connection: Connection) -> None:
-        """The one place where a connection stops counting as one that may write: its queue pairs are destroyed, and what
-        has come through them is where it belongs."""
+        """The one place where a connection stops counting as one that may write: its queue pairs are destroyed, and
+        what has come through them is where it belongs."""
         connection.cancel_timer()
         if connection.qps is not None:
             self._loop.remove_reader(connection.qps.fd)

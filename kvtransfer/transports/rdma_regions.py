@@ -23,8 +23,8 @@ from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transports.rdma_verbs import Verbs
 
 WHAT_GPUS_NEED = (
-    "load the kernel's module nvidia_peermem (modprobe nvidia_peermem), or use NVIDIA's open kernel modules, which make "
-    "dma-bufs; a region larger than the GPU's BAR1 (nvidia-smi -q) cannot be registered either way"
+    "load the kernel's module nvidia_peermem (modprobe nvidia_peermem), or use NVIDIA's open kernel modules, which "
+    "make dma-bufs; a region larger than the GPU's BAR1 (nvidia-smi -q) cannot be registered either way"
 )
 _WHAT_HOSTS_NEED = "raise the limit of locked memory (ulimit -l, LimitMEMLOCK=, or the capability IPC_LOCK)"
 
@@ -53,6 +53,11 @@ class Registration:
     registered_as: RegisteredAs
     why_not_better: str = ""
     """Why not in the way that is tried first; empty: it was that one."""
+
+    @property
+    def told(self) -> str:
+        """For people."""
+        return self.registered_as.value + (f" ({self.why_not_better})" if self.why_not_better else "")
 
 
 class Registrar(Protocol):
