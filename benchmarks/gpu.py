@@ -22,6 +22,7 @@ import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from benchmarks import gpu_handoff, gpu_weights
+from benchmarks.gpu_card import card
 from benchmarks.gpu_engine import steps_through_the_engine
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import Capture
@@ -269,6 +270,7 @@ def run_all(bench: Bench, seconds_max: float) -> dict[str, Any]:
         ("limits", bench.limits),
         ("exactness", bench.exactness),
         ("handoff", bench.handoff),
+        ("card", lambda: card(bench.device.type)),
         *((shape, lambda shape=shape: bench.model(shape, results["limits"])) for shape in shapes),
         ("trace", bench.overlap_trace),
         ("weights", lambda: bench.weights(shapes[-1], results["limits"])),

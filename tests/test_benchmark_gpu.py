@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_card import card
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,5 +46,12 @@ def test_every_part_of_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
     for name in ("bfloat16", "fp8", "int4"):
         assert figures["weights"][name]["decode"].keys() == {"1", "2"}
         assert 0 < figures["weights"][name]["error_in_deviations"] < 1
-    parts = {"limits", "exactness", "handoff", "tiny", "trace", "weights"}
+    parts = {"limits", "exactness", "handoff", "card", "tiny", "trace", "weights"}
     assert figures.keys() == parts | {"device", "torch", "python"}
+
+
+def test_what_a_card_may_do_is_asked_without_one() -> None:
+    """The attributes of the device, and a flush's time; the stand-in makes no dma-buf."""
+    figures = card("cpu")
+    assert figures.pop("flush_us") > 0
+    assert figures == {"peer_memory": True, "dma_buf": False, "ordered": False, "host_flushes": True}

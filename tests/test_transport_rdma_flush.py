@@ -1,5 +1,6 @@
 """Rdma into memory of a device: what the card has written is flushed before a seal is told, and before a fence is;
-where it cannot be, neither is. And out of it: nothing is read before the device has computed it. On a card made of arrays."""
+where it cannot be, neither is. And out of it: nothing is read before the device has computed it. On a card made of
+arrays."""
 
 from __future__ import annotations
 
