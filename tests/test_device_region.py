@@ -68,7 +68,7 @@ def test_under_mps_neither_side_begins() -> None:
     assert driver.open_memories == 0
     own = DeviceRegion(driver, 4096, "region", shared=False)
     assert not own.shared
-    assert offered(DEFAULT_TRANSPORTS, own) == (TransportName.TCP,)
+    assert offered(DEFAULT_TRANSPORTS, own) == (TransportName.RDMA, TransportName.TCP)
     with pytest.raises(InvalidField, match=r"none that serves this node's region here; cuda_ipc: .* stop MPS"):
         offered([TransportName.CUDA_IPC, TransportName.SHM], own)
     own.close()
