@@ -13,7 +13,10 @@ from typing import Final
 import pytest
 
 from cli.reference import Reference
+from kvtransfer.device.driver import DeviceError
+from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.transport import TransportName
+from kvtransfer.transports import rdma_receiver
 from tests.cluster_harness import assert_conserved
 from tests.gpu_node import (
     GREEDY,
@@ -87,6 +90,36 @@ def test_answers_are_those_of_one_engine_on_the_cpu(model: Path, reference: Refe
         assert told.get("batches_uncomputed") == (None if "prefill-0" in on_cpu else 0)
 
     play(spec_of(model, more=RDMA, on_cpu=on_cpu), scene)
+
+
+def test_what_cannot_be_flushed_is_not_committed(
+    model: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device refuses the flush of one seal, and of the fence that follows: that handoff comes to nothing, its
+    blocks are free only when a flush has succeeded, and the answer, from another attempt, is exact."""
+    (prompt,) = random_prompts(13, 40)
+    refuses = 2
+
+    def flush(_: HostDriver) -> None:
+        nonlocal refuses
+        if refuses:
+            refuses -= 1
+            raise DeviceError("the device cannot be flushed now")
+
+    monkeypatch.setattr(HostDriver, "flush_remote_writes", flush)
+    monkeypatch.setattr(rdma_receiver, "DESTROY_RETRY_MS", 50)
+
+    async def scene(cluster: AnyCluster) -> None:
+        assert isinstance(cluster, InProcessCluster)
+        answer = await cluster.client.generate(prompt, max_tokens=TOKENS)
+        assert (answer.ids, answer.stats.transport) == (reference.answer(prompt, GREEDY), "rdma")
+        port = cluster.decode["decode-0"].receiver.ports.describe()[TransportName.RDMA]
+        assert (port["refused"], port["flush_failed"]) == ({"FLUSH": 1}, 2)
+        # Told once: of the attempt that counted. Its fence waited for a flush as well.
+        assert (port["seals"], port["fences_ended"], port["flushes"]) == (1, 1, 2)
+        await assert_conserved(cluster)
+
+    play(spec_of(model, more=RDMA), scene)
 
 
 def test_mixed_nodes_write_and_receive_through_one_registration(model: Path, reference: Reference) -> None:
