@@ -99,13 +99,14 @@ class ReceiverGrants(GrantBook):
         return True
 
     def forget_pair(self, pair: Pair) -> list[ReceiverInstruction]:
-        """Drop the books of a pair whose writer process is proved dead; does nothing while a grant of it lives."""
+        """Drop the books of a fenced pair whose writer is gone, as far as is known; does nothing while a grant of it
+        lives. Should the writer come back it connects anew, in an epoch that it has not had."""
         self._out = []
         state = self._pairs.get(pair)
         if state is not None and self.is_quiet(pair):
             for grant in self._grants_of(state):
                 self._forget(grant)
-            del self._pairs[pair]
+            self._forget_pair(pair)
         return self._out
 
     # One step of one grant: the only place where a grant changes its state.

@@ -14,6 +14,7 @@ from kvtransfer.grant_messages import (
     CountRefused,
     FencePair,
     ForgetGrant,
+    PeerGone,
     Refusal,
     RenewAsked,
     RequestCancelled,
@@ -25,6 +26,7 @@ from kvtransfer.grant_messages import (
     StopRequest,
     TimerKind,
     WriterSuspected,
+    WritesAdrift,
 )
 from kvtransfer.receiver_grants import (
     TRANSITIONS,
@@ -33,12 +35,14 @@ from kvtransfer.receiver_grants import (
     ReceiverProtocolError,
     Step,
 )
+from kvtransfer.writer_grants import WriterGrants, WriterLimits
 from tests.grant_scripts import (
     EPOCH_0,
     EPOCH_1,
     OTHER_PAIR,
     PAIR,
     Receiver,
+    Writer,
     grant_of,
     granted,
     key_of,
@@ -277,6 +281,30 @@ def test_forget_pair_waits_until_nothing_of_it_lives() -> None:
     assert r.machine.forget_pair(PAIR) == [ForgetGrant(grant=grant_of(0))]
     assert r.machine.known == 0
     assert r.machine.forget_pair(PAIR) == []
+
+
+def test_a_writer_that_was_forgotten_and_comes_back_gets_an_epoch_that_it_has_not_had() -> None:
+    """It had writes adrift, gave this receiver up before it had told, and was itself taken for dead, fenced and
+    forgotten. A grant of the same epoch would say nothing of that fence: the numbers from there on would be held for
+    ever, and at `live_span_max` of them nothing more could be asked."""
+    w = Writer(WriterGrants(WriterLimits(live_span_max=4)))
+    r = Receiver()
+    w.ask()
+    r.reserve()
+    w.granted()
+    w.posted(writes=1)
+    w.machine.handle(PeerGone())
+    w.machine.handle(WritesAdrift(number=nth(0)))
+    w.completed()
+    r.machine.handle(WriterSuspected(pair=PAIR))
+    r.fenced()
+    assert r.machine.forget_pair(PAIR) == [ForgetGrant(grant=grant_of(0))]
+    assert (r.machine.epoch(PAIR), r.machine.epoch(OTHER_PAIR)) == (EPOCH_1, EPOCH_1)
+    assert w.machine.lowest_live == nth(0)
+    w.ask()
+    r.reserve(1)
+    w.granted(1, epoch=r.machine.epoch(PAIR))
+    assert w.machine.lowest_live == nth(1)
 
 
 def test_cached_prefix_is_held_by_the_grant() -> None:

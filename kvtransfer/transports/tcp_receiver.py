@@ -27,7 +27,7 @@ from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
 from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
-from kvtransfer.transports.tcp_socket import tune
+from kvtransfer.transports.tcp_socket import close_politely, tune
 from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
 
@@ -366,5 +366,5 @@ class TcpReceiverPort:
         sock = connection.sock
         self._detach(connection)
         if sock is not None:
-            sock.close()
+            close_politely(sock)
         self._connections.pop(connection.number, None)

@@ -136,7 +136,7 @@ class ReceiverPart:
     def epoch(self, info: ReceiverInfo, writer: int) -> Epoch:
         """The epoch that the port expects connections of this writer to carry."""
         pair = pair_of(writer)
-        return next((p[1] for p in info.state.machine[1] if p[0] == pair), Epoch(0))
+        return next((p[1] for p in info.state.machine[1] if p[0] == pair), info.state.machine[4])
 
     def forget_pair(self, info: ReceiverInfo, writer: int) -> ReceiverInfo:
         """`forget_pair` of a dead writer's pair, with the checks' memory of it: nobody waits for its answers."""
