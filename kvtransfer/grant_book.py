@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
-from kvtransfer.grant_messages import Refusal
+from kvtransfer.receiver_messages import Refusal
 from kvtransfer.receiver_states import OPEN, UNCOMMITTED, GrantState, RecordCheck
 
 

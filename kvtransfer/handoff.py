@@ -13,9 +13,9 @@ from batonpb import common_pb2
 from baton.errors import BatonError, InvalidField
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
 from kvtransfer.checksum_thread import SourceSample
-from kvtransfer.grant_messages import AllPosted, HandoffCancelled, HandoffEnd
 from kvtransfer.plan import Int64Array, RecordPlan
 from kvtransfer.transport import Seal, WriterLink
+from kvtransfer.writer_messages import AllPosted, HandoffCancelled, HandoffEnd
 
 if TYPE_CHECKING:
     from kvtransfer.writer import WriterPeer

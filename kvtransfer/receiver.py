@@ -22,7 +22,10 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
 from kvtransfer.checksums import RecordChecksums
-from kvtransfer.grant_messages import (
+from kvtransfer.layout import Layout
+from kvtransfer.ranges import RecordRanges
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerGranted,
     AnswerLetGo,
@@ -55,9 +58,6 @@ from kvtransfer.grant_messages import (
     WriterLetGo,
     WriterSuspected,
 )
-from kvtransfer.layout import Layout
-from kvtransfer.ranges import RecordRanges
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks, WriterPlace
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName

@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 from baton.ids import Attempt, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from kvtransfer.grant_book import GrantBook, GrantEntry, PairEntry, ReceiverLimits
-from kvtransfer.grant_messages import (
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerGranted,
     AnswerLetGo,
@@ -52,7 +53,6 @@ from kvtransfer.grant_messages import (
     WriterLetGo,
     WriterSuspected,
 )
-from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_states import OPEN, TRANSITIONS, UNCOMMITTED, GrantState, RecordCheck, Step
 
 

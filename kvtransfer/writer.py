@@ -19,7 +19,18 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from kvtransfer.checksum_thread import ChecksumThread, SourceSample
-from kvtransfer.grant_messages import (
+from kvtransfer.handoff import Handoff, Metadata, StepWrites, WriterConfig
+from kvtransfer.layout import Layout
+from kvtransfer.negotiation import Offers
+from kvtransfer.observer import HandoffObserver
+from kvtransfer.plan import Int64Array, RecordPlan
+from kvtransfer.transport import Seal, TransportName
+from kvtransfer.transports.posted_writes import check_granted
+from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
+from kvtransfer.writer_errands import Errands
+from kvtransfer.writer_grants import WriterGrants, WriterState
+from kvtransfer.writer_link import LinkMaker, PairLink
+from kvtransfer.writer_messages import (
     AbandonWrites,
     AnswerRevoke,
     HandoffAsked,
@@ -40,17 +51,6 @@ from kvtransfer.grant_messages import (
     WritesDropped,
     WritesPosted,
 )
-from kvtransfer.handoff import Handoff, Metadata, StepWrites, WriterConfig
-from kvtransfer.layout import Layout
-from kvtransfer.negotiation import Offers
-from kvtransfer.observer import HandoffObserver
-from kvtransfer.plan import Int64Array, RecordPlan
-from kvtransfer.transport import Seal, TransportName
-from kvtransfer.transports.posted_writes import check_granted
-from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
-from kvtransfer.writer_errands import Errands
-from kvtransfer.writer_grants import WriterGrants, WriterState
-from kvtransfer.writer_link import LinkMaker, PairLink
 
 log = get_log("writer")
 

@@ -12,13 +12,15 @@ from baton.errors import BatonError, Reason
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from kvtransfer.grant_messages import (
+from kvtransfer.handoff import Handoff, WriterConfig
+from kvtransfer.receiver_messages import Refusal
+from kvtransfer.writer_calls import PeerAddress, ReceiverCalls, refusal_error
+from kvtransfer.writer_messages import (
     CommitAnswered,
     CommitUnanswered,
     LeaseLapsed,
     LetGoAnswered,
     LetGoUnanswered,
-    Refusal,
     RenewRefused,
     ReserveGranted,
     ReserveRefused,
@@ -29,8 +31,6 @@ from kvtransfer.grant_messages import (
     WriterEvent,
     WritesDropped,
 )
-from kvtransfer.handoff import Handoff, WriterConfig
-from kvtransfer.writer_calls import PeerAddress, ReceiverCalls, refusal_error
 
 log = get_log("writer")
 

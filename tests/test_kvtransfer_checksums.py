@@ -29,10 +29,10 @@ from kvtransfer.checksums import (
     sample_fraction,
     segments,
 )
-from kvtransfer.grant_messages import RecordsChecked
 from kvtransfer.handoff import StepWrites, WriterConfig
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
+from kvtransfer.receiver_messages import RecordsChecked
 from kvtransfer.record_checks import RecordChecks, checksums_from_proto
 from kvtransfer.transport import WriteOps
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from baton.ids import GrantId
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_grants import (
+    TRANSITIONS,
+    GrantState,
+    ReceiverLimits,
+    ReceiverProtocolError,
+    Step,
+)
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerLetGo,
     AnswerRenew,
@@ -14,7 +21,6 @@ from kvtransfer.grant_messages import (
     CountRefused,
     FencePair,
     ForgetGrant,
-    PeerGone,
     Refusal,
     RenewAsked,
     RequestCancelled,
@@ -26,16 +32,9 @@ from kvtransfer.grant_messages import (
     StopRequest,
     TimerKind,
     WriterSuspected,
-    WritesAdrift,
-)
-from kvtransfer.receiver_grants import (
-    TRANSITIONS,
-    GrantState,
-    ReceiverLimits,
-    ReceiverProtocolError,
-    Step,
 )
 from kvtransfer.writer_grants import WriterGrants, WriterLimits
+from kvtransfer.writer_messages import PeerGone, WritesAdrift
 from tests.grant_scripts import (
     EPOCH_0,
     EPOCH_1,

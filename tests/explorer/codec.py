@@ -11,9 +11,9 @@ from typing import Any
 
 from baton.ids import Epoch, GrantId, ReserveNumber
 from kvtransfer.grant_book import GrantEntry, PairEntry
-from kvtransfer.grant_messages import Refusal
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants, ReceiverLimits
+from kvtransfer.receiver_messages import Refusal
 from kvtransfer.writer_grants import WriterGrants, WriterLimits, WriterState, _Handoff
 
 GrantTuple = tuple[Any, ...]

@@ -6,45 +6,47 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import BlockId, Epoch, GrantId
-from kvtransfer.grant_messages import (
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerGranted,
     AnswerLetGo,
     AnswerRefused,
     AnswerRenew,
     AnswerResolve,
-    CommitAnswered,
     CommitAsked,
     FencePair,
     ForgetGrant,
     GrantTimerFired,
-    LetGoAnswered,
     PairFenced,
     ReceiverInstruction,
     RecordsChecked,
     Refusal,
     RenewAsked,
-    RenewRefused,
     ReportCorrupt,
     RequestCancelled,
     RequestEnded,
     ReserveAsked,
-    ReserveGranted,
-    ReserveRefused,
     ResolveAsked,
-    RevokeAsked,
     ScheduleRequest,
     SendRevoke,
     StartGrantTimer,
     StopGrantTimers,
     TimerKind,
-    WriterEvent,
     WriterLetGo,
     WriterSuspected,
 )
-from kvtransfer.ledger import Ledger
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
 from kvtransfer.receiver_states import RecordCheck
+from kvtransfer.writer_messages import (
+    CommitAnswered,
+    LetGoAnswered,
+    RenewRefused,
+    ReserveGranted,
+    ReserveRefused,
+    RevokeAsked,
+    WriterEvent,
+)
 from tests.explorer.bounds import Bounds, Violation, number_of, pair_of, writer_index, writer_of_grant
 from tests.explorer.codec import ReceiverTuple, load_receiver, save_receiver
 from tests.explorer.messages import Message, Messages
