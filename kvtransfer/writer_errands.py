@@ -157,7 +157,7 @@ class Errands:
 
     def _tell_corrupt(self, handoff: Handoff, error: BatonError) -> None:
         """As loud as at the receiver: either machine may be the one that is failing."""
-        transport = handoff.peer.transport
+        transport = handoff.peer.link.transport
         log.error(
             "CORRUPT RECORDS",
             request=handoff.key.request,
