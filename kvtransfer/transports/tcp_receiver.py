@@ -20,14 +20,14 @@ from typing import ClassVar
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.device.staging import StagedRegion, StagingFull
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.acceptor import Acceptor, listen_on
+from kvtransfer.transports.acceptor import listen_on
+from kvtransfer.transports.base_port import ListeningPort
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
 from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
-from kvtransfer.transports.tcp_socket import close_politely, tune
+from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
 
@@ -52,7 +52,7 @@ class _Allowed:
     ranges: WriteRanges
 
 
-class TcpReceiverPort:
+class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.TCP
@@ -76,48 +76,24 @@ class TcpReceiverPort:
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        self._region = region
-        self._events = events
-        self._loop = loop
-        self._randomness = randomness
-        self._config = config or TcpReceiverConfig()
-        self._limits = self._config.stream
-        if isinstance(region, StagedRegion):
-            frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
-            self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
-        self._fences = PortFences(
-            transport=self.transport,
+        config = config or TcpReceiverConfig()
+        listener, address = listen_on(listen, advertise_host, backlog=config.handshakes_max)
+        super().__init__(
+            listener=listener,
+            address=address,
             events=events,
             loop=loop,
             randomness=randomness,
-            pairs_max=self._config.pairs_max,
+            config=config,
+            reasons=RefusalReason,
         )
-        self._connections: dict[int, _Connection] = {}
+        self._region = region
+        self._limits = config.stream
+        if isinstance(region, StagedRegion):
+            frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
+            self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
         self._allowed: dict[GrantId, _Allowed] = {}
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
-        self._connections_made = 0
-        self._counts: Counter[str] = Counter()
-        self._refused: Counter[RefusalReason] = Counter()
-        self._closed = False
-        listener, self.address = listen_on(listen, advertise_host, backlog=self._config.handshakes_max)
-        self._acceptor = Acceptor(
-            listener,
-            loop=loop,
-            admit=self._admit,
-            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
-            accepts_per_wake_max=self._config.accepts_per_wake_max,
-            pause_ms=self._config.accept_pause_ms,
-        )
-
-    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
-        """See `ReceiverPort.expect`.
-
-        Raises:
-            PairBeingFenced: a fence of this epoch has not ended yet.
-            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
-        """
-        secret = self._fences.expect(pair, epoch)
-        return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """See `ReceiverPort.allow`."""
@@ -154,7 +130,7 @@ class TcpReceiverPort:
         for connection in list(self._connections.values()):
             if connection.stream is not None:
                 connection.stream.join()
-            self._forget(connection)
+            self._drop(connection)
         self._fences.close()
         self._allowed.clear()
 
@@ -163,17 +139,12 @@ class TcpReceiverPort:
         streams = [c.stream for c in self._connections.values() if c.stream is not None]
         total = sum((stream.counts() for stream in streams), self._counts)
         return {
-            "transport": self.transport.value,
-            "address": self.address,
-            "connections_made": self._connections_made,
+            **super().describe(),
             "connections_handshaking": len(self._connections) - len(streams),
             "connections_writing": len(streams),
-            "fences_waiting": self._fences.waiting,
-            "fences_ended": self._fences.ended,
             "grants_allowed": len(self._allowed),
             **(self._region.describe() if isinstance(self._region, StagedRegion) else {}),
             **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
-            "refused": {reason.name: count for reason, count in self._refused.items()},
         }
 
     def _streams(self, pair: Pair) -> list[ReceiveStream]:
@@ -182,23 +153,11 @@ class TcpReceiverPort:
 
     # Handshake.
 
-    def _admit(self, sock: socket.socket) -> None:
-        self._connections_made += 1
-        handshaking = sum(c.stream is None for c in self._connections.values())
-        connection = _Connection(number=self._connections_made, sock=sock)
-        self._connections[connection.number] = connection
-        if handshaking >= self._config.handshakes_max:
-            self._refuse(connection, RefusalReason.HANDSHAKES_MAX)
-            return
-        try:
-            tune(sock, self._config.socket)
-        except OSError:
-            self._forget(connection)  # reset before it was looked at
-            return
-        self._loop.add_reader(sock, self._read, connection)
-        connection.handshake_timer = self._loop.call_later(
-            self._config.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
-        )
+    def _connection(self, number: int, sock: socket.socket) -> _Connection:
+        return _Connection(number=number, sock=sock)
+
+    def _handshaking(self, connection: _Connection) -> bool:
+        return connection.stream is None
 
     def _read(self, connection: _Connection) -> None:
         """Take in at most one message, and never a byte of what follows the handshake."""
@@ -212,7 +171,7 @@ class TcpReceiverPort:
         if not data:
             if connection.received:
                 self._refused[RefusalReason.TRUNCATED] += 1
-            self._forget(connection)
+            self._drop(connection)
             return
         connection.received += data
         if len(connection.received) < wire.MESSAGE_BYTES:
@@ -229,23 +188,20 @@ class TcpReceiverPort:
         elif isinstance(message, wire.Answer) and connection.hello is not None:
             self._welcome(connection, connection.hello, message)
         elif isinstance(message, wire.Bye):
-            self._forget(connection)  # given up in mid-handshake
+            self._drop(connection)  # given up in mid-handshake
         else:
             self._refuse(connection, RefusalReason.OUT_OF_ORDER)
 
     def _challenge(self, connection: _Connection, hello: wire.Hello) -> None:
-        secret = self._fences.secret(hello.pair, hello.epoch)
-        if isinstance(secret, NotAdmitted):
-            self._refuse(connection, RefusalReason[secret.name])
+        if self._secret(connection, hello.pair, hello.epoch) is None:
             return
         connection.hello = hello
         connection.nonce = self._randomness(wire.NONCE_BYTES)
         self._send(connection, wire.Challenge(nonce=connection.nonce))
 
     def _welcome(self, connection: _Connection, hello: wire.Hello, answer: wire.Answer) -> None:
-        secret = self._fences.secret(hello.pair, hello.epoch)
-        if isinstance(secret, NotAdmitted):
-            self._refuse(connection, RefusalReason[secret.name])
+        secret = self._secret(connection, hello.pair, hello.epoch)
+        if secret is None:
             return
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
@@ -329,7 +285,7 @@ class TcpReceiverPort:
         stream.join()
         hello, end = stream.hello, stream.end
         self._counts.update(stream.counts())
-        self._forget(connection)
+        self._drop(connection)
         if end is not None and end.refusal is not None:
             self._refused[end.refusal] += 1
         if not any(s.hello.link == hello.link for s in self._streams(hello.pair)):
@@ -346,7 +302,7 @@ class TcpReceiverPort:
         """Count, tell the peer, close. Before WELCOME only: nothing of this connection ever landed."""
         self._refused[reason] += 1
         self._send(connection, wire.Refused(reason=reason))
-        self._forget(connection)
+        self._drop(connection)
 
     def _send(self, connection: _Connection, message: wire.Message) -> None:
         """Best effort: the few messages of a handshake fit any socket buffer, and a writer has its own deadline."""
@@ -362,7 +318,7 @@ class TcpReceiverPort:
             self._loop.remove_reader(connection.sock)
             connection.sock = None
 
-    def _forget(self, connection: _Connection) -> None:
+    def _drop(self, connection: _Connection) -> None:
         sock = connection.sock
         self._detach(connection)
         if sock is not None:
