@@ -2,7 +2,7 @@
 
 `tcp_wire` has the messages, `tcp_receiver` and `tcp_stream` the receiver's port and its receive threads, `tcp_connect`,
 `tcp_writer`, `tcp_queue` and `tcp_frames` the writer's handshake, link, queue and frames, `tcp_payload` what calls the
-kernel, `tcp_socket` the socket options. `base_link` and `base_port` are every transport's.
+kernel, `tcp_socket` the socket options.
 """
 
 from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig
