@@ -12,10 +12,11 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
-from kvtransfer.transports.acceptor import Acceptor
+from kvtransfer.transports.acceptor import Acceptor, listen_on
 from kvtransfer.transports.end_config import PortConfig
 from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.tcp_socket import tune
+from kvtransfer.transports.words_connection import WordsConnection
 
 
 class PortLimits(Protocol):
@@ -31,16 +32,11 @@ class PortLimits(Protocol):
     def accept_pause_ms(self) -> int: ...
 
 
-class PortConnection(Protocol):
-    """One writer's connection."""
-
-    handshake_timer: asyncio.TimerHandle | None
-
-
 LimitsT = TypeVar("LimitsT", bound=PortLimits)
 ConfigT = TypeVar("ConfigT", bound=PortConfig)
 ReasonT = TypeVar("ReasonT", bound=Enum)
-ConnectionT = TypeVar("ConnectionT", bound=PortConnection)
+ConnectionT = TypeVar("ConnectionT")
+WordsT = TypeVar("WordsT", bound=WordsConnection)
 
 
 class BasePort(ABC, Generic[LimitsT, ReasonT, ConnectionT]):
@@ -120,8 +116,37 @@ class BasePort(ABC, Generic[LimitsT, ReasonT, ConnectionT]):
         """A new connection, which does not block; it is the port's."""
 
 
-class ListeningPort(BasePort[ConfigT, ReasonT, ConnectionT]):
+class ListeningPort(BasePort[ConfigT, ReasonT, WordsT]):
     """A port on tcp: for tcp's streams themselves, or for the words of rdma and ucx."""
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        advertise_host: str | None,
+        events: ReceiverEvents,
+        loop: asyncio.AbstractEventLoop,
+        randomness: Callable[[int], bytes],
+        config: ConfigT,
+        reasons: type[ReasonT],
+    ) -> None:
+        """Listens at once. Writers are told `advertise_host` instead of the host in `listen`, which it must be given for
+        a wildcard.
+
+        Raises:
+            BatonError: BAD_ENDPOINT.
+            OSError: the address cannot be listened on.
+        """
+        listener, address = listen_on(listen, advertise_host, backlog=config.handshakes_max)
+        super().__init__(
+            listener=listener,
+            address=address,
+            events=events,
+            loop=loop,
+            randomness=randomness,
+            config=config,
+            reasons=reasons,
+        )
 
     def _admit(self, sock: socket.socket) -> None:
         handshaking = sum(map(self._handshaking, self._connections.values()))
@@ -141,7 +166,7 @@ class ListeningPort(BasePort[ConfigT, ReasonT, ConnectionT]):
             self._config.handshake_ms_max / 1000, self._handshake_late, connection
         )
 
-    def _secret(self, connection: ConnectionT, pair: Pair, epoch: Epoch) -> bytes | None:
+    def _secret(self, connection: WordsT, pair: Pair, epoch: Epoch) -> bytes | None:
         """The secret to be proved; None: the connection has been refused. To be asked with the HELLO, and again with
         the ANSWER: a fence, or a newer epoch, may have come in between."""
         secret = self._fences.secret(pair, epoch)
@@ -150,24 +175,24 @@ class ListeningPort(BasePort[ConfigT, ReasonT, ConnectionT]):
             return None
         return secret
 
-    def _handshake_late(self, connection: ConnectionT) -> None:
+    def _handshake_late(self, connection: WordsT) -> None:
         self._refuse(connection, self._reasons["DEADLINE"])
 
     @abstractmethod
-    def _connection(self, number: int, sock: socket.socket) -> ConnectionT: ...
+    def _connection(self, number: int, sock: socket.socket) -> WordsT: ...
 
     @abstractmethod
-    def _handshaking(self, connection: ConnectionT) -> bool:
+    def _handshaking(self, connection: WordsT) -> bool:
         """It has not proved itself."""
 
     @abstractmethod
-    def _read(self, connection: ConnectionT) -> None:
+    def _read(self, connection: WordsT) -> None:
         """Something has come."""
 
     @abstractmethod
-    def _refuse(self, connection: ConnectionT, reason: ReasonT) -> None:
+    def _refuse(self, connection: WordsT, reason: ReasonT) -> None:
         """Count, tell the peer, close."""
 
     @abstractmethod
-    def _drop(self, connection: ConnectionT) -> None:
+    def _drop(self, connection: WordsT) -> None:
         """The end of it, without a word."""

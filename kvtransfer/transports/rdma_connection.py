@@ -85,8 +85,3 @@ class Connection(WordsConnection):
             "queue pairs are left to the end of the process: they cannot be destroyed",
             writer=f"{self.hello.pair.writer:x}",
         )
-
-    def cancel_timer(self) -> None:
-        if self.handshake_timer is not None:
-            self.handshake_timer.cancel()
-            self.handshake_timer = None

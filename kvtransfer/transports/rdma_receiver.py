@@ -19,7 +19,6 @@ from baton.ids import Epoch, Pair
 from baton.log import get_log
 from kvtransfer.transport import ReceiverEvents, TransportName
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.acceptor import listen_on
 from kvtransfer.transports.base_port import ListeningPort
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.rdma_connect import RegionAddress
@@ -65,15 +64,13 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        config = config or RdmaReceiverConfig()
-        listener, address = listen_on(listen, advertise_host, backlog=config.handshakes_max)
         super().__init__(
-            listener=listener,
-            address=address,
+            listen=listen,
+            advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config,
+            config=config or RdmaReceiverConfig(),
             reasons=RefusalReason,
         )
         self._memory = memory

@@ -18,7 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,7 +27,8 @@ from kvtransfer.native.copy import copies_by
 from kvtransfer.region import populate
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.base_link import BaseLink, PostedBatches
+from kvtransfer.transports.base_link import BaseLink
+from kvtransfer.transports.copier import Copier
 from kvtransfer.transports.shm_connect import (
     Handshake,
     OpenRegion,
@@ -40,19 +41,6 @@ from kvtransfer.transports.shm_connect import (
 from kvtransfer.transports.shm_copy import CopyPool
 
 
-class Copier(PostedBatches, Protocol):
-    """What copies for a link: a `CopyPool`, or the like of it on a device."""
-
-    writes_copied: int
-    bytes_copied: int
-    batches_abandoned: int
-
-    def post(self, grant: GrantId, ops: WriteOps) -> None: ...
-    def uncompleted(self, grant: GrantId) -> int: ...
-    def stop(self) -> None: ...
-    def join(self) -> None: ...
-
-
 class ShmWriterLink(BaseLink):
     """One writer's connection to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
 
@@ -63,7 +51,7 @@ class ShmWriterLink(BaseLink):
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
-    _queue: Copier
+    _queue: Copier[Any]
 
     def __init__(
         self,
@@ -107,7 +95,7 @@ class ShmWriterLink(BaseLink):
         loop: asyncio.AbstractEventLoop,
         config: ShmWriterConfig,
         turns: AbstractContextManager[object],
-    ) -> Copier:
+    ) -> Copier[Any]:
         """What copies from `source` into the opened region. cuda_ipc has its own."""
         assert isinstance(mapping, mmap.mmap)
         return CopyPool(

@@ -9,7 +9,6 @@ without BYE is itself the reason for a fence: its writer may have lost bytes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import socket
 from collections import Counter
@@ -22,27 +21,25 @@ from kvtransfer.device.staging import StagedRegion, StagingFull
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.acceptor import listen_on
 from kvtransfer.transports.base_port import ListeningPort
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
 from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
-from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
+from kvtransfer.transports.words_connection import WordsConnection
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Connection:
+class _Connection(WordsConnection):
     """`sock` is None once a stream owns it, and at the end."""
 
-    number: int
-    sock: socket.socket | None
     received: bytearray = field(default_factory=bytearray)
     hello: wire.Hello | None = None
-    nonce: bytes = b""
-    handshake_timer: asyncio.TimerHandle | None = None
     stream: ReceiveStream | None = None
+
+    def _encode(self, message: wire.Message) -> bytes:
+        return wire.encode(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +74,9 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             OSError: the address cannot be listened on.
         """
         config = config or TcpReceiverConfig()
-        listener, address = listen_on(listen, advertise_host, backlog=config.handshakes_max)
         super().__init__(
-            listener=listener,
-            address=address,
+            listen=listen,
+            advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
@@ -197,7 +193,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             return
         connection.hello = hello
         connection.nonce = self._randomness(wire.NONCE_BYTES)
-        self._send(connection, wire.Challenge(nonce=connection.nonce))
+        connection.send(wire.Challenge(nonce=connection.nonce))
 
     def _welcome(self, connection: _Connection, hello: wire.Hello, answer: wire.Answer) -> None:
         secret = self._secret(connection, hello.pair, hello.epoch)
@@ -221,7 +217,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             frame_bytes_max=limits.frame_bytes_max,
             frame_segments_max=limits.frame_segments_max,
         )
-        self._send(connection, welcome)
+        connection.send(welcome)
         self._open(connection, hello, memory)
 
     def _memory(self) -> LandingMemory:
@@ -235,7 +231,9 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         """From here on the socket is the stream's, and the connection counts as one that may write."""
         sock = connection.sock
         assert sock is not None
-        self._detach(connection)
+        connection.cancel_timer()
+        self._loop.remove_reader(sock)
+        connection.sock = None
         stream = ReceiveStream(
             sock=sock,
             hello=hello,
@@ -301,26 +299,10 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
     def _refuse(self, connection: _Connection, reason: RefusalReason) -> None:
         """Count, tell the peer, close. Before WELCOME only: nothing of this connection ever landed."""
         self._refused[reason] += 1
-        self._send(connection, wire.Refused(reason=reason))
+        connection.send(wire.Refused(reason=reason))
         self._drop(connection)
 
-    def _send(self, connection: _Connection, message: wire.Message) -> None:
-        """Best effort: the few messages of a handshake fit any socket buffer, and a writer has its own deadline."""
-        if connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.send(wire.encode(message))
-
-    def _detach(self, connection: _Connection) -> None:
-        if connection.handshake_timer is not None:
-            connection.handshake_timer.cancel()
-            connection.handshake_timer = None
-        if connection.sock is not None:
-            self._loop.remove_reader(connection.sock)
-            connection.sock = None
-
     def _drop(self, connection: _Connection) -> None:
-        sock = connection.sock
-        self._detach(connection)
-        if sock is not None:
-            close_politely(sock)
+        connection.cancel_timer()
+        connection.close_sock(self._loop)
         self._connections.pop(connection.number, None)

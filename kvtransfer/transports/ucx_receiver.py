@@ -21,7 +21,6 @@ from kvtransfer.negotiation import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName
 from kvtransfer.transports import ucx_wire as wire
-from kvtransfer.transports.acceptor import listen_on
 from kvtransfer.transports.base_port import ListeningPort
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.seal_gather import SealGather, SealRefused, WholeSeal
@@ -59,10 +58,9 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, RefusalReason, Connection
             OSError: the address cannot be listened on.
         """
         config = config or UcxReceiverConfig()
-        listener, address = listen_on(listen, advertise_host, backlog=config.handshakes_max)
         super().__init__(
-            listener=listener,
-            address=address,
+            listen=listen,
+            advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
