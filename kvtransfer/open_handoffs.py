@@ -25,6 +25,9 @@ class OpenHandoffs:
         """Of those there are now: some may end on the way."""
         return iter(list(self._by_number.values()))
 
+    def __contains__(self, number: ReserveNumber) -> bool:
+        return number in self._by_number
+
     def __getitem__(self, number: ReserveNumber) -> Handoff:
         return self._by_number[number]
 

@@ -62,6 +62,4 @@ class RevokeCalls:
         finally:
             self._under_way.discard((pair, number))
         self._repeats.over(self._told(pair), "it has answered")
-        self._let_go(
-            WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0), adrift=reply.writes_adrift)
-        )
+        self._let_go(WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0), adrift=reply.writes_adrift))

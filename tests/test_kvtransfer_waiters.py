@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,7 @@ def test_all_who_wait_get_the_answer_but_those_who_went_away() -> None:
     async def test() -> None:
         waiters: Waiters[str, int] = Waiters(asyncio.get_running_loop())
         asked: list[str] = []
-        calls = [asyncio.ensure_future(waiters.ask(key, lambda k=key: asked.append(k))) for key in "aaab"]
+        calls = [asyncio.ensure_future(waiters.ask(key, partial(asked.append, key))) for key in "aaab"]
         await asyncio.sleep(0)
         assert asked == ["a", "a", "a", "b"]
         calls[1].cancel()

@@ -6,7 +6,8 @@ import asyncio
 import os
 import select
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ BYES = {
 
 @pytest.mark.parametrize("link", BYES)
 def test_a_writer_that_is_refused_at_length_leaves_in_order(
-    link: Callable[[str], Awaitable[None]], double: dict[str, str], agents: type[AgentDouble]
+    link: Callable[[str], Coroutine[Any, Any, None]], double: dict[str, str], agents: type[AgentDouble]
 ) -> None:
     """The receiver says more than the writer reads before it gives up: it hears the BYE all the same, and then the end
     of the connection, no reset."""

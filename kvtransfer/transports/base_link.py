@@ -85,4 +85,4 @@ class BaseLink(ABC):
 
     @abstractmethod
     def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """Begin the end, once: it goes on by itself, up to `_ending.finish`. `orderly`: what is on its way may arrive."""
+        """Begin the end, once; it goes on up to `_ending.finish`. `orderly`: what is on its way may arrive."""

@@ -130,8 +130,7 @@ class ListeningPort(BasePort[ConfigT, ReasonT, WordsT]):
         config: ConfigT,
         reasons: type[ReasonT],
     ) -> None:
-        """Listens at once. Writers are told `advertise_host` instead of the host in `listen`, which it must be given for
-        a wildcard.
+        """Listens at once. Writers are told `advertise_host` instead of the host in `listen`, where there is one.
 
         Raises:
             BatonError: BAD_ENDPOINT.

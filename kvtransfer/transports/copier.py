@@ -1,4 +1,4 @@
-"""What copies for a link of shm or cuda_ipc, by threads or by a device: the batches that are posted and not complete."""
+"""What copies for a link of shm or cuda_ipc, by threads or by a device: its batches that are not complete."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Copier(ABC, Generic[BatchT]):
     """Batches, begun first in first out. `post` may be called from any thread, the rest from the loop's.
 
     Every posted batch ends in one `completed`. The queue has no limit of its own: whoever posts bounds the bytes that
-    are not yet completed. When `stop` was called, or copying failed, and nothing will touch the regions again, `drained`
-    is called on the loop's thread, once, after the last `completed`. If the loop is closed by then, both are dropped.
+    are not yet completed. When `stop` was called, or copying failed, and nothing will touch the regions again,
+    `drained` is called on the loop's thread, once, after the last `completed`. If the loop is closed by then, both are
+    dropped.
     """
 
     def __init__(

@@ -4,8 +4,8 @@
 imports pyverbs, `rdma_device` has the opened device and the queue pairs, `rdma_memory` the registered region and what
 happens when the device goes and comes, `rdma_receiver` and `rdma_connection` the receiver's port, `rdma_connect`,
 `rdma_writer`, `rdma_queue` and `rdma_poster` the writer's handshake, link, queue and posting (`native/rdma_poster.c`),
-`rdma_offer` whether it is offered at all, and `rdma_checks` what `baton doctor` looks at. `chain_link`, `connect_words`,
-`words_connection` and `seal_gather` are ucx's too.
+`rdma_offer` whether it is offered at all, and `rdma_checks` what `baton doctor` looks at. `chain_link`, `connect_words`
+and `seal_gather` are ucx's too.
 """
 
 from kvtransfer.transports.rdma_config import RdmaConfig

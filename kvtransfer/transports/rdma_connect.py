@@ -53,7 +53,7 @@ class RdmaUnproved(RdmaConnectError):
     VLAN, a filter of UDP port 4791, or a switch whose MTU is smaller than the devices')."""
 
 
-_DIALECT = Dialect[wire.Message](
+_DIALECT: Dialect[wire.Message] = Dialect(
     encode=wire.encode, inbox=wire.Inbox, refused=wire.Refused, error=RdmaConnectError
 )
 
@@ -113,7 +113,9 @@ async def connect(
             qps.connect(welcome.ends)
             acknowledged = loop.create_future()
             await _prove(words, qps, welcome, loop, acknowledged)
-        return Connected(sock=words.sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends)
+        return Connected(
+            sock=words.sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends
+        )
     except BaseException as error:
         give_up(endpoint, hold, qps, words.sock if words is not None else None)
         if acknowledged is not None and not _all_came(acknowledged) and _tells_of_the_way(error):

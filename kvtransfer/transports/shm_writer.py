@@ -240,7 +240,7 @@ class ShmWriterLink(BaseLink):
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
     def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """See `BaseLink`: it goes on in `_drained`. Nothing is on its way but copies of ours, which end by themselves."""
+        """See `BaseLink`: it goes on in `_drained`. On their way are copies of ours alone, which end by themselves."""
         del orderly
         if not self._ending.begin(reason):
             return

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar

@@ -56,7 +56,9 @@ class UcxConnectError(ConnectError):
     """Of a ucx link."""
 
 
-_DIALECT = Dialect[wire.Message](encode=wire.encode, inbox=wire.Inbox, refused=wire.Refused, error=UcxConnectError)
+_DIALECT: Dialect[wire.Message] = Dialect(
+    encode=wire.encode, inbox=wire.Inbox, refused=wire.Refused, error=UcxConnectError
+)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the connections of tcp, rdma and ucx have in common at their port: words go over them, and for tcp's then data."""
+"""What the connections of tcp, rdma and ucx have in common at their port: words go over them, over tcp's data too."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class ReceiverPart:
         info = self._infos.get(state)
         if info is not None:
             return info
-        grants, pairs, _, _ = state.machine
+        grants, pairs, _, _, _ = state.machine
         machine = load_receiver(self._make, self._bounds.receiver_limits, state.machine)
         intern = self._messages.intern
         lets_go = tuple((intern(RequestCancelled(key=k)), intern(ResolveAsked(key=k))) for k in self._bounds.keys)
