@@ -123,12 +123,13 @@ def endpoint_of(transport: TransportName, address: str) -> DataEndpoint:
     return DataEndpoint(transport=transport, address=address, secret=os.urandom(16), epoch=EPOCH)
 
 
-REFUSED = {
+Link = Callable[[str], Coroutine[Any, Any, None]]
+REFUSED: dict[Link, bytes] = {
     link_tcp: tcp_wire.encode(tcp_wire.Refused(reason=tcp_wire.RefusalReason.EPOCH)),
     link_rdma: rdma_wire.encode(rdma_wire.Refused(reason=rdma_wire.RefusalReason.EPOCH)),
     link_ucx: ucx_wire.encode(ucx_wire.Refused(reason=ucx_wire.RefusalReason.EPOCH)),
 }
-BYES = {
+BYES: dict[Link, bytes] = {
     link_tcp: tcp_wire.encode(tcp_wire.Bye(sequence=0, epoch=EPOCH)),
     link_rdma: rdma_wire.encode(rdma_wire.Bye(epoch=EPOCH)),
     link_ucx: ucx_wire.encode(ucx_wire.Bye(epoch=EPOCH, drained=True)),
@@ -137,7 +138,7 @@ BYES = {
 
 @pytest.mark.parametrize("link", BYES)
 def test_a_writer_that_is_refused_at_length_leaves_in_order(
-    link: Callable[[str], Coroutine[Any, Any, None]], double: dict[str, str], agents: type[AgentDouble]
+    link: Link, double: dict[str, str], agents: type[AgentDouble]
 ) -> None:
     """The receiver says more than the writer reads before it gives up: it hears the BYE all the same, and then the end
     of the connection, no reset."""
