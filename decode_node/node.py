@@ -30,10 +30,10 @@ from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
 from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto
-from kvtransfer.grant_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
+from kvtransfer.receiver_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.record_checks import checksums_from_proto
 from kvtransfer.report import block_load
 

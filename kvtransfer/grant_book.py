@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
-from kvtransfer.grant_messages import Refusal
+from kvtransfer.receiver_messages import Refusal
 from kvtransfer.receiver_states import OPEN, UNCOMMITTED, GrantState, RecordCheck
 
 
@@ -69,6 +69,7 @@ class GrantBook:
         self.limits = limits
         self._grants: dict[GrantId, GrantEntry] = {}
         self._pairs: dict[Pair, PairEntry] = {}
+        self._first_epoch = Epoch(0)
         self._dead_attempts: dict[RequestId, Attempt] = {}
         self._by_request: dict[RequestId, set[GrantId]] = {}
 
@@ -166,7 +167,12 @@ class GrantBook:
             del self._dead_attempts[next(iter(self._dead_attempts))]
 
     def _pair(self, pair: Pair) -> PairEntry:
-        return self._pairs.setdefault(pair, PairEntry())
+        return self._pairs.setdefault(pair, PairEntry(epoch=self._first_epoch))
+
+    def _forget_pair(self, pair: Pair) -> None:
+        """No epoch is given twice: a writer that comes back, believed dead, takes a later one for the sign of a fence,
+        without which what it had adrift would hold up its numbering for good. So all pairs go on from here."""
+        self._first_epoch = max(self._first_epoch, self._pairs.pop(pair).epoch)
 
     def _grant(self, grant: GrantId, pair: Pair) -> GrantEntry | None:
         """The grant, if it was given to this pair: another pair's word about it counts for nothing."""

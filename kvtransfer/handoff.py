@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,9 +12,10 @@ from batonpb import common_pb2
 from baton.errors import BatonError, InvalidField
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
 from kvtransfer.checksum_thread import SourceSample
-from kvtransfer.grant_messages import AllPosted, HandoffCancelled, HandoffEnd
-from kvtransfer.plan import Int64Array, RecordPlan
+from kvtransfer.plan import Int64Array
+from kvtransfer.step_writes import StepWrites
 from kvtransfer.transport import Seal, WriterLink
+from kvtransfer.writer_messages import AllPosted, HandoffCancelled, HandoffEnd
 
 if TYPE_CHECKING:
     from kvtransfer.writer import WriterPeer
@@ -90,7 +90,7 @@ class Handoff:
     first_logprobs: common_pb2.TokenLogprobs | None = None
     grant: GrantId = GrantId(b"")
     epoch: Epoch = Epoch(0)
-    dst_blocks: list[BlockId]
+    dst_blocks: list[BlockId] = field(default_factory=list)
     prefix_skip: int = 0
     lease_ends_s: float = 0.0
     lease_ms: int = 0
@@ -109,13 +109,14 @@ class Handoff:
     retries: int = 0
     sample: SourceSample | None = None
     """What goes along with the Commit; None where nothing is sampled."""
-    revoke_waiters: list[asyncio.Future[bool]]
+    revoke_waiters: list[asyncio.Future[bool]] = field(default_factory=list)
 
     def may_post(self) -> bool:
         return self.peer.machine.may_post(self.number)
 
     def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
-        return self.peer.plan_step(self, src_blocks_B, dst_blocks_B, layers)
+        """Raises WriteOutOfBounds: a block that the grant does not open."""
+        return StepWrites.plan_for(self, src_blocks_B, dst_blocks_B, layers)
 
     def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
@@ -127,50 +128,3 @@ class Handoff:
     def cancel(self) -> None:
         """Give it up: drain, then tell the receiver. Idempotent; nothing happens once it has ended."""
         self.peer.handle(HandoffCancelled(number=self.number))
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class StepWrites:
-    """The writes of one handoff in one engine step: the same blocks, layer after layer. Accounted for when made."""
-
-    peer: WriterPeer
-    handoff: Handoff
-    link: WriterLink
-    src_blocks_B: Int64Array
-    dst_blocks_B: Int64Array
-    plan: RecordPlan
-    layers: range
-    posted: int = 0
-    _closed: bool = False
-    _posting: threading.Lock = field(default_factory=threading.Lock)
-    """Held for a post; once `finish` has had it, nothing is posted any more."""
-
-    def layer_done(self, layer: int) -> None:
-        """Post one layer's records, unless the step was finished meanwhile. On the engine thread; returns at once."""
-        with self._posting:
-            if not self._closed:
-                self._post(layer)
-
-    def _post(self, layer: int) -> None:
-        ops = self.plan.of_layer(layer)
-        self.link.post(self.handoff.grant, ops)
-        self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
-        if self.handoff.sample is not None:
-            self.handoff.sample.take(layer, self.dst_blocks_B, ops)
-        observer = self.peer.observer
-        if observer is not None:
-            writes = len(self.src_blocks_B)
-            nbytes = writes * self.peer.layout.record_bytes
-            observer.layer_posted(self.handoff.key, layer, writes=writes, nbytes=nbytes)
-
-    def finish(self) -> None:
-        """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
-        now on, and those that were not count as dropped. Idempotent.
-        """
-        with self._posting:
-            self._closed = True
-        self.handoff.steps.discard(self)
-        missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
-        self.posted = len(self.layers)
-        if missing:
-            self.peer.completed(self.handoff, missing, missing * self.peer.layout.record_bytes)

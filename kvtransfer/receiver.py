@@ -7,22 +7,21 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import grpc.aio
-from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
+from typing import Protocol
 
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from kvtransfer.checksums import RecordChecksums
-from kvtransfer.grant_messages import (
+from kvtransfer.layout import Layout
+from kvtransfer.ranges import RecordRanges
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerGranted,
     AnswerLetGo,
@@ -55,12 +54,11 @@ from kvtransfer.grant_messages import (
     WriterLetGo,
     WriterSuspected,
 )
-from kvtransfer.layout import Layout
-from kvtransfer.ranges import RecordRanges
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks, WriterPlace
+from kvtransfer.revoke_calls import RevokeCalls
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
+from kvtransfer.waiters import Waiters
 from kvtransfer.writer_holdings import WriterHoldings
 
 log = get_log("receiver")
@@ -139,14 +137,22 @@ class Receiver:
         self._repeats = RepeatLog(log, loop.time)
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
-        self._commits: dict[GrantId, list[asyncio.Future[bool]]] = {}
-        self._let_gos: dict[tuple[Pair, ReserveNumber], list[asyncio.Future[None]]] = {}
+        self._commits: Waiters[GrantId, bool] = Waiters(loop)
+        self._let_gos: Waiters[tuple[Pair, ReserveNumber], None] = Waiters(loop)
         self._tasks = Tasks(loop, log)
-        self._revoking: set[tuple[Pair, ReserveNumber]] = set()
+        self._revokes = RevokeCalls(
+            channels=channels,
+            tasks=self._tasks,
+            repeats=self._repeats,
+            revoke_ms=config.revoke_ms,
+            endpoint_of=lambda pair: self._writers.get(pair, ""),
+            told=self.holdings.told,
+            let_go=self._handle_event,
+        )
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
-            AnswerLetGo: self._answer_let_go,
-            SendRevoke: self._send_revoke,
+            AnswerLetGo: lambda i: self._let_gos.answer((i.pair, i.number), None),
+            SendRevoke: self._revokes.send,
             FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
             ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
             StopRequest: self._stop_request,
@@ -154,7 +160,7 @@ class Receiver:
             StopGrantTimers: self._stop_timers,
             CountRefused: self._count_refused,
             ForgetGrant: self._forget,
-            CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle_checked)),
+            CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle_event)),
             ReportCorrupt: lambda i: self.checks.report(i, self._places[i.pair]),
         }
 
@@ -209,15 +215,7 @@ class Receiver:
         blocks = self.grants.blocks_uncommitted(event.grant, event.pair)
         if checksums is not None and blocks is not None:
             self.checks.keep(event.grant, checksums, blocks)
-        waiter: asyncio.Future[bool] = self._loop.create_future()
-        self._commits.setdefault(event.grant, []).append(waiter)
-        try:
-            self._handle(event)
-            return await waiter
-        finally:
-            waiters = self._commits.get(event.grant)
-            if waiters is not None and waiter in waiters:
-                waiters.remove(waiter)
+        return await self._commits.ask(event.grant, lambda: self._handle(event))
 
     async def let_go(
         self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, adrift: bool = False
@@ -225,16 +223,8 @@ class Receiver:
         """The writer's word. With writes adrift this returns when a fence of the pair has stopped them."""
         if pair not in self._writers:
             return  # there is nothing of it here, and no book is to be opened for it
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        waiters = self._let_gos.setdefault((pair, number), [])
-        waiters.append(waiter)
-        try:
-            self._handle(WriterLetGo(pair=pair, number=number, lowest_live=lowest_live, adrift=adrift))
-            await waiter
-        finally:
-            waiters.remove(waiter)
-            if not waiters:
-                self._let_gos.pop((pair, number), None)
+        word = WriterLetGo(pair=pair, number=number, lowest_live=lowest_live, adrift=adrift)
+        await self._let_gos.ask((pair, number), lambda: self._handle(word))
 
     def cancel(self, key: RequestKey) -> None:
         self._handle(RequestCancelled(key=key))
@@ -284,10 +274,8 @@ class Receiver:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        for commit in itertools.chain(*self._commits.values()):
-            _shutting_down(commit)
-        for let_go in itertools.chain(*self._let_gos.values()):
-            _shutting_down(let_go)
+        self._commits.fail_all(_shutting_down)
+        self._let_gos.fail_all(_shutting_down)
         await self._tasks.cancel()
         self.checks.close()
         self._repeats.close()
@@ -323,7 +311,8 @@ class Receiver:
         self.holdings.follow(event, instructions)
         return self._carry_out(instructions)
 
-    def _handle_checked(self, event: RecordsChecked) -> None:
+    def _handle_event(self, event: RecordsChecked | WriterLetGo) -> None:
+        """Of a task of ours: nobody waits for an answer."""
         self._handle(event)
 
     def _carry_out(self, instructions: list[ReceiverInstruction]) -> ReceiverInstruction | None:
@@ -340,18 +329,10 @@ class Receiver:
         return answer
 
     def _answer_commit(self, instruction: AnswerCommit) -> None:
-        for waiter in self._commits.pop(instruction.grant, []):
-            if waiter.done():
-                continue
-            if instruction.corrupt:
-                waiter.set_exception(self.checks.error(instruction.grant))
-            else:
-                waiter.set_result(instruction.committed)
-
-    def _answer_let_go(self, instruction: AnswerLetGo) -> None:
-        for waiter in self._let_gos.get((instruction.pair, instruction.number), ()):
-            if not waiter.done():
-                waiter.set_result(None)
+        if instruction.corrupt:
+            self._commits.fail(instruction.grant, lambda: self.checks.error(instruction.grant))
+        else:
+            self._commits.answer(instruction.grant, instruction.committed)
 
     def _stop_request(self, instruction: StopRequest) -> None:
         self._host.cancelled(instruction.key, instruction.grant)
@@ -380,7 +361,7 @@ class Receiver:
             self._host.let_go(instruction.grant)
 
     def _forget(self, instruction: ForgetGrant) -> None:
-        assert not self._commits.pop(instruction.grant, []), instruction
+        assert instruction.grant not in self._commits, instruction
         self.checks.forget(instruction.grant)
 
     def _cancel_timer(self, key: tuple[GrantId, TimerKind]) -> None:
@@ -393,40 +374,10 @@ class Receiver:
         writer = self.holdings.told(instruction.pair)
         self._repeats.warning(f"refused: {instruction.what}", peer=writer, detail=instruction.detail)
 
-    def _send_revoke(self, instruction: SendRevoke) -> None:
-        which = (instruction.pair, instruction.number)
-        if which in self._revoking:
-            return  # the one under way ends within revoke_ms, and the timer comes again
-        self._revoking.add(which)
-        self._tasks.spawn(self._revoke(instruction.pair, instruction.number))
-
-    async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
-        """One call to the writer. Its answer is its word, as a let-go is; no answer is none, and the timer goes on."""
-        endpoint = self._writers.get(pair, "")
-        try:
-            stub = transfer_pb2_grpc.TransferStub(self._channels.get(endpoint))
-            request = transfer_pb2.RevokeRequest(header=self._header(pair), number=number)
-            with rpc_errors(endpoint):
-                reply = await stub.Revoke(request, timeout=self.config.revoke_ms / 1000)
-        except BatonError as error:
-            writer = self.holdings.told(pair)
-            self._repeats.warning("revoke unanswered", peer=writer, number=number, error=error.message)
-            return
-        except grpc.aio.UsageError:
-            return  # the channel was closed under us: this node is stopping
-        finally:
-            self._revoking.discard((pair, number))
-        self._repeats.over(self.holdings.told(pair), "it has answered")
-        self._handle(WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0), adrift=reply.writes_adrift))
-
     def _drop_channel(self, endpoint: str) -> None:
         if endpoint not in self._writers.values():
             self._tasks.spawn(self._channels.drop(endpoint))
 
-    def _header(self, pair: Pair) -> common_pb2.Header:
-        return common_pb2.Header(sender=pair.receiver, receiver=pair.writer)
 
-
-def _shutting_down(waiter: asyncio.Future[Any]) -> None:
-    if not waiter.done():
-        waiter.set_exception(BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
+def _shutting_down() -> BatonError:
+    return BatonError(Reason.NODE_DRAINING, "This node is shutting down.")

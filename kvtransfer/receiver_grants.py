@@ -4,7 +4,8 @@ A state machine without I/O: `handle(event) -> list[ReceiverInstruction]`. It mu
 one thread, knows no clock (timers are instructions and come back as events) and draws no random numbers (fresh grant
 ids come with the event).
 
-Its states and the table of their transitions are in `receiver_states`, its books in `grant_book`.
+Its states and the table of their transitions are in `receiver_states`, the steps in `grant_steps`, its books in
+`grant_book`.
 
 Time may start a revocation; only evidence ends a writer's right (DESIGN I2): seals and commit, the writer's own word
 (`WriterLetGo`, or a rising `lowest_live`), or the transport's (`PairFenced`). A word of writes that are adrift is none:
@@ -17,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.ids import Attempt, Epoch, GrantId, Pair, RequestKey, ReserveNumber
-from kvtransfer.grant_book import GrantBook, GrantEntry, PairEntry, ReceiverLimits
-from kvtransfer.grant_messages import (
+from kvtransfer.grant_book import GrantEntry, PairEntry, ReceiverLimits
+from kvtransfer.grant_steps import GrantSteps, ReceiverProtocolError
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerGranted,
     AnswerLetGo,
@@ -42,31 +45,22 @@ from kvtransfer.grant_messages import (
     RequestEnded,
     ReserveAsked,
     ResolveAsked,
-    ScheduleRequest,
     SealLanded,
     SendRevoke,
     StartGrantTimer,
-    StopGrantTimers,
     StopRequest,
     TimerKind,
     WriterLetGo,
     WriterSuspected,
 )
-from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_states import OPEN, TRANSITIONS, UNCOMMITTED, GrantState, RecordCheck, Step
 
 
-class ReceiverProtocolError(AssertionError):
-    """The machine broke its own table: a bug of ours. Carries the story of the grant."""
-
-
-class ReceiverGrants(GrantBook):
+class ReceiverGrants(GrantSteps):
     """All grants that one receiver process has given. See the module's docstring for the contract."""
 
     def __init__(self, ledger: Ledger, limits: ReceiverLimits | None = None) -> None:
-        super().__init__(limits or ReceiverLimits())
-        self.ledger = ledger
-        self._out: list[ReceiverInstruction] = []
+        super().__init__(ledger, limits or ReceiverLimits())
         self._handlers: dict[type, Callable[..., None]] = {
             ReserveAsked: self._reserve,
             RenewAsked: self._renew,
@@ -99,74 +93,15 @@ class ReceiverGrants(GrantBook):
         return True
 
     def forget_pair(self, pair: Pair) -> list[ReceiverInstruction]:
-        """Drop the books of a pair whose writer process is proved dead; does nothing while a grant of it lives."""
+        """Drop the books of a fenced pair whose writer is gone, as far as is known; does nothing while a grant of it
+        lives. Should the writer come back it connects anew, in an epoch that it has not had."""
         self._out = []
         state = self._pairs.get(pair)
         if state is not None and self.is_quiet(pair):
             for grant in self._grants_of(state):
                 self._forget(grant)
-            del self._pairs[pair]
+            self._forget_pair(pair)
         return self._out
-
-    # One step of one grant: the only place where a grant changes its state.
-
-    def _step(self, grant: GrantEntry, step: Step, to: GrantState) -> None:
-        allowed = TRANSITIONS.get((grant.state, step), ())
-        line = f"{grant.state.value} --{step.value}--> {to.value}"
-        if to not in allowed:
-            raise ReceiverProtocolError(
-                f"grant {grant.id.hex()} of {grant.key}: {line} is not in the table; story: {grant.story}"
-            )
-        grant.story = (*grant.story, line)[-self.limits.story_steps_max :]
-        came_from, grant.state = grant.state, to
-        if to is came_from:
-            return
-        if to is GrantState.REVOKING:
-            self._enter_revoking(grant)
-        elif to is GrantState.COMMITTED:
-            self._enter_committed(grant)
-        elif to is GrantState.QUARANTINED:
-            self.ledger.quarantine(grant.blocks, grant.id)
-        elif to is GrantState.FENCED:
-            self._enter_fenced(grant, came_from)
-        elif to is GrantState.RELEASED and came_from is GrantState.COMMITTED:
-            self._drop_request(grant)
-
-    def _enter_revoking(self, grant: GrantEntry) -> None:
-        self._drop_request(grant)
-        self._answer_commit(grant, committed=False)
-        self._out.append(StopGrantTimers(grant=grant.id))
-        self._out.append(SendRevoke(pair=grant.pair, number=grant.number, grant=grant.id))
-        self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.REVOKE))
-
-    def _enter_committed(self, grant: GrantEntry) -> None:
-        grant.was_committed = True
-        self.ledger.writer_gone(grant.blocks, grant.id)
-        self._out.append(StopGrantTimers(grant=grant.id))
-        self._out.append(ScheduleRequest(key=grant.key, grant=grant.id))
-        self._answer_commit(grant, committed=True)
-
-    def _enter_fenced(self, grant: GrantEntry, came_from: GrantState) -> None:
-        self.ledger.writer_gone(grant.blocks, grant.id)
-        if came_from in OPEN:
-            self._drop_request(grant)
-        self._answer_commit(grant, committed=False)
-        self._out.append(StopGrantTimers(grant=grant.id))
-        if grant.let_go_waits:
-            grant.let_go_waits = False
-            self._step(grant, Step.LET_GO, GrantState.RELEASED)
-            self._out.append(AnswerLetGo(pair=grant.pair, number=grant.number))
-
-    def _drop_request(self, grant: GrantEntry) -> None:
-        self.ledger.drop(grant.blocks)
-        self.ledger.drop(grant.prefix)
-        self.ledger.unpromise(grant.id)
-
-    def _answer_commit(self, grant: GrantEntry, *, committed: bool) -> None:
-        if grant.commit_waits:
-            grant.commit_waits = False
-            corrupt = not committed and grant.check is RecordCheck.CORRUPT
-            self._out.append(AnswerCommit(pair=grant.pair, grant=grant.id, committed=committed, corrupt=corrupt))
 
     # Events.
 

@@ -16,8 +16,8 @@ from baton.ids import BlockId, GrantId
 from baton.log import get_log
 from kvtransfer.checksum_thread import INLINE_BYTES_MAX, ChecksumThread
 from kvtransfer.checksums import CorruptRecords, RecordChecksums, differing
-from kvtransfer.grant_messages import RecordsChecked, ReportCorrupt
 from kvtransfer.layout import Layout
+from kvtransfer.receiver_messages import RecordsChecked, ReportCorrupt
 from kvtransfer.transport import TransportName
 
 log = get_log("receiver")

@@ -1,25 +1,35 @@
 """The writer's shell: carries out what `WriterGrants` instructs, for one receiver process.
 
 Its calls are in `writer_calls` and `writer_errands`, its data connection in `writer_link`, what it hands out in
-`handoff`. Everything runs on the node's control thread, but `StepWrites.layer_done`, which the engine thread calls.
+`handoff` and `step_writes`, what it has handed out and is not over in `open_handoffs`. Everything runs on the node's
+control thread, but `StepWrites.layer_done`, which the engine thread calls.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
-from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
+from baton.ids import GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from kvtransfer.checksum_thread import ChecksumThread, SourceSample
-from kvtransfer.grant_messages import (
+from kvtransfer.handoff import Handoff, Metadata, WriterConfig
+from kvtransfer.layout import Layout
+from kvtransfer.negotiation import Offers
+from kvtransfer.observer import HandoffObserver
+from kvtransfer.open_handoffs import OpenHandoffs
+from kvtransfer.transport import Seal
+from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
+from kvtransfer.writer_errands import Errands
+from kvtransfer.writer_grants import WriterGrants, WriterState
+from kvtransfer.writer_link import LinkMaker, PairLink
+from kvtransfer.writer_messages import (
     AbandonWrites,
     AnswerRevoke,
     HandoffAsked,
@@ -40,17 +50,6 @@ from kvtransfer.grant_messages import (
     WritesDropped,
     WritesPosted,
 )
-from kvtransfer.handoff import Handoff, Metadata, StepWrites, WriterConfig
-from kvtransfer.layout import Layout
-from kvtransfer.negotiation import Offers
-from kvtransfer.observer import HandoffObserver
-from kvtransfer.plan import Int64Array, RecordPlan
-from kvtransfer.transport import Seal, TransportName
-from kvtransfer.transports.posted_writes import check_granted
-from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
-from kvtransfer.writer_errands import Errands
-from kvtransfer.writer_grants import WriterGrants, WriterState
-from kvtransfer.writer_link import LinkMaker, PairLink
 
 log = get_log("writer")
 
@@ -95,7 +94,7 @@ class WriterPeer:
             reserve_ms_max=config.reserve_ms_max,
             call_ms_max=config.call_ms_max,
         )
-        self._link = PairLink(
+        self.link = PairLink(
             address=address,
             calls=calls,
             request=connect_request,
@@ -109,12 +108,10 @@ class WriterPeer:
         self._errands = Errands(
             address=address, calls=calls, host=self, loop=loop, config=config, repeats=self._repeats
         )
-        self._handoffs: dict[ReserveNumber, Handoff] = {}
-        self._by_grant: dict[GrantId, Handoff] = {}
+        self._handoffs = OpenHandoffs()
         self._requests: dict[ReserveNumber, transfer_pb2.ReserveRequest] = {}
         self._tasks = Tasks(loop, log, peer=address.name)
         self._gone = False
-        self._changed = asyncio.Event()
         self._actions: dict[type, Callable[..., None]] = {
             SendReserve: lambda i: self._tasks.spawn(self._errands.reserve(i, self._requests.pop(i.number))),
             StartWriting: self._start_writing,
@@ -129,39 +126,9 @@ class WriterPeer:
 
     # What the prefill node asks.
 
-    @property
-    def linked(self) -> bool:
-        """There is a data connection; the receiver's death would have ended it."""
-        return self._link.now is not None
-
-    @property
-    def transport(self) -> TransportName | None:
-        """Of the data connection that there is, or was last; so is `epoch`."""
-        return self._link.transport
-
-    @property
-    def epoch(self) -> Epoch:
-        return self._link.epoch
-
-    @property
-    def offers(self) -> Offers:
-        return self._link.offers
-
-    @property
-    def link_failures(self) -> int:
-        return self._link.failures
-
-    @property
-    def dst_num_blocks(self) -> int:
-        return self._link.num_blocks
-
     async def settle(self, timeout_ms: int) -> None:
         """Wait until every handoff is over and the receiver has been told, at most this long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_ms / 1000):
-                while self._handoffs:
-                    self._changed.clear()
-                    await self._changed.wait()
+        await self._handoffs.wait_until_over(timeout_ms)
 
     @property
     def gone(self) -> bool:
@@ -170,11 +137,10 @@ class WriterPeer:
 
     def has_room(self) -> bool:
         """Within the limits of unacknowledged bytes and pinned blocks; beyond them nothing new is placed here."""
-        handoffs = self._handoffs.values()
         return (
             self.machine.can_ask
-            and sum(h.bytes_outstanding for h in handoffs) < self._config.unacked_bytes_max
-            and sum(h.pinned_blocks for h in handoffs) < self._config.pinned_blocks_max
+            and self._handoffs.bytes_outstanding < self._config.unacked_bytes_max
+            and self._handoffs.pinned_blocks < self._config.pinned_blocks_max
         )
 
     async def reserve(
@@ -191,7 +157,7 @@ class WriterPeer:
         or what the receiver refused with.
         """
         self._check_here()
-        await self._link.ensure()
+        await self.link.ensure()
         self._check_here()
         number = self.machine.next_number
         handoff = Handoff(
@@ -202,10 +168,8 @@ class WriterPeer:
             ended=self._loop.create_future(),
             metadata=metadata,
             sources_released=sources_released,
-            dst_blocks=[],
-            revoke_waiters=[],
         )
-        self._handoffs[number] = handoff
+        self._handoffs.enter(handoff)
         self._requests[number] = request
         self.handle(HandoffAsked(key=key))
         try:
@@ -223,42 +187,6 @@ class WriterPeer:
     def _check_here(self) -> None:
         if self._gone:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{self.address.name} is gone.")
-
-    def plan_step(
-        self, handoff: Handoff, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range
-    ) -> StepWrites:
-        """The writes of one step, accounted for. Raises WriteOutOfBounds: a block that the grant does not open."""
-        assert handoff.link is not None, handoff
-        check_granted(dst_blocks_B, handoff.dst_blocks)
-        plan = RecordPlan(
-            self.layout,
-            src_blocks_B,
-            dst_blocks_B,
-            src_num_blocks=self.src_num_blocks,
-            dst_num_blocks=self.dst_num_blocks,
-        )
-        # From here on they are outstanding, and only the step that is returned takes that back.
-        writes = len(layers) * len(src_blocks_B)
-        nbytes = writes * self.layout.record_bytes
-        self.handle(WritesPosted(number=handoff.number, writes=writes, bytes_written=nbytes))
-        handoff.writes += writes
-        handoff.bytes_written += nbytes
-        handoff.writes_outstanding += writes
-        handoff.bytes_outstanding += nbytes
-        handoff.progress_s = self._loop.time()
-        if self.observer is not None:
-            self.observer.planned(handoff.key, layers=len(layers), writes=writes)
-        step = StepWrites(
-            peer=self,
-            handoff=handoff,
-            link=handoff.link,
-            src_blocks_B=src_blocks_B,
-            dst_blocks_B=dst_blocks_B,
-            plan=plan,
-            layers=layers,
-        )
-        handoff.steps.add(step)
-        return step
 
     async def revoked(self, number: ReserveNumber) -> bool:
         """The receiver takes a grant back: returns when nothing is written under this number any more.
@@ -286,36 +214,29 @@ class WriterPeer:
 
     def receiver_lost(self) -> None:
         """The receiver is out of reach, and may come back: handoffs end as when the link is lost."""
-        for number in list(self._handoffs):
-            self.handle(WritesDropped(number=number))
+        for handoff in self._handoffs:
+            self.handle(WritesDropped(number=handoff.number))
 
     def upkeep(self) -> None:
-        """Called every second by the node's reaper."""
-        self._give_up_stalled()
+        """Give up handoffs that stand still. Called every second by the node's reaper."""
+        for handoff in self._handoffs.stalled(self._loop.time(), self._config.stall_ms_max):
+            self._repeats.warning("handoff stalled", peer=self.address.name, request=handoff.key.request)
+            handoff.cancel()
         self._repeats.upkeep()
-
-    def _give_up_stalled(self) -> None:
-        """Give up handoffs whose posted writes make no progress."""
-        now = self._loop.time()
-        for handoff in list(self._handoffs.values()):
-            stalled_s = now - handoff.progress_s
-            if handoff.writes_outstanding and stalled_s * 1000 > self._config.stall_ms_max:
-                self._repeats.warning("handoff stalled", peer=self.address.name, request=handoff.key.request)
-                handoff.cancel()
 
     async def close(self) -> None:
         """Stop calls, unmap the receiver's region. Handoffs still open end as PEER_GONE."""
         self.peer_gone()
-        self._link.stop_connecting()
+        self.link.stop_connecting()
         await self._tasks.cancel()
-        await self._link.close()
+        await self.link.close()
         self._repeats.close()
 
     # What the link tells (kvtransfer.transport.WriterEvents).
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
-        handoff = self._by_grant[grant]
-        self._link.completed(copied=copied)
+        handoff = self._handoffs.of_grant(grant)
+        self.link.completed(copied=copied)
         if copied:
             self.bytes_moved += bytes_written
         else:
@@ -324,15 +245,15 @@ class WriterPeer:
         self.completed(handoff, writes, bytes_written)
 
     def writes_adrift(self, grant: GrantId) -> None:
-        self.handle(WritesAdrift(number=self._by_grant[grant].number))
+        self.handle(WritesAdrift(number=self._handoffs.of_grant(grant).number))
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         assert pair == self.address.pair, (pair, self.address)
         log.info("data link lost", peer=self.address.name, reason=reason)
-        epoch = self._link.lost(reason)
+        epoch = self.link.lost(reason)
         if epoch is not None:
             self.handle(LinkLost(epoch=epoch))
-            for handoff in self._handoffs.values():
+            for handoff in self._handoffs:
                 if self.machine.state_of(handoff.number) is WriterState.COMMITTING:
                     self._tasks.spawn(self._errands.await_commit(handoff))
 
@@ -340,6 +261,15 @@ class WriterPeer:
         """See to it that the receiver does not run this attempt, whatever became of its Commit. One call, at best."""
         if not self._gone:
             self._tasks.spawn(self._errands.cancel(key))
+
+    def planned(self, handoff: Handoff, writes: int, nbytes: int) -> None:
+        """They are about to be posted. What never will be is told as `completed`, like all that was."""
+        self.handle(WritesPosted(number=handoff.number, writes=writes, bytes_written=nbytes))
+        handoff.writes += writes
+        handoff.bytes_written += nbytes
+        handoff.writes_outstanding += writes
+        handoff.bytes_outstanding += nbytes
+        handoff.progress_s = self._loop.time()
 
     def completed(self, handoff: Handoff, writes: int, nbytes: int) -> None:
         handoff.writes_outstanding -= writes
@@ -360,8 +290,8 @@ class WriterPeer:
         for instruction in self.machine.handle(event):
             self._actions[type(instruction)](instruction)
         if isinstance(event, _OF_SEVERAL):
-            for number in list(self._handoffs):
-                self._forget_if_over(number)
+            for handoff in self._handoffs:
+                self._forget_if_over(handoff.number)
         else:
             self._forget_if_over(event.number)
 
@@ -369,16 +299,14 @@ class WriterPeer:
         handoff = self._handoffs.get(number)
         if handoff is None or handoff.writes_outstanding or self.machine.state_of(number) is not WriterState.DONE:
             return
-        del self._handoffs[number]
-        self._by_grant.pop(handoff.grant, None)
-        self._changed.set()
+        self._handoffs.strike_out(handoff)
 
     def _start_writing(self, instruction: StartWriting) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.epoch = instruction.epoch
         handoff.progress_s = self._loop.time()
-        self._by_grant[handoff.grant] = handoff
-        link = self._link.now
+        self._handoffs.granted(handoff)
+        link = self.link.now
         if link is None or link.epoch != instruction.epoch:
             # The pair was fenced between Connect and Reserve: the next request reconnects.
             self.handle(LinkLost(epoch=instruction.epoch))
@@ -416,7 +344,7 @@ class WriterPeer:
         """The seal goes behind all writes of the grant, so it waits for their completions (the Commit does not)."""
         assert handoff.seal is not None and handoff.link is not None, handoff
         seal, handoff.seal = handoff.seal, None
-        if handoff.link is self._link.now:
+        if handoff.link is self.link.now:
             handoff.link.seal(seal)
             if self.observer is not None:
                 self.observer.sealed(handoff.key)
@@ -469,4 +397,4 @@ class WriterPeer:
             self.observer.ended(handoff.key, committed=instruction.end is HandoffEnd.COMMITTED)
 
 
-__all__ = ["Handoff", "LinkMaker", "Metadata", "PeerAddress", "StepWrites", "WriterConfig", "WriterPeer"]
+__all__ = ["Handoff", "LinkMaker", "Metadata", "PeerAddress", "WriterConfig", "WriterPeer"]

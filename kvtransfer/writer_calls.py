@@ -10,8 +10,9 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import GrantId, Pair, RequestKey
 from baton.rpc_client import Channels, rpc_errors
 from kvtransfer.checksums import RecordChecksums
-from kvtransfer.grant_messages import Refusal, SendCommit, SendLetGo, SendReserve
 from kvtransfer.handoff import Handoff, Metadata
+from kvtransfer.receiver_messages import Refusal
+from kvtransfer.writer_messages import SendCommit, SendLetGo, SendReserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,15 @@ from baton.errors import BatonError, Reason
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from kvtransfer.grant_messages import (
+from kvtransfer.handoff import Handoff, WriterConfig
+from kvtransfer.receiver_messages import Refusal
+from kvtransfer.writer_calls import PeerAddress, ReceiverCalls, refusal_error
+from kvtransfer.writer_messages import (
     CommitAnswered,
     CommitUnanswered,
     LeaseLapsed,
     LetGoAnswered,
     LetGoUnanswered,
-    Refusal,
     RenewRefused,
     ReserveGranted,
     ReserveRefused,
@@ -29,8 +31,6 @@ from kvtransfer.grant_messages import (
     WriterEvent,
     WritesDropped,
 )
-from kvtransfer.handoff import Handoff, WriterConfig
-from kvtransfer.writer_calls import PeerAddress, ReceiverCalls, refusal_error
 
 log = get_log("writer")
 
@@ -157,7 +157,7 @@ class Errands:
 
     def _tell_corrupt(self, handoff: Handoff, error: BatonError) -> None:
         """As loud as at the receiver: either machine may be the one that is failing."""
-        transport = handoff.peer.transport
+        transport = handoff.peer.link.transport
         log.error(
             "CORRUPT RECORDS",
             request=handoff.key.request,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.ids import Epoch, GrantId, RequestKey, ReserveNumber
-from kvtransfer.grant_messages import (
+from kvtransfer.writer_messages import (
     AbandonWrites,
     AllPosted,
     AnswerRevoke,

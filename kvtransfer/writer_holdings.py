@@ -13,7 +13,7 @@ from typing import Final
 from baton.ids import GrantId, Pair
 from baton.log import get_log
 from kvtransfer.grant_book import GrantBook
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_messages import (
     CommitAsked,
     GrantTimerFired,
     PairFenced,

@@ -102,7 +102,7 @@ def first_token_event(job: Job, first: TokenEvent) -> prefill_pb2.PrefillEvent:
 def handed_off_event(job: Job, *, num_layers: int, now_s: float) -> prefill_pb2.PrefillEvent:
     if job.handoff is None:
         return prefill_pb2.PrefillEvent(handed_off=prefill_pb2.HandedOff(transport=LOCAL_TRANSPORT))
-    handoff, transport = job.handoff, job.handoff.peer.transport
+    handoff, transport = job.handoff, job.handoff.peer.link.transport
     return prefill_pb2.PrefillEvent(
         handed_off=prefill_pb2.HandedOff(
             transport=transport.value if transport is not None else "",

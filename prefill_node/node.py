@@ -24,10 +24,11 @@ from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, Runner, SequenceSlice
 from engine.wire import key_from_proto, params_from_proto
-from kvtransfer.grant_messages import HandoffEnd
 from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
-from kvtransfer.writer import Handoff, Metadata, StepWrites
+from kvtransfer.step_writes import StepWrites
+from kvtransfer.writer import Handoff, Metadata
+from kvtransfer.writer_messages import HandoffEnd
 from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
 from prefill_node.job import NOBODY, Job, first_logprobs, first_token_event, granted_event, handed_off_event
@@ -451,7 +452,7 @@ class PrefillNode:
 
 
 def _handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
-    transport = handoff.peer.transport
+    transport = handoff.peer.link.transport
     return BatonError(
         _END_REASONS.get(end, Reason.HANDOFF_FAILED),
         f"The handoff to {handoff.peer.address.name} ended: {end.value}. Send the request again.",

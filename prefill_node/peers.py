@@ -164,11 +164,11 @@ class Peers:
             message.pairs.add(
                 peer=peer.address.name,
                 peer_incarnation=peer.address.pair.receiver,
-                epoch=peer.epoch,
-                transport=peer.transport.value if peer.transport is not None else "",
+                epoch=peer.link.epoch,
+                transport=peer.link.transport.value if peer.link.transport is not None else "",
                 bytes_moved=peer.bytes_moved,
-                transports_given_up=[t.value for t in peer.offers.dropped],
-                link_failures=peer.link_failures,
+                transports_given_up=[t.value for t in peer.link.offers.dropped],
+                link_failures=peer.link.failures,
                 handoffs_corrupt=peer.handoffs_corrupt,
                 records_checksummed=peer.records_checksummed,
             )
@@ -181,7 +181,7 @@ class Peers:
     @property
     def transports_given_up(self) -> int:
         """Counted over the peers there are."""
-        return sum(len(peer.offers.dropped) for peer in self._peers.values())
+        return sum(len(peer.link.offers.dropped) for peer in self._peers.values())
 
     def add_load(self, load: NodeLoad) -> NodeLoad:
         """What the directory is told, and the router's metrics with it."""
@@ -199,7 +199,7 @@ class Peers:
         present = {record.incarnation for record in records}
         for incarnation, peer in list(self._peers.items()):
             replaced = owners.get(peer.address.endpoint, incarnation) != incarnation
-            if incarnation not in present and (replaced or not peer.linked):
+            if incarnation not in present and (replaced or peer.link.now is None):
                 peer.peer_gone()
         self.close_gone()
 

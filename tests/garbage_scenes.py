@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from baton.errors import Reason
 from engine.prefix_cache import IndexCursor
 from engine.sequence import Sequence
-from kvtransfer.handoff import Handoff, StepWrites
+from kvtransfer.handoff import Handoff
+from kvtransfer.step_writes import StepWrites
 from prefill_node.job import Job
 from tests.cluster_harness import assert_conserved, error_of, make_request, mock_spec, random_prompt
 from tests.inprocess_cluster import InProcessCluster, inprocess

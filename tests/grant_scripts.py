@@ -5,49 +5,51 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
-from kvtransfer.grant_messages import (
-    AbandonWrites,
-    AllPosted,
-    AnswerCommit,
-    AnswerGranted,
-    AnswerRefused,
-    CommitAsked,
-    GrantTimerFired,
-    HandoffAsked,
-    HandoffEnd,
-    PairFenced,
-    ReceiverInstruction,
-    RecordsChecked,
-    Refusal,
-    ReleaseSources,
-    ReportEnd,
-    ReserveAsked,
-    ReserveGranted,
-    RevokeAsked,
-    ScheduleRequest,
-    SealLanded,
-    SendCommit,
-    SendLetGo,
-    SendReserve,
-    SendRevoke,
-    StartGrantTimer,
-    StopGrantTimers,
-    TimerKind,
-    WriterInstruction,
-    WriterLetGo,
-    WritesCompleted,
-    WritesPosted,
-)
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_grants import (
     GrantState,
     ReceiverGrants,
     ReceiverLimits,
 )
+from kvtransfer.receiver_messages import (
+    AnswerCommit,
+    AnswerGranted,
+    AnswerRefused,
+    CommitAsked,
+    GrantTimerFired,
+    PairFenced,
+    ReceiverInstruction,
+    RecordsChecked,
+    Refusal,
+    ReserveAsked,
+    ScheduleRequest,
+    SealLanded,
+    SendRevoke,
+    StartGrantTimer,
+    StopGrantTimers,
+    TimerKind,
+    WriterLetGo,
+)
 from kvtransfer.writer_grants import (
     WriterGrants,
     WriterLimits,
     WriterState,
+)
+from kvtransfer.writer_messages import (
+    AbandonWrites,
+    AllPosted,
+    HandoffAsked,
+    HandoffEnd,
+    ReleaseSources,
+    ReportEnd,
+    ReserveGranted,
+    RevokeAsked,
+    SendCommit,
+    SendLetGo,
+    SendReserve,
+    WriterInstruction,
+    WritesCompleted,
+    WritesPosted,
 )
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))

@@ -46,7 +46,7 @@ def test_nothing_lands_late_and_nothing_waits_for_a_lease_when_the_link_is_cut(m
             await until(cluster, "writes to be on their way", lambda: bool(held))
             (grant,) = (g for g in receiver.grants._grants if receiver.grants.state_of(g) in OPEN)
             DoubleQueuePairs.on_the_way = None  # for those of the second attempt
-            link = peer_of(cluster, "decode-0")._link.now
+            link = peer_of(cluster, "decode-0").link.now
             assert isinstance(link, RdmaWriterLink)
             link._device_lost("the cable is cut")
             await until(cluster, "the blocks to be free", lambda: bool(freed))
@@ -72,7 +72,7 @@ def test_devices_that_do_not_reach_each_other_cost_no_answer_a_second_try(monkey
                 answer = await ask_exactly(cluster, random_prompt(random.Random(seed), 40))
                 assert (answer.stats.transport, answer.stats.resumptions) == ("tcp", 0)
             peer = peer_of(cluster, "decode-0")
-            assert (peer.offers.dropped, peer.link_failures) == ([TransportName.RDMA], 1)
+            assert (peer.link.offers.dropped, peer.link.failures) == ([TransportName.RDMA], 1)
             told = (await cluster.statuses())["prefill-0"]
             assert [list(pair.transports_given_up) for pair in told.pairs] == [["rdma"]]
             assert {c.name: c.value for c in told.counters}["transports given up"] == 1

@@ -164,7 +164,7 @@ def test_a_commit_whose_seal_is_lost_with_the_link_is_given_up() -> None:
             call = asyncio.create_task(ask_exactly(cluster, marked(random.Random(4), 40)))
             await reached(cluster, Point.SEAL)
             await reached(cluster, Point.COMMIT_TAKEN)
-            link: Any = peer_of(cluster, "decode-0")._link.now
+            link: Any = peer_of(cluster, "decode-0").link.now
             link._end("the test ended the link")
             cluster.gates[Point.SEAL].closed = False  # for the next attempt; the seal of this one is lost
             answer = await call

@@ -184,3 +184,31 @@ def test_what_is_never_computed_is_abandoned(how: str) -> None:
         await scene.close()
 
     run(test())
+
+
+@pytest.mark.parametrize("abandoned", [GRANT, OTHER])
+def test_an_error_of_the_device_is_raised_for_what_was_not_taken(
+    abandoned: GrantId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device fails while a batch is posted, and just then a grant is abandoned. Is it the batch's own, then the
+    batch has gone below, where it completes, and the error is not raised on top of that; otherwise it is raised, and
+    the batch is nowhere."""
+
+    async def test() -> None:
+        scene = await Scene(4).connect()
+
+        def failing(_: Any) -> None:
+            scene.link.abandon(abandoned)
+            raise DeviceError("an illegal memory access was encountered")
+
+        monkeypatch.setattr(scene.poster, "after", failing)
+        if abandoned == GRANT:
+            scene.compute_and_post(0, 1)
+        else:
+            with pytest.raises(DeviceError):
+                scene.compute_and_post(0, 1)
+        assert scene.below.posted == ([(GRANT, -1)] if abandoned == GRANT else [])
+        assert scene.link.describe()["batches_uncomputed"] == 0
+        await scene.close()
+
+    run(test())

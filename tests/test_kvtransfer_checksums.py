@@ -29,11 +29,12 @@ from kvtransfer.checksums import (
     sample_fraction,
     segments,
 )
-from kvtransfer.grant_messages import RecordsChecked
-from kvtransfer.handoff import StepWrites, WriterConfig
+from kvtransfer.handoff import WriterConfig
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
+from kvtransfer.receiver_messages import RecordsChecked
 from kvtransfer.record_checks import RecordChecks, checksums_from_proto
+from kvtransfer.step_writes import StepWrites
 from kvtransfer.transport import WriteOps
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="uint8", dtype_bytes=1)

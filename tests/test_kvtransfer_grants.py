@@ -5,7 +5,10 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_grants import (
+    GrantState,
+)
+from kvtransfer.receiver_messages import (
     AnswerLetGo,
     AnswerRenew,
     CountRefused,
@@ -16,9 +19,6 @@ from kvtransfer.grant_messages import (
     StartGrantTimer,
     StopGrantTimers,
     TimerKind,
-)
-from kvtransfer.receiver_grants import (
-    GrantState,
 )
 from tests.grant_scripts import LEASE, PAIR, Receiver, committed, grant_of, granted, key_of, nth, refused, revoking
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_grants import GrantState
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerLetGo,
     CheckRecords,
@@ -13,7 +14,6 @@ from kvtransfer.grant_messages import (
     StopGrantTimers,
     TimerKind,
 )
-from kvtransfer.receiver_grants import GrantState
 from tests.grant_scripts import PAIR, Receiver, committed, grant_of, key_of, nth, revoking
 
 CHECK = CheckRecords(pair=PAIR, key=key_of(), grant=grant_of(0))

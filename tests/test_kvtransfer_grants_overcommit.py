@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtransfer.grant_messages import Refusal, RequestEnded, StartGrantTimer, TimerKind
 from kvtransfer.receiver_grants import GrantState
+from kvtransfer.receiver_messages import Refusal, RequestEnded, StartGrantTimer, TimerKind
 from tests.grant_scripts import Receiver, grant_of, granted, key_of, refused
 
 

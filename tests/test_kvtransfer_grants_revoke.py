@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from baton.ids import GrantId
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_grants import (
+    TRANSITIONS,
+    GrantState,
+    ReceiverLimits,
+    ReceiverProtocolError,
+    Step,
+)
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerLetGo,
     AnswerRenew,
@@ -26,19 +33,15 @@ from kvtransfer.grant_messages import (
     TimerKind,
     WriterSuspected,
 )
-from kvtransfer.receiver_grants import (
-    TRANSITIONS,
-    GrantState,
-    ReceiverLimits,
-    ReceiverProtocolError,
-    Step,
-)
+from kvtransfer.writer_grants import WriterGrants, WriterLimits
+from kvtransfer.writer_messages import PeerGone, WritesAdrift
 from tests.grant_scripts import (
     EPOCH_0,
     EPOCH_1,
     OTHER_PAIR,
     PAIR,
     Receiver,
+    Writer,
     grant_of,
     granted,
     key_of,
@@ -277,6 +280,30 @@ def test_forget_pair_waits_until_nothing_of_it_lives() -> None:
     assert r.machine.forget_pair(PAIR) == [ForgetGrant(grant=grant_of(0))]
     assert r.machine.known == 0
     assert r.machine.forget_pair(PAIR) == []
+
+
+def test_a_writer_that_was_forgotten_and_comes_back_gets_an_epoch_that_it_has_not_had() -> None:
+    """It had writes adrift, gave this receiver up before it had told, and was itself taken for dead, fenced and
+    forgotten. A grant of the same epoch would say nothing of that fence: the numbers from there on would be held for
+    ever, and at `live_span_max` of them nothing more could be asked."""
+    w = Writer(WriterGrants(WriterLimits(live_span_max=4)))
+    r = Receiver()
+    w.ask()
+    r.reserve()
+    w.granted()
+    w.posted(writes=1)
+    w.machine.handle(PeerGone())
+    w.machine.handle(WritesAdrift(number=nth(0)))
+    w.completed()
+    r.machine.handle(WriterSuspected(pair=PAIR))
+    r.fenced()
+    assert r.machine.forget_pair(PAIR) == [ForgetGrant(grant=grant_of(0))]
+    assert (r.machine.epoch(PAIR), r.machine.epoch(OTHER_PAIR)) == (EPOCH_1, EPOCH_1)
+    assert w.machine.lowest_live == nth(0)
+    w.ask()
+    r.reserve(1)
+    w.granted(1, epoch=r.machine.epoch(PAIR))
+    assert w.machine.lowest_live == nth(1)
 
 
 def test_cached_prefix_is_held_by_the_grant() -> None:

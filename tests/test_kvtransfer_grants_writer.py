@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_messages import Refusal
+from kvtransfer.writer_grants import (
+    WRITER_TRANSITIONS,
+    WriterGrants,
+    WriterLimits,
+    WriterProtocolError,
+    WriterState,
+    WriterStep,
+)
+from kvtransfer.writer_messages import (
     AnswerRevoke,
     CommitAnswered,
     CommitUnanswered,
@@ -15,21 +24,12 @@ from kvtransfer.grant_messages import (
     LetGoUnanswered,
     LinkLost,
     PeerGone,
-    Refusal,
     RenewRefused,
     ReserveRefused,
     ReserveUnanswered,
     SendSeal,
     StartWriting,
     WritesAdrift,
-)
-from kvtransfer.writer_grants import (
-    WRITER_TRANSITIONS,
-    WriterGrants,
-    WriterLimits,
-    WriterProtocolError,
-    WriterState,
-    WriterStep,
 )
 from tests.grant_scripts import (
     ABANDON,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from baton.ids import Epoch, Pair
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_grants import GrantState
+from kvtransfer.receiver_messages import (
     CommitAsked,
     GrantTimerFired,
     PairFenced,
@@ -20,7 +21,6 @@ from kvtransfer.grant_messages import (
     WriterLetGo,
     WriterSuspected,
 )
-from kvtransfer.receiver_grants import GrantState
 from kvtransfer.record_checks import WriterPlace
 from kvtransfer.transport import TransportName
 from kvtransfer.writer_holdings import WriterHolding, WriterHoldings

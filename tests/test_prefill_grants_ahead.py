@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from baton.ids import RequestKey
-from kvtransfer.handoff import StepWrites
+from kvtransfer.step_writes import StepWrites
 from prefill_node.job import Job
 from prefill_node.node import PrefillNode
 from tests.cluster_harness import assert_conserved, mock_spec, random_prompt

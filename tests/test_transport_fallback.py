@@ -117,7 +117,7 @@ def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
         ]
         assert made == [SHM, SHM, TCP]
         assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"]]
-        assert (peer.transport, peer.offers.dropped, peer.link_failures) == (TCP, [SHM], 2)
+        assert (peer.link.transport, peer.link.offers.dropped, peer.link.failures) == (TCP, [SHM], 2)
         await peer.close()
 
     asyncio.run(test())
@@ -138,7 +138,7 @@ def test_devices_that_do_not_reach_each_other_cost_no_handoff() -> None:
         assert await ask(peer) is Reason.DECODE_FULL
         assert made == [RDMA, TCP]
         assert channel.offered == [["rdma", "tcp"], ["tcp"]]
-        assert (peer.transport, peer.offers.dropped, peer.link_failures) == (TCP, [RDMA], 1)
+        assert (peer.link.transport, peer.link.offers.dropped, peer.link.failures) == (TCP, [RDMA], 1)
         await peer.close()
 
     asyncio.run(test())
@@ -155,7 +155,7 @@ def test_without_another_transport_the_one_whose_data_does_not_pass_is_tried_aga
     async def test() -> None:
         peer, _ = make_peer(make_link, (RDMA,))
         assert [await ask(peer) for _ in range(3)] == [Reason.PEER_UNREACHABLE] * 3
-        assert (made, peer.offers.dropped, peer.link_failures) == ([RDMA] * 3, [], 3)
+        assert (made, peer.link.offers.dropped, peer.link.failures) == ([RDMA] * 3, [], 3)
         await peer.close()
 
     asyncio.run(test())
@@ -172,11 +172,11 @@ def test_links_that_break_count_and_fences_do_not(fenced: bool, transport: Trans
         peer, _ = make_peer(make_link)
         for _ in range(2):
             assert await ask(peer) is Reason.DECODE_FULL
-            assert peer.transport is SHM
+            assert peer.link.transport is SHM
             peer.link_lost(PAIR, "broken")
         assert await ask(peer) is Reason.DECODE_FULL
-        assert peer.transport is transport
-        assert peer.link_failures == (0 if fenced else 2)
+        assert peer.link.transport is transport
+        assert peer.link.failures == (0 if fenced else 2)
         await peer.close()
 
     asyncio.run(test())

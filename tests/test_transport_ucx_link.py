@@ -19,6 +19,7 @@ from baton.ids import Epoch
 from kvtransfer.negotiation import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal
+from kvtransfer.transports import ucx_connect
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.ucx import (
     RefusalReason,
@@ -283,6 +284,73 @@ def test_a_failed_write_ends_the_link(agents: Agents) -> None:
             assert events.completed == [(GRANT, 1, 10, False)] * 3
             assert [reason for _, reason in events.lost] == ["a write failed"]
             assert (it.fenced, agents.alive.keys() & {b"writer"}) == (False, set())
+
+    run(case())
+
+
+@pytest.mark.parametrize("tls", ["tcp", "all"])
+def test_after_the_fence_nothing_is_left_of_a_link_that_failed_with_writes_on_their_way(
+    agents: Agents, tls: str
+) -> None:
+    """They are adrift, and the writer's agent is gone; it says BYE, and not that all has arrived. Over UCX's tcp the
+    receiver fences by itself; with all that UCX has it takes the word of a writer on its own host for the agent's end,
+    and the fence is there for the asking. Either way its own agent is destroyed before the fence has ended, so what
+    the network held back has nowhere to go; and neither connection nor books of the pair stay."""
+
+    async def case() -> None:
+        async with receiving(tls) as r:
+            async with linked(r) as (it, events):
+                agents.stalled = True
+                it.post(GRANT, ops_of([0], [0], [10]))
+                await settled(r, lambda: it.describe()["chains"] == 1)
+                agents.failing = True
+                await events.until(lambda e: bool(e.lost))
+                assert (events.adrift, events.completed) == ([(GRANT, 0)], [(GRANT, 1, 10, False)])
+            await settled(r, lambda: not agents.alive)
+            if tls == "all":
+                assert r.events.gone == []
+                r.port.fence(PAIR, EPOCH)
+            await r.events.until(lambda e: bool(e.gone))
+            told = "1 acknowledged" if tls == "all" else "1 closed, its receiving worker destroyed"
+            assert r.events.gone == [(PAIR, EPOCH, told)]
+            await settled(r, lambda: r.port._fences.book(PAIR) is None)
+            assert (r.port._connections, r.describe("fences_waiting")) == ({}, 0)
+            assert not r.region.array_U8.any()
+            assert r.port.expect(PAIR, Epoch(EPOCH + 1)).epoch == EPOCH + 1
+
+    run(case())
+
+
+@pytest.mark.parametrize("adrift", [False, True])
+def test_a_writer_elsewhere_vouches_for_a_link_that_failed_with_nothing_on_its_way(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, adrift: bool
+) -> None:
+    """On transports whose fence is not proved its BYE is all the evidence that there will ever be. All that was posted
+    has arrived, only a look at it fails: the BYE says so, and the pair lives on. With a write on its way it cannot: its
+    connection stays, in sight, and the pair is fenced by nothing but the end of the receiver."""
+    monkeypatch.setattr(ucx_connect, "host_identity", lambda: ELSEWHERE)
+
+    async def case() -> None:
+        async with receiving("all") as r:
+            async with linked(r) as (it, events):
+                it.post(GRANT, ops_of([0], [0], [10]))
+                await events.until(lambda e: bool(e.completed))
+                agents.stalled = adrift
+                if adrift:
+                    it.post(GRANT, ops_of([0], [0], [10]))
+                    await settled(r, lambda: it.describe()["chains"] == 2)
+                agents.failing = True
+                it._wake()
+                await events.until(lambda e: bool(e.lost))
+                assert events.adrift == ([(GRANT, 1)] if adrift else [])
+            r.port.fence(PAIR, EPOCH)
+            if adrift:
+                await settled(r, lambda: r.describe("connections_unproved") == 1)
+                assert (r.describe("fences_waiting"), r.events.gone, len(agents.alive)) == (1, [], 1)
+            else:
+                await r.events.until(lambda e: bool(e.gone))
+                assert (r.events.gone, agents.alive) == ([(PAIR, EPOCH, "1 acknowledged")], {})
+        assert agents.alive == {}
 
     run(case())
 

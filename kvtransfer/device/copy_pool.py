@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,25 +17,23 @@ from typing import Any
 from baton.ids import GrantId
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import WriteOps
+from kvtransfer.transports.copier import Copier, CopyBatch
 from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import AbandonedGrants, Completed, check_ops
+from kvtransfer.transports.posted_writes import Completed, check_ops
 
 BATCHES_IN_FLIGHT_MAX = 64
 """Queued on the device at a time: what is queued there can no longer be abandoned."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Batch:
-    grant: GrantId
-    ops: WriteOps
-    total_bytes: int
+class _Batch(CopyBatch):
     ready: DeviceEvent
     """The sources have been computed."""
     done: DeviceEvent | None = None
 
 
-class DeviceCopyPool:
-    """As `kvtransfer.transports.shm_copy.CopyPool`, with a device's side stream in the place of threads that copy.
+class DeviceCopyPool(Copier[_Batch]):
+    """Copies by a device's side stream, and a thread that looks for their end.
 
     What is queued on the device cannot be called back: it completes as copied after `abandon` and `stop` too. `post`
     may be called from any thread, whose current stream has computed the sources; the rest from the loop's thread.
@@ -57,24 +55,20 @@ class DeviceCopyPool:
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         """Starts the polling thread. `dst` and `src` are memories as `streams.copy` takes them."""
+        super().__init__(
+            src_nbytes=src_nbytes,
+            dst_nbytes=dst_nbytes,
+            loop=loop,
+            completed=completed,
+            drained=drained,
+            abandoned_grants_max=abandoned_grants_max,
+        )
         self._streams = streams
         self._dst: Any = dst
         self._src: Any = src
-        self._dst_nbytes, self._src_nbytes = dst_nbytes, src_nbytes
-        self._loop = loop
-        self._completed = completed
-        self._drained = drained
         self._poll_interval_s = poll_interval_s
         self._side = streams.side()
-        self._wake = threading.Condition()
         self._flying: deque[_Batch] = deque()
-        self._waiting: deque[_Batch] = deque()
-        self._abandoned = AbandonedGrants(abandoned_grants_max)
-        self._uncompleted: Counter[GrantId] = Counter()
-        self._stopped = False
-        self.writes_copied = 0
-        self.bytes_copied = 0
-        self.batches_abandoned = 0
         self._thread = threading.Thread(target=self._poll, name=name, daemon=True)
         self._thread.start()
 
@@ -99,38 +93,8 @@ class DeviceCopyPool:
             self._uncompleted[grant] += 1
             self._wake.notify()
 
-    def uncompleted(self, grant: GrantId) -> int:
-        """Batches of this grant whose `completed` has not been called yet."""
-        with self._wake:
-            return self._uncompleted[grant]
-
-    def abandon(self, grant: GrantId) -> None:
-        """Copy no more for this grant than is queued on the device: what waits for room there completes now.
-
-        Raises:
-            TooManyAbandonedGrants: the pool has stopped instead, which abandons everything.
-        """
-        with self._wake:
-            too_many = self._abandoned.add(grant)
-            self._complete_waiting(lambda batch: batch.grant == grant)
-        if too_many is not None:
-            self.stop()
-            raise too_many
-
-    def forget(self, grant: GrantId) -> None:
-        """Nothing will be posted for this grant any more: it need not be remembered as abandoned."""
-        with self._wake:
-            self._abandoned.forget(grant)
-
-    def stop(self) -> None:
-        """Take nothing more. `drained` comes when the device is through with what was posted. Idempotent; no wait."""
-        with self._wake:
-            self._stopped = True
-            self._complete_waiting(lambda _: True)
-            self._wake.notify_all()
-
     def join(self) -> None:
-        """Let go of both memories and of the thread. Called after `drained`: the thread is at its very end."""
+        """See `Copier.join`."""
         assert self._stopped
         self._thread.join()
         self._dst = self._src = None
@@ -179,28 +143,5 @@ class DeviceCopyPool:
         batch.done = self._side.record()
         self._flying.append(batch)
 
-    def _complete_waiting(self, which: Callable[[_Batch], bool]) -> None:
-        """With the lock held."""
-        kept: deque[_Batch] = deque()
-        for batch in self._waiting:
-            if which(batch):
-                self._complete(batch, copied=False)
-            else:
-                kept.append(batch)
-        self._waiting = kept
-
-    def _complete(self, batch: _Batch, *, copied: bool) -> None:
-        """With the lock held, so that `drained` is scheduled after every `completed`."""
-        if copied:
-            self.writes_copied += len(batch.ops.src)
-            self.bytes_copied += batch.total_bytes
-        else:
-            self.batches_abandoned += 1
-        call_loop(self._loop, self._deliver, batch, copied)
-
-    def _deliver(self, batch: _Batch, copied: bool) -> None:
-        with self._wake:
-            self._uncompleted[batch.grant] -= 1
-            if self._uncompleted[batch.grant] == 0:
-                del self._uncompleted[batch.grant]
-        self._completed(batch.grant, len(batch.ops.src), batch.total_bytes, copied)
+    def _drop(self, batch: _Batch) -> None:
+        self._complete(batch, copied=False)

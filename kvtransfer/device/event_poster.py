@@ -155,7 +155,8 @@ class EventPostedLink:
 
         Raises:
             WriteOutOfBounds: the batch is not taken, and not completed either.
-            DeviceError: the device has failed; neither.
+            DeviceError: the device has failed; neither. Not raised for a batch that has gone below for its grant's, or
+                the link's, end.
         """
         check_ops(ops, self._src_nbytes, self._link.region_nbytes)
         post = _Post(grant=grant, ops=ops)
@@ -163,10 +164,10 @@ class EventPostedLink:
             self._waiting.append(post)
         try:
             self._poster.after(lambda computed: self._computed(post, computed))
-        except BaseException:
-            with self._lock:
-                self._waiting.remove(post)
-            raise
+        except BaseException as error:
+            # An abandon or the end of the link may have posted it below meanwhile: then it was taken, and completes.
+            if self._take_back(post) or not isinstance(error, DeviceError):
+                raise
 
     def seal(self, seal: Seal) -> None:
         """See `WriterLink.seal`."""
@@ -204,6 +205,14 @@ class EventPostedLink:
         """Told behind the completions of what still waits here."""
         self._post_waiting(lambda _: True)
         self._loop.call_soon(self._events.link_lost, pair, reason)
+
+    def _take_back(self, post: _Post) -> bool:
+        """False: it does not wait here any more."""
+        with self._lock:
+            waits = post in self._waiting
+            if waits:
+                self._waiting.remove(post)
+            return waits
 
     def _computed(self, post: _Post, computed: bool) -> None:
         """On the poster's thread, or, if not computed, on any."""

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from baton.ids import GrantId, Pair
+from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
+from kvtransfer.transports.base_link import BaseLink
 from kvtransfer.transports.drains import Drains
-from kvtransfer.transports.link_end import LinkEnd
 from kvtransfer.transports.message_stream import Malformed, MessageStream
 from kvtransfer.transports.outbox import Outbox
-from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
 from kvtransfer.transports.rdma_queue import ChainQueue, QueueLimits
-from kvtransfer.transports.tcp_socket import RECV_BYTES
+from kvtransfer.transports.tcp_socket import RECV_BYTES, close_politely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +32,15 @@ class LinkLimits:
     bye_ms_max: int
 
 
-class ChainLink(ABC):
+class ChainLink(BaseLink):
     """A writer's link (see `kvtransfer.transport.WriterLink`) but for its thread, its words, and what it posts with.
 
     `post` may be called from any thread, the rest from the loop's. A subclass starts the thread, which posts what the
     queue has until `_cut`, or until nothing is left while `_draining`; it reads the socket, and finishes `_ending`.
     """
 
-    transport: ClassVar[TransportName]
+    _queue: ChainQueue
+    _drains: Drains
 
     def __init__(
         self,
@@ -57,9 +57,8 @@ class ChainLink(ABC):
         wake: Callable[[], None],
     ) -> None:
         """`wake` is for the thread, and called from any; `inbox` cuts what comes into words for `_handle`."""
+        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
         self._sock, self._inbox = sock, inbox
-        self._address, self._epoch = endpoint.address, endpoint.epoch
-        self._loop = loop
         self._limits = limits
         self._wake = wake
         self._queue = ChainQueue(
@@ -73,22 +72,12 @@ class ChainLink(ABC):
         )
         self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._queue.mark, stuck=self._end)
         self._words = Outbox(sock, loop, self._connection_lost)
-        self._ending = LinkEnd(pair=pair, events=events, loop=loop)
         self._seals_waiting: deque[Seal] = deque()
         self._seals_out: set[int] = set()
         self._seals_made = 0
         self._closing_timer: asyncio.TimerHandle | None = None
         self._draining = False
         self._cut = False
-
-    @property
-    def epoch(self) -> Epoch:
-        return self._epoch
-
-    @property
-    def fenced(self) -> bool:
-        """See `WriterLink.fenced`."""
-        return self._ending.by_fence
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
@@ -110,35 +99,11 @@ class ChainLink(ABC):
         else:
             self._end(f"the receiver takes no seals: {len(self._seals_waiting)} wait")
 
-    def abandon(self, grant: GrantId) -> None:
-        """See `WriterLink.abandon`. What is on its way may arrive; where nothing moves for `drain_ms_max` the link
-        ends."""
-        try:
-            self._queue.abandon(grant)
-        except TooManyAbandonedGrants as error:
-            self._end(str(error))
-            return
-        if not self._ending.begun:
-            self._drains.watch(grant)
-
-    def forget(self, grant: GrantId) -> None:
-        """The caller promises to post nothing more for this abandoned grant."""
-        self._queue.forget(grant)
-
-    async def close(self) -> None:
-        """See `WriterLink.close`. Returns when the thread has ended, and what it posted with is destroyed."""
-        self._ending.ask()
-        self._end("closed", orderly=True)
-        await self._ending.wait()
-
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         progress = self._queue.progress
         return {
-            "transport": self.transport.value,
-            "address": self._address,
-            "epoch": self._epoch,
-            "state": self._ending.reason or "open",
+            **super().describe(),
             "writes": progress.writes_copied,
             "bytes": progress.bytes_copied,
             "requests": progress.requests,
@@ -192,7 +157,7 @@ class ChainLink(ABC):
             self._wake()
 
     def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """Begin the end, once; it goes on when the thread has left. `orderly`: what is on its way may arrive."""
+        """See `BaseLink`: it goes on when the thread has left."""
         if not self._ending.begin(reason):
             return
         self._drains.close()
@@ -214,6 +179,13 @@ class ChainLink(ABC):
         if self._closing_timer is not None:
             self._closing_timer.cancel()
         self._loop.remove_reader(self._sock)
+
+    def _hang_up(self, last_word: bytes | None) -> None:
+        """Close the connection, behind the last word, if there is one and the connection takes it."""
+        if last_word is not None:
+            self._words.send(last_word)
+        self._words.close()
+        close_politely(self._sock)
 
     def _seal_next(self, seal: Seal) -> None:
         self._seals_made += 1

@@ -14,13 +14,13 @@ from baton.ids import Pair
 from baton.log import get_log
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.connect_words import ConnectWords
+from kvtransfer.transports.connect_words import ConnectWords, Dialect
 from kvtransfer.transports.end_config import LinkConfig
 from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold
-from kvtransfer.transports.tcp_socket import open_connection, tune
+from kvtransfer.transports.tcp_socket import take_leave
 
 log = get_log("rdma")
 
@@ -51,6 +51,11 @@ class RdmaConnectError(ConnectError):
 class RdmaUnproved(RdmaConnectError):
     """All was said, the queue pairs are connected, and no data arrives: the devices do not reach each other (a route, a
     VLAN, a filter of UDP port 4791, or a switch whose MTU is smaller than the devices')."""
+
+
+_DIALECT: Dialect[wire.Message] = Dialect(
+    encode=wire.encode, inbox=wire.Inbox, refused=wire.Refused, error=RdmaConnectError
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,7 @@ async def connect(
         RdmaUnproved: words arrive at the receiver, and data does not.
         RdmaConnectError: refused, unreachable, whoever answers does not know the secret, or too late.
     """
-    sock: socket.socket | None = None
+    words: ConnectWords[wire.Message] | None = None
     qps: QueuePairs | None = None
     acknowledged: asyncio.Future[None] | None = None
     try:
@@ -101,24 +106,18 @@ async def connect(
             qps = QueuePairs(hold.device, config.rdma.qps, os.urandom, sends=True)
             link = int.from_bytes(os.urandom(8))
             hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, ends=qps.ends)
-            sock = await open_connection(region.listens, loop)
-            tune(sock, config.socket)
-            words = ConnectWords[wire.Message](
-                sock,
-                loop,
-                address=endpoint.address,
-                encode=wire.encode,
-                inbox=wire.Inbox(),
-                refused=wire.Refused,
-                error=RdmaConnectError,
+            words = await ConnectWords.open(
+                region.listens, loop, _DIALECT, address=endpoint.address, options=config.socket
             )
             welcome = await _shake_hands(words, endpoint, hello)
             qps.connect(welcome.ends)
             acknowledged = loop.create_future()
             await _prove(words, qps, welcome, loop, acknowledged)
-        return Connected(sock=sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends)
+        return Connected(
+            sock=words.sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends
+        )
     except BaseException as error:
-        give_up(endpoint, hold, qps, sock)
+        give_up(endpoint, hold, qps, words.sock if words is not None else None)
         if acknowledged is not None and not _all_came(acknowledged) and _tells_of_the_way(error):
             text = f"no data arrives within {config.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
             reason = error.reason if isinstance(error, RdmaConnectError) else None
@@ -203,11 +202,5 @@ def give_up(endpoint: DataEndpoint, hold: Hold, qps: QueuePairs | None, sock: so
             sock.close()
         return
     hold.release()
-    if sock is None:
-        return
-    try:
-        sock.send(wire.encode(wire.Bye(epoch=endpoint.epoch)))
-    except OSError:
-        pass
-    finally:
-        sock.close()
+    if sock is not None:
+        take_leave(sock, wire.encode(wire.Bye(epoch=endpoint.epoch)))

@@ -98,8 +98,3 @@ class Connection(WordsConnection):
         if self.destroy_timer is not None:
             self.destroy_timer.cancel()
             self.destroy_timer = None
-
-    def cancel_timer(self) -> None:
-        if self.handshake_timer is not None:
-            self.handshake_timer.cancel()
-            self.handshake_timer = None

@@ -233,6 +233,12 @@ class ChainQueue:
             self._out.clear()
 
     @property
+    def writes_out(self) -> bool:
+        """Something of a batch has been taken that the device has not completed: at the link's end it is adrift."""
+        with self._lock:
+            return any(isinstance(taken, Chain) for taken in self._out.values())
+
+    @property
     def drained(self) -> bool:
         """Nothing waits, and nothing is on its way."""
         with self._lock:

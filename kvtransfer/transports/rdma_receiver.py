@@ -15,18 +15,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
 
-from baton.ids import Epoch, GrantId, Pair
+from baton.ids import Epoch, Pair
 from baton.log import get_log
 from kvtransfer.device.driver import DeviceError
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transport import ReceiverEvents, TransportName
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.acceptor import Acceptor, listen_on
+from kvtransfer.transports.base_port import ListeningPort
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.rdma_connect import RegionAddress
 from kvtransfer.transports.rdma_connection import Connection, NotWelcome, RdmaReceiverConfig
 from kvtransfer.transports.rdma_device import QueuePairFailed
@@ -35,7 +33,7 @@ from kvtransfer.transports.rdma_ports import counters_of
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.rdma_wire import RefusalReason
 from kvtransfer.transports.seal_gather import SealGather, SealRefused, WholeSeal
-from kvtransfer.transports.tcp_socket import RECV_BYTES, tune
+from kvtransfer.transports.tcp_socket import RECV_BYTES
 
 log = get_log("rdma")
 
@@ -44,7 +42,7 @@ DESTROY_TRIES_MAX = 3
 """Once the port is closing; before, it is tried for as long as it takes."""
 
 
-class RdmaReceiverPort:
+class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.RDMA
@@ -70,63 +68,33 @@ class RdmaReceiverPort:
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        self._memory = memory
-        self._events = events
-        self._loop = loop
-        self._randomness = randomness
-        self._offered = offered
-        self._config = config or RdmaReceiverConfig()
-        self._fences = PortFences(
-            transport=self.transport,
+        super().__init__(
+            listen=listen,
+            advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            pairs_max=self._config.pairs_max,
+            config=config or RdmaReceiverConfig(),
+            reasons=RefusalReason,
         )
-        self._connections: dict[int, Connection] = {}
-        self._connections_made = 0
-        self._counts: Counter[str] = Counter()
-        self._refused: Counter[RefusalReason] = Counter()
-        self._closed = False
-        listener, self.address = listen_on(listen, advertise_host, backlog=self._config.handshakes_max)
-        self._acceptor = Acceptor(
-            listener,
-            loop=loop,
-            admit=self._admit,
-            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
-            accepts_per_wake_max=self._config.accepts_per_wake_max,
-            pause_ms=self._config.accept_pause_ms,
-        )
+        self._memory = memory
+        self._offered = offered
         self._hold: Hold | None = None
         memory.when_returned(self._device_back)
         self._device_back()
 
-    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
-        """See `ReceiverPort.expect`.
-
-        Raises:
-            PairBeingFenced: a fence of this epoch has not ended yet.
-            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
-        """
-        secret = self._fences.expect(pair, epoch)
+    def _address_told(self) -> str:
         device = self._hold.device if self._hold is not None else None
         # Without a device the address leads to a refusal, which says so.
         base, rkey = (device.base, device.rkey) if device is not None else (0, 0)
-        address = RegionAddress(listens=self.address, base=base, rkey=rkey).encode()
-        return DataEndpoint(transport=self.transport, address=address, secret=secret, epoch=epoch)
-
-    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
-        """Does nothing: a writer that has the region's key is bounded by its own library alone."""
-
-    def forbid(self, grant: GrantId) -> None:
-        """Does nothing; see `allow`."""
+        return RegionAddress(listens=self.address, base=base, rkey=rkey).encode()
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. Nothing lands any more when this returns."""
         for number in self._fences.fence(pair, epoch):
             connection = self._connections[number]
             connection.send(wire.Fence(epoch=epoch))
-            self._destroy(connection)
+            self._drop(connection)
 
     async def close(self) -> None:
         """Stop listening, destroy all queue pairs; no event is delivered any more. Writers see EOF. Idempotent.
@@ -138,7 +106,7 @@ class RdmaReceiverPort:
         self._closed = True
         self._acceptor.close()
         for connection in list(self._connections.values()):
-            self._destroy(connection)
+            self._drop(connection)
         for _ in range(DESTROY_TRIES_MAX):
             if not self._connections:
                 break
@@ -155,20 +123,15 @@ class RdmaReceiverPort:
         writing = [c for c in self._connections.values() if c.qps is not None]
         device = self._hold.device if self._hold is not None else None
         return {
-            "transport": self.transport.value,
-            "address": self.address,
+            **super().describe(),
             "device": device.port.device if device is not None else "none",
             "registered": self._memory.describe(),
-            "connections_made": self._connections_made,
             "connections_handshaking": len(self._connections) - len(writing),
             "connections_writing": len(writing),
             "queue_pairs": sum(len(c.qps.ends.qps) for c in writing if c.qps is not None),
-            "fences_waiting": self._fences.waiting,
-            "fences_ended": self._fences.ended,
             "devices_lost": self._memory.devices_lost,
             "flushes": self._memory.flushes,
             **{name: self._counts[name] for name in ("seals", "links_unproved", "destroy_failed", "flush_failed")},
-            "refused": {reason.name: count for reason, count in self._refused.items()},
             "device_counters": counters_of(device.port.device, device.port.number) if device is not None else {},
         }
 
@@ -197,45 +160,24 @@ class RdmaReceiverPort:
 
     # Handshake.
 
-    def _admit(self, sock: socket.socket) -> None:
-        self._connections_made += 1
-        handshaking = sum(c.qps is None for c in self._connections.values())
-        connection = Connection(number=self._connections_made, sock=sock)
-        self._connections[connection.number] = connection
-        if handshaking >= self._config.handshakes_max:
-            self._refuse(connection, RefusalReason.HANDSHAKES_MAX)
-            return
-        try:
-            tune(sock, self._config.socket)
-        except OSError:
-            self._destroy(connection)  # reset before it was looked at
-            return
-        self._loop.add_reader(sock, self._read, connection)
-        connection.handshake_timer = self._loop.call_later(
-            self._config.handshake_ms_max / 1000, self._handshake_over, connection
-        )
+    def _connection(self, number: int, sock: socket.socket) -> Connection:
+        return Connection(number=number, sock=sock)
 
-    def _handshake_over(self, connection: Connection) -> None:
+    def _handshaking(self, connection: Connection) -> bool:
+        return connection.qps is None
+
+    def _handshake_late(self, connection: Connection) -> None:
         self._refuse(connection, RefusalReason.DEADLINE if connection.qps is None else RefusalReason.PROBE)
 
     def _challenge(self, connection: Connection, hello: wire.Hello) -> None:
-        if self._secret(connection, hello) is None:
+        if self._secret(connection, hello.pair, hello.epoch) is None:
             return
         connection.hello = hello
         connection.nonce = self._randomness(wire.NONCE_BYTES)
         connection.send(wire.Challenge(nonce=connection.nonce))
 
-    def _secret(self, connection: Connection, hello: wire.Hello) -> bytes | None:
-        """The secret to be proved; None: the connection has been refused."""
-        secret = self._fences.secret(hello.pair, hello.epoch)
-        if isinstance(secret, NotAdmitted):
-            self._refuse(connection, RefusalReason[secret.name])
-            return None
-        return secret
-
     def _welcome(self, connection: Connection, hello: wire.Hello, answer: wire.Answer) -> None:
-        # Asked again: a fence, or a newer epoch, may have come between HELLO and ANSWER.
-        secret = self._secret(connection, hello)
+        secret = self._secret(connection, hello.pair, hello.epoch)
         if secret is None:
             return
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
@@ -251,7 +193,7 @@ class RdmaReceiverPort:
             return
         qps = connection.qps
         assert qps is not None
-        # Entered before the queue pairs can receive: from here on only `_destroy` ends the connection.
+        # Entered before the queue pairs can receive: from here on only `_drop` ends the connection.
         self._fences.opened(hello.pair, connection.number, hello.epoch)
         self._loop.add_reader(qps.fd, self._completions, connection)
         try:
@@ -296,11 +238,11 @@ class RdmaReceiverPort:
             case wire.SealSent() if connection.seals is not None:
                 self._tell(connection, connection.seals.told(message.number, message.seal, message.qps_mask))
             case wire.Bye() if connection.qps is None:
-                self._destroy(connection)
+                self._drop(connection)
             case wire.Bye(epoch=epoch) if hello is not None and epoch == hello.epoch:
                 # Its seals' immediates came before the device told it of their completion.
                 self._completions(connection, told=False)
-                self._destroy(connection)
+                self._drop(connection)
             case _:
                 self._refuse(connection, RefusalReason.OUT_OF_ORDER)
 
@@ -308,7 +250,7 @@ class RdmaReceiverPort:
         """Without BYE. Seals of which all has come are delivered first; then what it left unfinished is fenced."""
         hello = connection.hello
         if connection.qps is None or hello is None:
-            self._destroy(connection)
+            self._drop(connection)
             return
         self._completions(connection, told=False)
         self._fail(connection, "the connection ended without BYE")
@@ -374,7 +316,7 @@ class RdmaReceiverPort:
         if connection.seals is not None and not self._fences.is_fencing(hello.pair, hello.epoch) and not self._closed:
             self.fence(hello.pair, hello.epoch)
         if connection.number in self._connections:
-            self._destroy(connection)
+            self._drop(connection)
 
     def _refuse(self, connection: Connection, reason: RefusalReason) -> None:
         """Count, tell the peer, close. The pair of a link that was made is fenced."""
@@ -383,9 +325,9 @@ class RdmaReceiverPort:
         if connection.qps is not None:
             self._fail(connection, f"refused: {reason.name}")
         else:
-            self._destroy(connection)
+            self._drop(connection)
 
-    def _destroy(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         """The one place where a connection stops counting as one that may write: its queue pairs are destroyed, and
         what has come through them is where it belongs."""
         connection.cancel_timer()
@@ -401,7 +343,7 @@ class RdmaReceiverPort:
                 self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
                 log.error("a fence has no evidence yet", reason=str(error))
                 connection.cancel_destroy()
-                connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._destroy, connection)
+                connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._drop, connection)
                 return
             assert connection.hello is not None and connection.hold is not None
             connection.qps = None

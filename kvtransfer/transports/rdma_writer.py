@@ -232,10 +232,8 @@ class RdmaWriterLink(ChainLink):
             self._loop.call_later(DESTROY_RETRY_MS / 1000, lambda: self._destroy(say_bye=say_bye))
             return
         self._queue.lose_all()
-        if say_bye:
-            self._words.send(wire.encode(wire.Bye(epoch=self._epoch)))
         self._hold.release()
-        self._let_go()
+        self._let_go(wire.encode(wire.Bye(epoch=self._epoch)) if say_bye else None)
 
     def _leave_behind(self) -> None:
         log.error(
@@ -244,11 +242,10 @@ class RdmaWriterLink(ChainLink):
             tries=DESTROY_TRIES_MAX,
         )
         self._hold.leave_behind()
-        self._let_go()
+        self._let_go(None)
 
-    def _let_go(self) -> None:
-        self._words.close()
-        self._sock.close()
+    def _let_go(self, last_word: bytes | None) -> None:
+        self._hang_up(last_word)
         self._waker.close()
         # Behind the completions, which the queue has just handed to the loop.
         self._loop.call_soon(self._ending.finish)

@@ -1,8 +1,8 @@
 """Transport between processes of one machine: the receiver's region is a memfd, the writer maps it and copies into it.
 
 `shm_wire` has the messages, `shm_receiver` the receiver's port, `shm_connect`, `shm_writer` and `shm_copy` the writer's
-handshake, link and copying threads. What all transports share is in `pair_fence` and `port_fences` (who may still
-write), `acceptor`, `posted_writes`, `link_end` and `loop_calls`.
+handshake, link and copying threads. What all transports share is in `base_link` and `link_end`, `base_port` and
+`acceptor`, `pair_fence` and `port_fences` (who may still write), `posted_writes`, `drains` and `loop_calls`.
 """
 
 from kvtransfer.transport import TooManyPairs

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,8 +19,9 @@ import numpy as np
 from baton.ids import GrantId
 from kvtransfer.native.copy import native_copy
 from kvtransfer.transport import WriteOps
+from kvtransfer.transports.copier import Copier, CopyBatch
 from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import AbandonedGrants, Completed, check_ops
+from kvtransfer.transports.posted_writes import Completed, check_ops
 
 COPY_SLICE_BYTES = 1 << 20
 """Bound of the temporary that NumPy's copy of equal records makes: near the size of a second-level cache."""
@@ -131,12 +131,9 @@ def _step(work: Iterator[object]) -> bool:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Batch:
+class _Batch(CopyBatch):
     """`next_chunk`: the first that no thread has taken; `copied` turns False when one is left out."""
 
-    grant: GrantId
-    ops: WriteOps
-    total_bytes: int
     borders: list[int] = field(default_factory=list)
     next_chunk: int = 0
     chunks_under_way: int = 0
@@ -147,15 +144,8 @@ class _Batch:
         return self.next_chunk == len(self.borders) - 1
 
 
-class CopyPool:
-    """Threads that copy posted batches from one region into another, begun first in first out.
-
-    `post` may be called from any thread, the rest from the loop's. Every posted batch ends in one `completed`. The
-    queue has no limit of its own: whoever posts bounds the bytes that are not yet completed.
-
-    When `stop` was called, or a thread failed, and no thread will touch the regions again, `drained` is called on the
-    loop's thread, once, after the last `completed`. If the loop is closed by then, both are dropped.
-    """
+class CopyPool(Copier[_Batch]):
+    """Threads that copy from one mapped region into another. A chunk under way is the last of what is given up."""
 
     def __init__(
         self,
@@ -177,24 +167,20 @@ class CopyPool:
 
         Raises RuntimeError: a thread cannot be started.
         """
+        super().__init__(
+            src_nbytes=len(src_U8),
+            dst_nbytes=len(dst_U8),
+            loop=loop,
+            completed=completed,
+            drained=drained,
+            abandoned_grants_max=limits.abandoned_grants_max,
+        )
         self._dst_U8: np.ndarray | None = dst_U8
         self._src_U8: np.ndarray | None = src_U8
-        self._src_nbytes, self._dst_nbytes = len(src_U8), len(dst_U8)
-        self._loop = loop
-        self._completed = completed
-        self._drained = drained
         self._limits = limits
         self._turns = turns
         self._idle_work: Iterator[object] | None = idle_work
-        self._wake = threading.Condition()
-        self._queue: deque[_Batch] = deque()
-        self._abandoned = AbandonedGrants(limits.abandoned_grants_max)
-        self._uncompleted: Counter[GrantId] = Counter()
-        self._stopped = False
         self._threads_left = limits.threads
-        self.writes_copied = 0
-        self.bytes_copied = 0
-        self.batches_abandoned = 0
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(limits.threads)
         ]
@@ -208,11 +194,7 @@ class CopyPool:
                 raise
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
-        """Queue one batch; returns at once. The arrays belong to the pool until it is completed.
-
-        Raises:
-            WriteOutOfBounds: the batch is not taken, and not completed either.
-        """
+        """See `Copier.post`."""
         check_ops(ops, self._src_nbytes, self._dst_nbytes)
         batch = _Batch(grant=grant, ops=contiguous(ops), total_bytes=ops.total_bytes)
         batch.borders = chunk_borders(ops.nbytes, self._limits)
@@ -221,41 +203,11 @@ class CopyPool:
             if self._stopped or grant in self._abandoned:
                 self._complete(batch, copied=False)
             else:
-                self._queue.append(batch)
+                self._waiting.append(batch)
                 self._wake.notify(len(batch.borders) - 1)
 
-    def uncompleted(self, grant: GrantId) -> int:
-        """Batches of this grant whose `completed` has not been called yet."""
-        with self._wake:
-            return self._uncompleted[grant]
-
-    def abandon(self, grant: GrantId) -> None:
-        """Copy no more for this grant: what is queued completes now, the chunks under way are the last.
-
-        Raises:
-            TooManyAbandonedGrants: the pool has stopped instead, which abandons everything.
-        """
-        with self._wake:
-            too_many = self._abandoned.add(grant)
-            self._drop_queued(lambda batch: batch.grant == grant)
-        if too_many is not None:
-            self.stop()
-            raise too_many
-
-    def forget(self, grant: GrantId) -> None:
-        """Nothing will be posted for this grant any more: it need not be remembered as abandoned."""
-        with self._wake:
-            self._abandoned.forget(grant)
-
-    def stop(self) -> None:
-        """Copy no more: what is queued completes now, the chunks under way are the last. Idempotent; does not wait."""
-        with self._wake:
-            self._stopped = True
-            self._drop_queued(lambda _: True)
-            self._wake.notify_all()
-
     def join(self) -> None:
-        """Let go of both regions and of the threads. Called after `drained`: the threads are at their very end."""
+        """See `Copier.join`."""
         assert self._stopped
         for thread in self._threads:
             thread.join()
@@ -273,7 +225,7 @@ class CopyPool:
     def _wait(self) -> bool:
         """Until there is a chunk to copy; False: stopped."""
         with self._wake:
-            while not self._queue and not self._stopped:
+            while not self._waiting and not self._stopped:
                 work, self._idle_work = self._idle_work, None  # one thread at a time
                 if work is None:
                     self._wake.wait()
@@ -289,15 +241,15 @@ class CopyPool:
     def _copy_next(self) -> None:
         """Copy the next chunk, unless there is none any more."""
         with self._wake:
-            if not self._queue:
+            if not self._waiting:
                 return
-            batch = self._queue[0]
+            batch = self._waiting[0]
             start, end = batch.borders[batch.next_chunk : batch.next_chunk + 2]
             batch.next_chunk += 1
             batch.chunks_under_way += 1
             if batch.all_taken:
-                self._queue.popleft()
-            if self._queue:
+                self._waiting.popleft()
+            if self._waiting:
                 self._wake.notify()
         copied = False
         try:
@@ -321,31 +273,9 @@ class CopyPool:
             if self._threads_left == 0:
                 call_loop(self._loop, self._drained)
 
-    def _drop_queued(self, which: Callable[[_Batch], bool]) -> None:
-        """With the lock held. The last of the chunks under way completes a batch that has begun."""
-        kept: deque[_Batch] = deque()
-        for batch in self._queue:
-            if which(batch):
-                batch.copied = False
-                batch.next_chunk = len(batch.borders) - 1
-                if batch.chunks_under_way == 0:
-                    self._complete(batch, copied=False)
-            else:
-                kept.append(batch)
-        self._queue = kept
-
-    def _complete(self, batch: _Batch, *, copied: bool) -> None:
-        """With the lock held, so that `drained` is scheduled after every `completed`."""
-        if copied:
-            self.writes_copied += len(batch.ops.src)
-            self.bytes_copied += batch.total_bytes
-        else:
-            self.batches_abandoned += 1
-        call_loop(self._loop, self._deliver, batch, copied)
-
-    def _deliver(self, batch: _Batch, copied: bool) -> None:
-        with self._wake:
-            self._uncompleted[batch.grant] -= 1
-            if self._uncompleted[batch.grant] == 0:
-                del self._uncompleted[batch.grant]
-        self._completed(batch.grant, len(batch.ops.src), batch.total_bytes, copied)
+    def _drop(self, batch: _Batch) -> None:
+        """The last of the chunks under way completes a batch that has begun."""
+        batch.copied = False
+        batch.next_chunk = len(batch.borders) - 1
+        if batch.chunks_under_way == 0:
+            self._complete(batch, copied=False)

@@ -12,20 +12,18 @@ import contextlib
 import hmac
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from baton.ids import Epoch, GrantId, Pair
+from baton.ids import Epoch, Pair
 from kvtransfer.region import SharedRegion
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, Seal, TransportName, WriteRanges
+from kvtransfer.transport import ReceiverEvents, Seal, TransportName
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.acceptor import Acceptor
+from kvtransfer.transports.base_port import BasePort
 from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.pair_fence import Evidence, PairFence
-from kvtransfer.transports.port_fences import PortFences
 from kvtransfer.transports.shm_wire import RefusalReason
 
 
@@ -82,7 +80,7 @@ class _Connection:
         return self.hello.epoch if self.hello is not None else None
 
 
-class ShmReceiverPort:
+class ShmReceiverPort(BasePort[ShmReceiverConfig, RefusalReason, _Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread.
 
     Listens in the abstract socket namespace: a killed process leaves no file behind, and no directory is needed. Such a
@@ -102,56 +100,25 @@ class ShmReceiverPort:
         config: ShmReceiverConfig | None = None,
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes."""
-        self._region = region
-        self._events = events
-        self._loop = loop
-        self._randomness = randomness
-        self._config = config or ShmReceiverConfig()
-        self._fences = PortFences(
-            transport=self.transport,
-            events=events,
-            loop=loop,
-            randomness=randomness,
-            pairs_max=self._config.pairs_max,
-        )
-        self._connections: dict[int, _Connection] = {}
-        self._connections_made = 0
-        self._seals = 0
-        self._seals_refused = 0
-        self._refused: Counter[RefusalReason] = Counter()
-        self._closed = False
-        self.address = wire.ADDRESS_PREFIX + randomness(16).hex()
+        config = config or ShmReceiverConfig()
+        address = wire.ADDRESS_PREFIX + randomness(16).hex()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            listener.bind(wire.socket_address(self.address))
-            listener.listen(self._config.connections_max)
+            listener.bind(wire.socket_address(address))
+            listener.listen(config.connections_max)
         except BaseException:
             listener.close()
             raise
-        self._acceptor = Acceptor(
-            listener,
+        super().__init__(
+            listener=listener,
+            address=address,
+            events=events,
             loop=loop,
-            admit=self._admit,
-            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
-            accepts_per_wake_max=self._config.accepts_per_wake_max,
-            pause_ms=self._config.accept_pause_ms,
+            randomness=randomness,
+            config=config,
+            reasons=RefusalReason,
         )
-
-    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
-        """Allow connections of this pair in this epoch, and no longer in an older one. Idempotent.
-
-        Raises:
-            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
-            PairBeingFenced: a fence of this epoch waits for its evidence.
-        """
-        secret = self._fences.expect(pair, epoch)
-        return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
-
-    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
-        """Does nothing: a writer that has mapped the region is bounded by its own library alone."""
-
-    def forbid(self, grant: GrantId) -> None:
-        """Does nothing; see `allow`."""
+        self._region = region
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. A repeat before its `writer_gone` changes nothing; after it, it is answered again.
@@ -179,19 +146,13 @@ class ShmReceiverPort:
         """Counters and gauges for people and metrics."""
         connections = self._connections.values()
         return {
-            "transport": self.transport.value,
-            "address": self.address,
+            **super().describe(),
             "region_bytes": self._region.nbytes,
             "region_huge_bytes": self._region.huge_bytes,
-            "connections_made": self._connections_made,
             "connections_handshaking": sum(not c.may_write for c in connections),
             "connections_writing": sum(c.may_write and c.sock is not None for c in connections),
             "connections_unproved": sum(c.may_write and c.sock is None for c in connections),
-            "fences_waiting": self._fences.waiting,
-            "fences_ended": self._fences.ended,
-            "seals": self._seals,
-            "seals_refused": self._seals_refused,
-            "refused": {reason.name: count for reason, count in self._refused.items()},
+            **{name: self._counts[name] for name in ("seals", "seals_refused")},
         }
 
     def _admit(self, sock: socket.socket) -> None:
@@ -257,7 +218,7 @@ class ShmReceiverPort:
             case _Stage.WRITING, Seal():
                 self._seal(connection, message)
             case _Stage.REFUSED, Seal():
-                self._seals_refused += 1
+                self._counts["seals_refused"] += 1
             case ((_Stage.WRITING | _Stage.REFUSED), wire.Bye()) if connection.epoch == message.epoch:
                 self._prove(connection, Evidence.ACKNOWLEDGED)
             case _Stage.SURPLUS, _:
@@ -314,9 +275,9 @@ class ShmReceiverPort:
         hello = connection.hello
         assert hello is not None
         if seal.epoch != hello.epoch:
-            self._seals_refused += 1
+            self._counts["seals_refused"] += 1
             return
-        self._seals += 1
+        self._counts["seals"] += 1
         self._events.seal_landed(hello.pair, seal)
 
     def _late_bye(self, nonce: bytes) -> None:

@@ -18,17 +18,17 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
-from baton.ids import Epoch, GrantId, Pair
+from baton.ids import GrantId, Pair
 from kvtransfer.native.copy import copies_by
 from kvtransfer.region import populate
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.link_end import LinkEnd
-from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
+from kvtransfer.transports.base_link import BaseLink
+from kvtransfer.transports.copier import Copier
 from kvtransfer.transports.shm_connect import (
     Handshake,
     OpenRegion,
@@ -41,22 +41,7 @@ from kvtransfer.transports.shm_connect import (
 from kvtransfer.transports.shm_copy import CopyPool
 
 
-class Copier(Protocol):
-    """What copies for a link: a `CopyPool`, or the like of it on a device."""
-
-    writes_copied: int
-    bytes_copied: int
-    batches_abandoned: int
-
-    def post(self, grant: GrantId, ops: WriteOps) -> None: ...
-    def uncompleted(self, grant: GrantId) -> int: ...
-    def abandon(self, grant: GrantId) -> None: ...
-    def forget(self, grant: GrantId) -> None: ...
-    def stop(self) -> None: ...
-    def join(self) -> None: ...
-
-
-class ShmWriterLink:
+class ShmWriterLink(BaseLink):
     """One writer's connection to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
 
     Made by `connect`. `post` may be called from any thread, the rest from the loop's. The end comes once, from `close`,
@@ -66,6 +51,7 @@ class ShmWriterLink:
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
+    _queue: Copier[Any]
 
     def __init__(
         self,
@@ -83,20 +69,17 @@ class ShmWriterLink:
         turns: AbstractContextManager[object],
     ) -> None:
         """Takes ownership of socket and mapping. Use `connect`."""
+        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
         self._sock = sock
         self._mapping: OpenRegion | None = mapping
         self._nonce = nonce
-        self._address = endpoint.address
-        self._epoch = endpoint.epoch
-        self._loop = loop
         self._config = config
         self._outbox: deque[bytes] = deque()
-        self._ending = LinkEnd(pair=pair, events=events, loop=loop)
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._seals = 0
         self._pages_ready_bytes = 0
-        self._pool = self._make_pool(
+        self._queue = self._make_pool(
             mapping, region_nbytes, source_region_U8, pair=pair, events=events, loop=loop, config=config, turns=turns
         )
         loop.add_reader(sock, self._read)
@@ -112,7 +95,7 @@ class ShmWriterLink:
         loop: asyncio.AbstractEventLoop,
         config: ShmWriterConfig,
         turns: AbstractContextManager[object],
-    ) -> Copier:
+    ) -> Copier[Any]:
         """What copies from `source` into the opened region. cuda_ipc has its own."""
         assert isinstance(mapping, mmap.mmap)
         return CopyPool(
@@ -189,26 +172,18 @@ class ShmWriterLink:
                 raise ShmConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
             raise
 
-    @property
-    def epoch(self) -> Epoch:
-        return self._epoch
-
-    @property
-    def fenced(self) -> bool:
-        return self._ending.by_fence
-
     def post(self, grant: GrantId, ops: WriteOps) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
 
         Raises:
             WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
         """
-        self._pool.post(grant, ops)
+        self._queue.post(grant, ops)
 
     def seal(self, seal: Seal) -> None:
         """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
         assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
-        assert self._pool.uncompleted(seal.grant) == 0, "a seal before the grant's copies have completed"
+        assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's copies have completed"
         if self._ending.begun:
             return
         if len(self._outbox) >= self._config.outbox_messages_max:
@@ -217,36 +192,16 @@ class ShmWriterLink:
         self._seals += 1
         self._send(seal)
 
-    def abandon(self, grant: GrantId) -> None:
-        """See `WriterLink.abandon`. Remembered until `forget(grant)` or the end of the link."""
-        try:
-            self._pool.abandon(grant)
-        except TooManyAbandonedGrants as error:
-            self._end(str(error))
-
-    def forget(self, grant: GrantId) -> None:
-        """The caller promises to post nothing more for this abandoned grant."""
-        self._pool.forget(grant)
-
-    async def close(self) -> None:
-        """See `WriterLink.close`. Returns when the region is unmapped, the threads have ended, the socket is closed."""
-        self._ending.ask()
-        self._end("closed")
-        await self._ending.wait()
-
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         return {
-            "transport": self.transport.value,
-            "address": self._address,
-            "epoch": self._epoch,
-            "state": self._ending.reason or "open",
+            **super().describe(),
             "copies_by": copies_by(),
             "copy_threads": self._config.copy_threads,
             "pages_ready_bytes": self._pages_ready_bytes,
-            "writes": self._pool.writes_copied,
-            "bytes": self._pool.bytes_copied,
-            "batches_abandoned": self._pool.batches_abandoned,
+            "writes": self._queue.writes_copied,
+            "bytes": self._queue.bytes_copied,
+            "batches_abandoned": self._queue.batches_abandoned,
             "seals": self._seals,
             "seals_waiting": len(self._outbox),
             "bye_sent": self._bye_sent,
@@ -284,17 +239,18 @@ class ShmWriterLink:
             case _:
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
-    def _end(self, reason: str) -> None:
-        """Begin the end, once. It goes on in `_drained`."""
+    def _end(self, reason: str, *, orderly: bool = False) -> None:
+        """See `BaseLink`: it goes on in `_drained`. On their way are copies of ours alone, which end by themselves."""
+        del orderly
         if not self._ending.begin(reason):
             return
         self._loop.remove_reader(self._sock)
-        self._pool.stop()
+        self._queue.stop()
 
     def _drained(self) -> None:
         """No thread will copy any more: unmap, and only then acknowledge."""
         self._end("a copy thread failed")
-        self._pool.join()
+        self._queue.join()
         assert self._mapping is not None
         try:
             self._mapping.close()

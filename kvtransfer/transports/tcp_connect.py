@@ -13,7 +13,7 @@ from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.end_config import LinkConfig
 from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, tune
+from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, take_leave, tune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ async def connect_stream(
         return sock, welcome
     except BaseException as error:
         if sock is not None:
-            take_leave(sock, endpoint.epoch)  # the receiver's WELCOME may be on its way
+            leave_stream(sock, endpoint.epoch)  # the receiver's WELCOME may be on its way
         if isinstance(error, (OSError, BatonError, wire.MalformedMessage)) and not isinstance(error, TimeoutError):
             raise TcpConnectError(f"{endpoint.address}: {error}") from error
         raise
@@ -90,11 +90,6 @@ async def _receive(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> wire
     return message
 
 
-def take_leave(sock: socket.socket, epoch: Epoch) -> None:
+def leave_stream(sock: socket.socket, epoch: Epoch) -> None:
     """A stream that is not used after all: with a BYE the receiver need not fence the pair."""
-    try:
-        sock.send(wire.encode(wire.Bye(sequence=0, epoch=epoch)))
-    except OSError:
-        pass
-    finally:
-        sock.close()
+    take_leave(sock, wire.encode(wire.Bye(sequence=0, epoch=epoch)))

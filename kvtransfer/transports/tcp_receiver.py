@@ -9,10 +9,8 @@ without BYE is itself the reason for a fence: its writer may have lost bytes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import socket
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -20,29 +18,27 @@ from typing import ClassVar
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.device.staging import StagedRegion, StagingFull
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.acceptor import Acceptor, listen_on
+from kvtransfer.transports.base_port import ListeningPort
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
 from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
-from kvtransfer.transports.tcp_socket import tune
 from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
+from kvtransfer.transports.words_connection import WordsConnection
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Connection:
+class _Connection(WordsConnection):
     """`sock` is None once a stream owns it, and at the end."""
 
-    number: int
-    sock: socket.socket | None
     received: bytearray = field(default_factory=bytearray)
     hello: wire.Hello | None = None
-    nonce: bytes = b""
-    handshake_timer: asyncio.TimerHandle | None = None
     stream: ReceiveStream | None = None
+
+    def _encode(self, message: wire.Message) -> bytes:
+        return wire.encode(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +48,7 @@ class _Allowed:
     ranges: WriteRanges
 
 
-class TcpReceiverPort:
+class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.TCP
@@ -76,48 +72,23 @@ class TcpReceiverPort:
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        self._region = region
-        self._events = events
-        self._loop = loop
-        self._randomness = randomness
-        self._config = config or TcpReceiverConfig()
-        self._limits = self._config.stream
-        if isinstance(region, StagedRegion):
-            frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
-            self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
-        self._fences = PortFences(
-            transport=self.transport,
+        config = config or TcpReceiverConfig()
+        super().__init__(
+            listen=listen,
+            advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            pairs_max=self._config.pairs_max,
+            config=config,
+            reasons=RefusalReason,
         )
-        self._connections: dict[int, _Connection] = {}
+        self._region = region
+        self._limits = config.stream
+        if isinstance(region, StagedRegion):
+            frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
+            self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
         self._allowed: dict[GrantId, _Allowed] = {}
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
-        self._connections_made = 0
-        self._counts: Counter[str] = Counter()
-        self._refused: Counter[RefusalReason] = Counter()
-        self._closed = False
-        listener, self.address = listen_on(listen, advertise_host, backlog=self._config.handshakes_max)
-        self._acceptor = Acceptor(
-            listener,
-            loop=loop,
-            admit=self._admit,
-            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
-            accepts_per_wake_max=self._config.accepts_per_wake_max,
-            pause_ms=self._config.accept_pause_ms,
-        )
-
-    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
-        """See `ReceiverPort.expect`.
-
-        Raises:
-            PairBeingFenced: a fence of this epoch has not ended yet.
-            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
-        """
-        secret = self._fences.expect(pair, epoch)
-        return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """See `ReceiverPort.allow`."""
@@ -154,7 +125,7 @@ class TcpReceiverPort:
         for connection in list(self._connections.values()):
             if connection.stream is not None:
                 connection.stream.join()
-            self._forget(connection)
+            self._drop(connection)
         self._fences.close()
         self._allowed.clear()
 
@@ -163,17 +134,12 @@ class TcpReceiverPort:
         streams = [c.stream for c in self._connections.values() if c.stream is not None]
         total = sum((stream.counts() for stream in streams), self._counts)
         return {
-            "transport": self.transport.value,
-            "address": self.address,
-            "connections_made": self._connections_made,
+            **super().describe(),
             "connections_handshaking": len(self._connections) - len(streams),
             "connections_writing": len(streams),
-            "fences_waiting": self._fences.waiting,
-            "fences_ended": self._fences.ended,
             "grants_allowed": len(self._allowed),
             **(self._region.describe() if isinstance(self._region, StagedRegion) else {}),
             **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
-            "refused": {reason.name: count for reason, count in self._refused.items()},
         }
 
     def _streams(self, pair: Pair) -> list[ReceiveStream]:
@@ -182,23 +148,11 @@ class TcpReceiverPort:
 
     # Handshake.
 
-    def _admit(self, sock: socket.socket) -> None:
-        self._connections_made += 1
-        handshaking = sum(c.stream is None for c in self._connections.values())
-        connection = _Connection(number=self._connections_made, sock=sock)
-        self._connections[connection.number] = connection
-        if handshaking >= self._config.handshakes_max:
-            self._refuse(connection, RefusalReason.HANDSHAKES_MAX)
-            return
-        try:
-            tune(sock, self._config.socket)
-        except OSError:
-            self._forget(connection)  # reset before it was looked at
-            return
-        self._loop.add_reader(sock, self._read, connection)
-        connection.handshake_timer = self._loop.call_later(
-            self._config.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
-        )
+    def _connection(self, number: int, sock: socket.socket) -> _Connection:
+        return _Connection(number=number, sock=sock)
+
+    def _handshaking(self, connection: _Connection) -> bool:
+        return connection.stream is None
 
     def _read(self, connection: _Connection) -> None:
         """Take in at most one message, and never a byte of what follows the handshake."""
@@ -212,7 +166,7 @@ class TcpReceiverPort:
         if not data:
             if connection.received:
                 self._refused[RefusalReason.TRUNCATED] += 1
-            self._forget(connection)
+            self._drop(connection)
             return
         connection.received += data
         if len(connection.received) < wire.MESSAGE_BYTES:
@@ -229,23 +183,20 @@ class TcpReceiverPort:
         elif isinstance(message, wire.Answer) and connection.hello is not None:
             self._welcome(connection, connection.hello, message)
         elif isinstance(message, wire.Bye):
-            self._forget(connection)  # given up in mid-handshake
+            self._drop(connection)  # given up in mid-handshake
         else:
             self._refuse(connection, RefusalReason.OUT_OF_ORDER)
 
     def _challenge(self, connection: _Connection, hello: wire.Hello) -> None:
-        secret = self._fences.secret(hello.pair, hello.epoch)
-        if isinstance(secret, NotAdmitted):
-            self._refuse(connection, RefusalReason[secret.name])
+        if self._secret(connection, hello.pair, hello.epoch) is None:
             return
         connection.hello = hello
         connection.nonce = self._randomness(wire.NONCE_BYTES)
-        self._send(connection, wire.Challenge(nonce=connection.nonce))
+        connection.send(wire.Challenge(nonce=connection.nonce))
 
     def _welcome(self, connection: _Connection, hello: wire.Hello, answer: wire.Answer) -> None:
-        secret = self._fences.secret(hello.pair, hello.epoch)
-        if isinstance(secret, NotAdmitted):
-            self._refuse(connection, RefusalReason[secret.name])
+        secret = self._secret(connection, hello.pair, hello.epoch)
+        if secret is None:
             return
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
@@ -265,7 +216,7 @@ class TcpReceiverPort:
             frame_bytes_max=limits.frame_bytes_max,
             frame_segments_max=limits.frame_segments_max,
         )
-        self._send(connection, welcome)
+        connection.send(welcome)
         self._open(connection, hello, memory)
 
     def _memory(self) -> LandingMemory:
@@ -279,7 +230,9 @@ class TcpReceiverPort:
         """From here on the socket is the stream's, and the connection counts as one that may write."""
         sock = connection.sock
         assert sock is not None
-        self._detach(connection)
+        connection.cancel_timer()
+        self._loop.remove_reader(sock)
+        connection.sock = None
         stream = ReceiveStream(
             sock=sock,
             hello=hello,
@@ -329,7 +282,7 @@ class TcpReceiverPort:
         stream.join()
         hello, end = stream.hello, stream.end
         self._counts.update(stream.counts())
-        self._forget(connection)
+        self._drop(connection)
         if end is not None and end.refusal is not None:
             self._refused[end.refusal] += 1
         if not any(s.hello.link == hello.link for s in self._streams(hello.pair)):
@@ -345,26 +298,10 @@ class TcpReceiverPort:
     def _refuse(self, connection: _Connection, reason: RefusalReason) -> None:
         """Count, tell the peer, close. Before WELCOME only: nothing of this connection ever landed."""
         self._refused[reason] += 1
-        self._send(connection, wire.Refused(reason=reason))
-        self._forget(connection)
+        connection.send(wire.Refused(reason=reason))
+        self._drop(connection)
 
-    def _send(self, connection: _Connection, message: wire.Message) -> None:
-        """Best effort: the few messages of a handshake fit any socket buffer, and a writer has its own deadline."""
-        if connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.send(wire.encode(message))
-
-    def _detach(self, connection: _Connection) -> None:
-        if connection.handshake_timer is not None:
-            connection.handshake_timer.cancel()
-            connection.handshake_timer = None
-        if connection.sock is not None:
-            self._loop.remove_reader(connection.sock)
-            connection.sock = None
-
-    def _forget(self, connection: _Connection) -> None:
-        sock = connection.sock
-        self._detach(connection)
-        if sock is not None:
-            sock.close()
+    def _drop(self, connection: _Connection) -> None:
+        connection.cancel_timer()
+        connection.close_sock(self._loop)
         self._connections.pop(connection.number, None)

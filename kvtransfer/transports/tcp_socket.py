@@ -16,6 +16,8 @@ from kvtransfer.transports.limits import check_limits
 
 RECV_BYTES = 1 << 12
 """Read in one go where only words are expected."""
+UNREAD_BYTES_MAX = 1 << 20
+"""Of a connection that is being closed."""
 _TCP_INFO_BYTES = 256
 _BYTES_ACKED_AT = 120
 """tcpi_bytes_acked in struct tcp_info (linux/tcp.h), 64 bits."""
@@ -78,9 +80,20 @@ async def open_connection(address: str, loop: asyncio.AbstractEventLoop) -> sock
     raise failure or OSError(f"{host} has no address")
 
 
-def close_politely(sock: socket.socket) -> None:
-    """With bytes left unread the kernel would answer by a reset, which takes what we sent last from the peer."""
+def take_leave(sock: socket.socket, last_word: bytes) -> None:
+    """The last word, if the connection takes it now, and the connection's end. Waits for nothing."""
     with contextlib.suppress(OSError):
-        while sock.recv(RECV_BYTES):
-            pass
+        sock.send(last_word, socket.MSG_DONTWAIT)
+    close_politely(sock)
+
+
+def close_politely(sock: socket.socket) -> None:
+    """With bytes left unread the kernel would answer by a reset, and drop what it has not sent yet, or sent in vain.
+
+    Reads what has come, and no more than `UNREAD_BYTES_MAX` of it. Waits for nothing.
+    """
+    left = UNREAD_BYTES_MAX
+    with contextlib.suppress(OSError):
+        while left > 0 and (data := sock.recv(RECV_BYTES, socket.MSG_DONTWAIT)):
+            left -= len(data)
     sock.close()

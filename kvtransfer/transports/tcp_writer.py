@@ -22,14 +22,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from baton.ids import Epoch, GrantId, Pair
+from baton.ids import GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.base_link import BaseLink
 from kvtransfer.transports.drains import Drains
-from kvtransfer.transports.link_end import LinkEnd
 from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import Completed, TooManyAbandonedGrants
-from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream, take_leave
+from kvtransfer.transports.posted_writes import Completed
+from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream, leave_stream
 from kvtransfer.transports.tcp_frames import Frame
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
 from kvtransfer.transports.tcp_queue import SendQueue, Taken
@@ -49,7 +49,7 @@ class _Stream:
     """Its socket is watched: no EOF yet."""
 
 
-class TcpWriterLink:
+class TcpWriterLink(BaseLink):
     """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
 
     `post` may be called from any thread, the rest from the loop's. The end comes once: from `close`, which lets frames
@@ -58,6 +58,8 @@ class TcpWriterLink:
     """
 
     transport: ClassVar[TransportName] = TransportName.TCP
+    _queue: SendQueue
+    _drains: Drains
 
     def __init__(
         self,
@@ -72,9 +74,7 @@ class TcpWriterLink:
         config: TcpWriterConfig,
     ) -> None:
         """Takes ownership of the sockets; `_start` follows. Use `connect`."""
-        self._address = endpoint.address
-        self._epoch = endpoint.epoch
-        self._loop = loop
+        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
         self._config = config
         self._source_U8: np.ndarray | None = source_region_U8
         self.region_nbytes = welcome.region_nbytes
@@ -94,7 +94,6 @@ class TcpWriterLink:
         self._streams = [_Stream(index=i, sock=sock) for i, sock in enumerate(socks)]
         self._drains = Drains(loop=loop, drain_ms_max=config.drain_ms_max, mark=self._mark, stuck=self._end)
         self._seals = 0
-        self._ending = LinkEnd(pair=pair, events=events, loop=loop)
         self._closing_timer: asyncio.TimerHandle | None = None
         self._cut = False
         self._joined = False
@@ -127,7 +126,7 @@ class TcpWriterLink:
                     socks.append(sock)
         except BaseException as error:
             for sock in socks:
-                take_leave(sock, endpoint.epoch)
+                leave_stream(sock, endpoint.epoch)
             if isinstance(error, TimeoutError):
                 raise TcpConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
             raise
@@ -147,15 +146,6 @@ class TcpWriterLink:
             await made.close()
             raise TcpConnectError(f"{endpoint.address}: no thread to send with: {error}") from error
         return made
-
-    @property
-    def epoch(self) -> Epoch:
-        return self._epoch
-
-    @property
-    def fenced(self) -> bool:
-        """See `WriterLink.fenced`."""
-        return self._ending.by_fence
 
     def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
@@ -183,35 +173,10 @@ class TcpWriterLink:
             for taken in reversed(self._queue.seal(seal)):
                 every.callback(self._send_at_once, taken)
 
-    def abandon(self, grant: GrantId) -> None:
-        """See `WriterLink.abandon`. Frames on their way complete when acknowledged; where they stand still for
-        `drain_ms_max` the link ends."""
-        try:
-            self._queue.abandon(grant)
-        except TooManyAbandonedGrants as error:
-            self._end(str(error))
-            return
-        if not self._ending.begun:
-            self._drains.watch(grant)
-
-    def forget(self, grant: GrantId) -> None:
-        """The caller promises to post nothing more for this abandoned grant."""
-        self._queue.forget(grant)
-
-    async def close(self) -> None:
-        """See `WriterLink.close`. Returns when the threads have ended, the sockets are closed, all is completed."""
-        self._ending.ask()
-        self._end("closed", orderly=True)
-        self._finish_if_over()
-        await self._ending.wait()
-
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         return {
-            "transport": self.transport.value,
-            "address": self._address,
-            "epoch": self._epoch,
-            "state": self._ending.reason or "open",
+            **super().describe(),
             "streams": len(self._streams),
             "sent_by": moved_by(),
             "writes": self._queue.writes_copied,
@@ -231,7 +196,7 @@ class TcpWriterLink:
                 thread.start()
             except RuntimeError:
                 for unused in self._streams[stream.index :]:
-                    take_leave(unused.sock, self._epoch)
+                    leave_stream(unused.sock, self._epoch)
                 raise
             stream.thread, stream.sending, stream.reading = thread, True, True
             self._loop.add_reader(stream.sock, self._read, stream)
@@ -336,7 +301,7 @@ class TcpWriterLink:
         return [acknowledged_bytes(self._streams[index].sock) for index in on] if on else None
 
     def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """Begin the end, once. It goes on in `_finish_if_over`."""
+        """See `BaseLink`: it goes on in `_finish_if_over`."""
         if not self._ending.begin(reason):
             return
         self._drains.close()
@@ -345,7 +310,9 @@ class TcpWriterLink:
         else:
             self._cut = True
         self._queue.stop()
-        if not orderly:
+        if orderly:
+            self._finish_if_over()
+        else:
             self._cut_off()
 
     def _cut_off(self) -> None:

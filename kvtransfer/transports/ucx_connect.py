@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import os
 import socket
@@ -17,10 +16,9 @@ from baton.ids import Pair
 from kvtransfer.negotiation import host_identity
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import ucx_wire as wire
-from kvtransfer.transports.connect_words import ConnectWords
+from kvtransfer.transports.connect_words import ConnectWords, Dialect
 from kvtransfer.transports.end_config import LinkConfig
 from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.tcp_socket import close_politely, open_connection, tune
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable
 
 TLS_HELP = "UCX transports to use: all, or one by name (tcp, rc, ...); UCX_TLS counts where it is set"
@@ -58,6 +56,11 @@ class UcxConnectError(ConnectError):
     """Of a ucx link."""
 
 
+_DIALECT: Dialect[wire.Message] = Dialect(
+    encode=wire.encode, inbox=wire.Inbox, refused=wire.Refused, error=UcxConnectError
+)
+
+
 @dataclass(slots=True, kw_only=True)
 class Connected:
     """A welcomed link; both are the caller's."""
@@ -79,19 +82,11 @@ async def connect(
         pair=pair, epoch=endpoint.epoch, link=int.from_bytes(os.urandom(8)), host=host_identity(), pid=os.getpid()
     )
     making = loop.run_in_executor(None, UcxAgent, source_U8, f"writer-{hello.link:x}", config.tls)
-    sock: socket.socket | None = None
+    words: ConnectWords[wire.Message] | None = None
     try:
         async with asyncio.timeout(config.connect_ms_max / 1000):
-            sock = await open_connection(endpoint.address, loop)
-            tune(sock, config.socket)
-            words = ConnectWords[wire.Message](
-                sock,
-                loop,
-                address=endpoint.address,
-                encode=wire.encode,
-                inbox=wire.Inbox(),
-                refused=wire.Refused,
-                error=UcxConnectError,
+            words = await ConnectWords.open(
+                endpoint.address, loop, _DIALECT, address=endpoint.address, options=config.socket
             )
             welcome = await _shake_hands(words, endpoint, hello)
             agent = await asyncio.shield(making)
@@ -101,13 +96,13 @@ async def connect(
         if cancelled := await _until_over(loading):
             raise cancelled
         loading.result()
-        return Connected(sock=sock, agent=agent, region_nbytes=welcome.region_nbytes)
+        return Connected(sock=words.sock, agent=agent, region_nbytes=welcome.region_nbytes)
     except BaseException as error:
         cancelled = await _until_over(making)
         if making.exception() is None:
             cancelled = await _until_over(loop.run_in_executor(None, making.result().destroy)) or cancelled
-        if sock is not None:
-            take_leave(sock, wire.Bye(epoch=endpoint.epoch, drained=True))
+        if words is not None:
+            words.leave(wire.Bye(epoch=endpoint.epoch, drained=True))
         if cancelled is not None:
             raise cancelled from error
         if isinstance(error, TimeoutError):
@@ -137,10 +132,3 @@ async def _shake_hands(words: ConnectWords[wire.Message], endpoint: DataEndpoint
     if not hmac.compare_digest(w.proof, wanted):
         raise UcxConnectError(f"{endpoint.address}: whoever listens there does not know the pair's secret")
     return w
-
-
-def take_leave(sock: socket.socket, bye: wire.Bye) -> None:
-    """The last word, if the connection takes it, and its end."""
-    with contextlib.suppress(OSError):
-        sock.send(wire.encode(bye))
-    close_politely(sock)

@@ -72,10 +72,10 @@ class Connection(WordsConnection):
         return wire.encode(message)
 
     def cancel_timers(self) -> None:
-        for timer in (self.handshake_timer, self.poll_timer):
-            if timer is not None:
-                timer.cancel()
-        self.handshake_timer = self.poll_timer = None
+        self.cancel_timer()
+        if self.poll_timer is not None:
+            self.poll_timer.cancel()
+            self.poll_timer = None
 
     def open_pidfd(self, pid: int) -> None:
         """Before the nonce is made: the answer to it shows that the process lived, so that the pidfd is its own."""

@@ -12,21 +12,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
 
-from baton.ids import Epoch, GrantId, Pair
+from baton.ids import Epoch, Pair
 from baton.log import get_log
 from kvtransfer.negotiation import host_identity
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transport import ReceiverEvents, TransportName
 from kvtransfer.transports import ucx_wire as wire
-from kvtransfer.transports.acceptor import Acceptor, listen_on
+from kvtransfer.transports.base_port import ListeningPort
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.port_fences import NotAdmitted, PortFences
 from kvtransfer.transports.seal_gather import SealGather, SealRefused, WholeSeal
-from kvtransfer.transports.tcp_socket import RECV_BYTES, tune
+from kvtransfer.transports.tcp_socket import RECV_BYTES
 from kvtransfer.transports.ucx_connection import Connection, UcxReceiverConfig
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
 from kvtransfer.transports.ucx_wire import RefusalReason
@@ -34,7 +32,7 @@ from kvtransfer.transports.ucx_wire import RefusalReason
 log = get_log("ucx")
 
 
-class UcxReceiverPort:
+class UcxReceiverPort(ListeningPort[UcxReceiverConfig, RefusalReason, Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread, but
     the making and destroying of agents, which take a pool's thread."""
 
@@ -59,51 +57,20 @@ class UcxReceiverPort:
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        self._region = region
-        self._events = events
-        self._loop = loop
-        self._randomness = randomness
-        self._config = config or UcxReceiverConfig()
-        self._host = host_identity()
-        self._ucx_transports = ucx_transports(self._config.tls)
-        self._fences_alone = destruction_fences(self._ucx_transports)
-        self._fences = PortFences(
-            transport=self.transport,
+        config = config or UcxReceiverConfig()
+        super().__init__(
+            listen=listen,
+            advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            pairs_max=self._config.pairs_max,
+            config=config,
+            reasons=RefusalReason,
         )
-        self._connections: dict[int, Connection] = {}
-        self._connections_made = 0
-        self._counts: Counter[str] = Counter()
-        self._refused: Counter[RefusalReason] = Counter()
-        self._closed = False
-        listener, self.address = listen_on(listen, advertise_host, backlog=self._config.handshakes_max)
-        self._acceptor = Acceptor(
-            listener,
-            loop=loop,
-            admit=self._admit,
-            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
-            accepts_per_wake_max=self._config.accepts_per_wake_max,
-            pause_ms=self._config.accept_pause_ms,
-        )
-
-    def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
-        """See `ReceiverPort.expect`.
-
-        Raises:
-            PairBeingFenced: a fence of this epoch has not ended yet.
-            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
-        """
-        secret = self._fences.expect(pair, epoch)
-        return DataEndpoint(transport=self.transport, address=self.address, secret=secret, epoch=epoch)
-
-    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
-        """Does nothing: a writer that has the region's key is bounded by its own library alone."""
-
-    def forbid(self, grant: GrantId) -> None:
-        """Does nothing; see `allow`."""
+        self._region = region
+        self._host = host_identity()
+        self._ucx_transports = ucx_transports(config.tls)
+        self._fences_alone = destruction_fences(self._ucx_transports)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. How long it takes depends on the UCX transports: see the top of this file."""
@@ -129,42 +96,25 @@ class UcxReceiverPort:
         """Counters and gauges for people and metrics."""
         connections = self._connections.values()
         return {
-            "transport": self.transport.value,
-            "address": self.address,
+            **super().describe(),
             "ucx_transports": self._ucx_transports,
             "fence": "by the receiver alone" if self._fences_alone else "needs the writer's word, or its death",
-            "connections_made": self._connections_made,
             "connections_handshaking": sum(not c.opened for c in connections),
             "connections_writing": sum(c.opened and c.sock is not None for c in connections),
             "connections_unproved": sum(c.opened and c.sock is None for c in connections),
-            "fences_waiting": self._fences.waiting,
-            "fences_ended": self._fences.ended,
             **{name: self._counts[name] for name in ("seals", "destroy_failed")},
-            "refused": {reason.name: count for reason, count in self._refused.items()},
         }
 
     # Handshake.
 
-    def _admit(self, sock: socket.socket) -> None:
-        self._connections_made += 1
-        handshaking = sum(not c.opened for c in self._connections.values())
-        connection = Connection(number=self._connections_made, sock=sock)
-        self._connections[connection.number] = connection
-        if handshaking >= self._config.handshakes_max:
-            self._refuse(connection, RefusalReason.HANDSHAKES_MAX)
-            return
-        try:
-            tune(sock, self._config.socket)
-        except OSError:
-            self._drop(connection)  # reset before it was looked at
-            return
-        self._loop.add_reader(sock, self._read, connection)
-        connection.handshake_timer = self._loop.call_later(
-            self._config.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
-        )
+    def _connection(self, number: int, sock: socket.socket) -> Connection:
+        return Connection(number=number, sock=sock)
+
+    def _handshaking(self, connection: Connection) -> bool:
+        return not connection.opened
 
     def _challenge(self, connection: Connection, hello: wire.Hello) -> None:
-        if self._secret(connection, hello) is None:
+        if self._secret(connection, hello.pair, hello.epoch) is None:
             return
         connection.hello = hello
         if not self._fences_alone and hello.host == self._host:
@@ -172,17 +122,8 @@ class UcxReceiverPort:
         connection.nonce = self._randomness(wire.NONCE_BYTES)
         connection.send(wire.Challenge(nonce=connection.nonce))
 
-    def _secret(self, connection: Connection, hello: wire.Hello) -> bytes | None:
-        """The secret to be proved; None: the connection has been refused."""
-        secret = self._fences.secret(hello.pair, hello.epoch)
-        if isinstance(secret, NotAdmitted):
-            self._refuse(connection, RefusalReason[secret.name])
-            return None
-        return secret
-
     def _answer(self, connection: Connection, hello: wire.Hello, answer: wire.Answer) -> None:
-        # Asked again: a fence, or a newer epoch, may have come between HELLO and ANSWER.
-        secret = self._secret(connection, hello)
+        secret = self._secret(connection, hello.pair, hello.epoch)
         if secret is None:
             return
         connection.answered = True
@@ -208,7 +149,7 @@ class UcxReceiverPort:
         if connection.sock is None or self._closed:
             self._drop(connection)
             return
-        secret = self._secret(connection, hello)
+        secret = self._secret(connection, hello.pair, hello.epoch)
         if secret is None:
             return
         # Entered before the writer can have the key: from here on only evidence ends the connection.

@@ -10,10 +10,10 @@
                                                 <-       FENCE(epoch)
       BYE(epoch, drained)                       ->       its agent is destroyed
 
-`drained`: everything that was ever posted has completed. REFUSED(reason) may come from the receiver at any point. The
-secret never travels: both sides show an HMAC-SHA256 over the HELLO, the nonce and, in the WELCOME, what that says, each
-under a label of its own. A message is a head (magic, version, kind, length of the body) and a body; integers are
-little-endian.
+`drained`: everything that was ever handed to UCX has completed, so nothing is adrift. REFUSED(reason) may come from the
+receiver at any point. The secret never travels: both sides show an HMAC-SHA256 over the HELLO, the nonce and, in the
+WELCOME, what that says, each under a label of its own. A message is a head (magic, version, kind, length of the body)
+and a body; integers are little-endian.
 """
 
 from __future__ import annotations

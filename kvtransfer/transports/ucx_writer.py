@@ -20,7 +20,8 @@ from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.chain_link import ChainLink, LinkLimits
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.rdma_queue import QueueLimits, SealPart
-from kvtransfer.transports.ucx_connect import Connected, UcxConnectError, UcxWriterConfig, connect, take_leave
+from kvtransfer.transports.tcp_socket import take_leave
+from kvtransfer.transports.ucx_connect import Connected, UcxConnectError, UcxWriterConfig, connect
 from kvtransfer.transports.ucx_nixl import UcxFailed, ucx_transports
 
 log = get_log("ucx")
@@ -103,7 +104,7 @@ class UcxWriterLink(ChainLink):
             return cls(connected=connected, endpoint=endpoint, pair=pair, events=events, loop=loop, config=config)
         except RuntimeError as error:
             connected.agent.destroy()
-            take_leave(connected.sock, wire.Bye(epoch=endpoint.epoch, drained=True))
+            take_leave(connected.sock, wire.encode(wire.Bye(epoch=endpoint.epoch, drained=True)))
             raise UcxConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
 
     def describe(self) -> dict[str, object]:
@@ -113,7 +114,7 @@ class UcxWriterLink(ChainLink):
     # Posting thread.
 
     def _post_all(self) -> None:
-        failure, drained, destroyed = "the posting thread failed", False, False
+        failure, destroyed = "the posting thread failed", False
         pause_us = self._config.poll_us_min
         try:
             while not self._cut and not (self._draining and self._queue.drained and not self._seals_out):
@@ -124,7 +125,7 @@ class UcxWriterLink(ChainLink):
                     moved = True
                 pause_us = self._config.poll_us_min if moved else min(2 * pause_us, self._config.poll_us_max)
                 self._awake.wait(pause_us / 1e6 if self._queue.on_the_way else SLEEP_MS_MAX / 1000)
-            failure, drained = "", self._queue.drained
+            failure = ""
         except UcxFailed as error:
             failure = str(error)
         finally:
@@ -132,7 +133,7 @@ class UcxWriterLink(ChainLink):
                 self._agent.destroy()
                 destroyed = True
             finally:
-                call_loop(self._loop, self._thread_left, failure, drained, destroyed)
+                call_loop(self._loop, self._thread_left, failure, destroyed)
 
     def _post_what_fits(self) -> bool:
         posted = False
@@ -166,22 +167,22 @@ class UcxWriterLink(ChainLink):
             case _:
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
-    def _thread_left(self, failure: str, drained: bool, destroyed: bool) -> None:
+    def _thread_left(self, failure: str, destroyed: bool) -> None:
         if failure and not self._ending.begun:
             # The receiver's word, if it left one, says more than the error of a write.
             self._read()
             self._end(failure)
         self._thread.join()
         self._stop_watching()
-        self._words.close()
         if not destroyed:
             # A bug of ours, raised in the thread. Its worker may still read the source: no completion, and no BYE.
             log.error("ucx link keeps its source blocks", peer=self._address)
-            self._sock.close()
+            self._hang_up(None)
             self._ending.finish()
             return
+        drained = not self._queue.writes_out  # else some are adrift, as it tells of each grant
         self._queue.lose_all()
-        take_leave(self._sock, wire.Bye(epoch=self._epoch, drained=drained))
+        self._hang_up(wire.encode(wire.Bye(epoch=self._epoch, drained=drained)))
         # Behind the completions, which the queue has just handed to the loop.
         self._loop.call_soon(self._ending.finish)
 

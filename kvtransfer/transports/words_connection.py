@@ -1,4 +1,4 @@
-"""What the receivers' connections for words of rdma and ucx have in common."""
+"""What the connections of tcp, rdma and ucx have in common at their port: words go over them, over tcp's data too."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class WordsConnection(ABC):
         if self.sock is not None:
             with contextlib.suppress(OSError):
                 self.sock.send(self._encode(message))
+
+    def cancel_timer(self) -> None:
+        if self.handshake_timer is not None:
+            self.handshake_timer.cancel()
+            self.handshake_timer = None
 
     def close_sock(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.sock is not None:

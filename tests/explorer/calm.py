@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from baton.ids import GrantId
-from kvtransfer.grant_messages import GrantTimerFired, PeerGone, ReserveUnanswered, TimerKind
+from kvtransfer.receiver_messages import GrantTimerFired, TimerKind
 from kvtransfer.writer_grants import WriterState
+from kvtransfer.writer_messages import PeerGone, ReserveUnanswered
 from tests.explorer.bounds import Violation
 from tests.explorer.product import DEAD, Budget, Label, Product, State
 from tests.explorer.receiver_part import ReceiverInfo

@@ -11,13 +11,13 @@ from typing import Any
 
 from baton.ids import Epoch, GrantId, ReserveNumber
 from kvtransfer.grant_book import GrantEntry, PairEntry
-from kvtransfer.grant_messages import Refusal
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants, ReceiverLimits
+from kvtransfer.receiver_messages import Refusal
 from kvtransfer.writer_grants import WriterGrants, WriterLimits, WriterState, _Handoff
 
 GrantTuple = tuple[Any, ...]
-ReceiverTuple = tuple[tuple[GrantTuple, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
+ReceiverTuple = tuple[tuple[GrantTuple, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], Epoch]
 HandoffTuple = tuple[Any, ...]
 WriterTuple = tuple[int, tuple[HandoffTuple, ...], tuple[tuple[ReserveNumber, Epoch], ...]]
 
@@ -57,7 +57,8 @@ def save_receiver(machine: ReceiverGrants) -> ReceiverTuple:
         )
         for pair, p in sorted(machine._pairs.items())
     )
-    return grants, pairs, tuple(sorted(machine._dead_attempts.items())), save_ledger(machine.ledger)
+    dead = tuple(sorted(machine._dead_attempts.items()))
+    return grants, pairs, dead, save_ledger(machine.ledger), machine._first_epoch
 
 
 def _save_grant(grant: GrantEntry) -> GrantTuple:
@@ -84,8 +85,9 @@ def _save_grant(grant: GrantEntry) -> GrantTuple:
 
 
 def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: ReceiverTuple) -> ReceiverGrants:
-    grants, pairs, dead, ledger = saved
+    grants, pairs, dead, ledger, first_epoch = saved
     machine = make(load_ledger(ledger), limits)
+    machine._first_epoch = first_epoch
     for row in grants:
         grant = GrantEntry(
             id=row[0],

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.grant_messages import ReceiverEvent, WriterEvent
+from kvtransfer.receiver_messages import ReceiverEvent
+from kvtransfer.writer_messages import WriterEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from kvtransfer.grant_book import GrantEntry
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
+from kvtransfer.receiver_messages import (
     AnswerLetGo,
     GrantTimerFired,
     RecordsChecked,
@@ -15,11 +16,10 @@ from kvtransfer.grant_messages import (
     SealLanded,
     TimerKind,
     WriterLetGo,
-    WritesAdrift,
 )
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
 from kvtransfer.receiver_states import RecordCheck
 from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep, _Handoff
+from kvtransfer.writer_messages import WritesAdrift
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 
 _OPEN = (GrantState.RESERVED, GrantState.WRITING)

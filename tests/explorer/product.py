@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from baton.ids import Epoch
-from kvtransfer.grant_messages import LinkLost, PairFenced, SealLanded
+from kvtransfer.receiver_messages import PairFenced, SealLanded
 from kvtransfer.writer_grants import WriterState
+from kvtransfer.writer_messages import LinkLost
 from tests.explorer.bounds import BYTES_PER_WRITE, Bounds, Profile, Violation, pair_of, writer_index, writer_of_grant
 from tests.explorer.data_path import SEAL, DataPath
 from tests.explorer.messages import Messages

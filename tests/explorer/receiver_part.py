@@ -6,45 +6,47 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import BlockId, Epoch, GrantId
-from kvtransfer.grant_messages import (
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
+from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerGranted,
     AnswerLetGo,
     AnswerRefused,
     AnswerRenew,
     AnswerResolve,
-    CommitAnswered,
     CommitAsked,
     FencePair,
     ForgetGrant,
     GrantTimerFired,
-    LetGoAnswered,
     PairFenced,
     ReceiverInstruction,
     RecordsChecked,
     Refusal,
     RenewAsked,
-    RenewRefused,
     ReportCorrupt,
     RequestCancelled,
     RequestEnded,
     ReserveAsked,
-    ReserveGranted,
-    ReserveRefused,
     ResolveAsked,
-    RevokeAsked,
     ScheduleRequest,
     SendRevoke,
     StartGrantTimer,
     StopGrantTimers,
     TimerKind,
-    WriterEvent,
     WriterLetGo,
     WriterSuspected,
 )
-from kvtransfer.ledger import Ledger
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
 from kvtransfer.receiver_states import RecordCheck
+from kvtransfer.writer_messages import (
+    CommitAnswered,
+    LetGoAnswered,
+    RenewRefused,
+    ReserveGranted,
+    ReserveRefused,
+    RevokeAsked,
+    WriterEvent,
+)
 from tests.explorer.bounds import Bounds, Violation, number_of, pair_of, writer_index, writer_of_grant
 from tests.explorer.codec import ReceiverTuple, load_receiver, save_receiver
 from tests.explorer.messages import Message, Messages
@@ -136,7 +138,7 @@ class ReceiverPart:
     def epoch(self, info: ReceiverInfo, writer: int) -> Epoch:
         """The epoch that the port expects connections of this writer to carry."""
         pair = pair_of(writer)
-        return next((p[1] for p in info.state.machine[1] if p[0] == pair), Epoch(0))
+        return next((p[1] for p in info.state.machine[1] if p[0] == pair), info.state.machine[4])
 
     def forget_pair(self, info: ReceiverInfo, writer: int) -> ReceiverInfo:
         """`forget_pair` of a dead writer's pair, with the checks' memory of it: nobody waits for its answers."""
@@ -211,7 +213,7 @@ class ReceiverPart:
         info = self._infos.get(state)
         if info is not None:
             return info
-        grants, pairs, _, _ = state.machine
+        grants, pairs, _, _, _ = state.machine
         machine = load_receiver(self._make, self._bounds.receiver_limits, state.machine)
         intern = self._messages.intern
         lets_go = tuple((intern(RequestCancelled(key=k)), intern(ResolveAsked(key=k))) for k in self._bounds.keys)

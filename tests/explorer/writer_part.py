@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import Epoch, GrantId, ReserveNumber
-from kvtransfer.grant_messages import (
+from kvtransfer.receiver_messages import CommitAsked, RenewAsked, ReserveAsked, WriterLetGo
+from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep
+from kvtransfer.writer_messages import (
     AllPosted,
     AnswerRevoke,
     CommitAnswered,
-    CommitAsked,
     CommitUnanswered,
     HandoffAsked,
     HandoffCancelled,
@@ -18,10 +19,8 @@ from kvtransfer.grant_messages import (
     LetGoUnanswered,
     PeerGone,
     ReleaseSources,
-    RenewAsked,
     RenewRefused,
     ReportEnd,
-    ReserveAsked,
     ReserveGranted,
     ReserveRefused,
     ReserveUnanswered,
@@ -32,12 +31,10 @@ from kvtransfer.grant_messages import (
     SendSeal,
     StartWriting,
     WriterInstruction,
-    WriterLetGo,
     WritesAdrift,
     WritesCompleted,
     WritesPosted,
 )
-from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep
 from tests.explorer.bounds import BYTES_PER_WRITE, Bounds, Violation, grant_of, number_of, pair_of
 from tests.explorer.codec import WriterTuple, load_writer, save_writer
 from tests.explorer.messages import Message, Messages

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from baton.ids import Attempt, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from decode_node.node import DecodeNode
-from kvtransfer.grant_messages import AnswerGranted, AnswerRefused, ReserveAsked
 from kvtransfer.receiver import Receiver
+from kvtransfer.receiver_messages import AnswerGranted, AnswerRefused, ReserveAsked
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Process

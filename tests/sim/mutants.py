@@ -15,9 +15,9 @@ import decode_node.receiving
 import prefill_node.peers
 from baton.ids import Epoch, GrantId, Pair, RequestKey
 from decode_node.node import DecodeNode
-from kvtransfer.grant_messages import FencePair, PairFenced
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import ReceiverGrants
+from kvtransfer.receiver_messages import FencePair, PairFenced
 from kvtransfer.receiver_ports import ReceiverPorts
 from router.subscriptions import Inbox
 from tests.explorer import mutants as machines
