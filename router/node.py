@@ -28,7 +28,7 @@ from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams
 from router.job import Job, TokenPart, Try, finished_event, started_event, tokens_event
-from router.observer import RequestObserver
+from router.observer import ObservedRequest, RequestObserver
 from router.prefill_nodes import PrefillNodes
 from router.regions import RegionWatch
 from router.request import CheckedRequest, check_request
@@ -146,19 +146,29 @@ class RouterNode:
             self._log.failed(error, request_id=request_id, job=job, began_s=began_s)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            # The client has left, or whoever calls has ended it for a reason that the client is told.
-            told = job.cut_off if job is not None else None
-            unfinished = job is None or job.finish == common_pb2.FINISH_REASON_UNSPECIFIED
-            if told is None and unfinished and self._loop.time() >= deadline_s - DEADLINE_MARGIN_S:
-                told = BatonError(Reason.DEADLINE, "The request's deadline has passed.")
-            if told is not None:
-                self._log.failed(told, request_id=request_id, job=job, began_s=began_s)
+            self._ended_from_outside(job, observed, request_id=request_id, began_s=began_s, deadline_s=deadline_s)
             raise
         finally:
             observed.ended()
+            if job is not None:
+                job.on_put = job.cut_off = None  # they refer to the job
             self.requests -= 1
             if admitted:
                 self._ended.left(1, self._loop.time())
+
+    def _ended_from_outside(
+        self, job: Job | None, observed: ObservedRequest, *, request_id: RequestId, began_s: float, deadline_s: float
+    ) -> None:
+        """The client has left, which is nobody's error, or whoever calls has ended it for a reason that the client is
+        told: that goes to log and metrics."""
+        if job is not None and job.cut_off is not None:
+            self._log.failed(job.cut_off, request_id=request_id, job=job, began_s=began_s)
+            return
+        unfinished = job is None or job.finish == common_pb2.FINISH_REASON_UNSPECIFIED
+        if unfinished and self._loop.time() >= deadline_s - DEADLINE_MARGIN_S:
+            late = BatonError(Reason.DEADLINE, "The request's deadline has passed.")
+            observed.failed(late.reason)
+            self._log.failed(late, request_id=request_id, job=job, began_s=began_s)
 
     def _full(self) -> BatonError:
         return BatonError(
@@ -236,7 +246,8 @@ class RouterNode:
                     given += len(new)
                     inbox.taken, inbox.writing_s = given, None
                 elif inbox.error is not None:
-                    await self._resolve(attempt, inbox.error)
+                    if not await self._goes_on(attempt, inbox.error):
+                        raise inbox.error
                 else:
                     await inbox.news.wait()
                     inbox.news.clear()
@@ -245,28 +256,30 @@ class RouterNode:
         finally:
             prefilling.cancel()
             del self._inboxes[inbox.key]
+            inbox.error = None  # or each would refer to the other, by way of the frames in its traceback
             if attempt.subscription is not None:
                 self._streams.let_go(attempt.subscription, inbox)
 
-    async def _resolve(self, attempt: Try, error: BatonError) -> None:
-        """Something of the attempt has failed. Where the decode node has committed it all the same, it goes on there.
+    async def _goes_on(self, attempt: Try, error: BatonError) -> bool:
+        """Something of the attempt has failed. Whether it goes on, as the decode node has committed it all the same.
 
-        Raises `error` otherwise: the decode node never runs the attempt then, or its tokens are not taken.
+        If not, the decode node never runs the attempt, or its tokens are not taken.
         """
         inbox, subscription = attempt.inbox, attempt.subscription
         if subscription is None or subscription.lost or inbox.given_up or error.reason not in RESUMABLE:
-            raise error
+            return False
         if attempt.resolved == self.config.retries.resolves_max:
-            raise error
+            return False
         attempt.resolved += 1
         goes_on = await self._streams.has_committed(subscription, inbox.key)
         if inbox.finish is not None:
-            return  # the rest of the answer has come meanwhile
+            return True  # the rest of the answer has come meanwhile
         if not goes_on or inbox.given_up:
-            raise error
+            return False
         log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
         inbox.go_on()
         subscription.add(inbox)
+        return True
 
     async def _prefill(self, job: Job, attempt: Try) -> None:
         """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
@@ -291,10 +304,7 @@ class RouterNode:
             except BatonError as error:
                 if error.reason is Reason.DATA_CORRUPT:
                     job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
-                told = self._prefill_nodes.failed(job, record, error)
-                if told is not error:
-                    raise told from error
-                raise
+                inbox.fail(self._prefill_nodes.failed(job, record, error))
             finally:
                 self._calls[record.endpoint] -= 1
                 placed()
@@ -339,6 +349,10 @@ class RouterNode:
             stats.handoff_exposed_ms = done.handoff_exposed_ms
 
     # Small helpers.
+
+    def refused(self, error: BatonError, *, door: str, request_id: RequestId | None = None) -> None:
+        """A client is told this at the `door`, before there is a request: the log has it too."""
+        self._log.refused(error, door=door, request_id=request_id)
 
     def upkeep(self) -> None:
         """Called every second."""
@@ -444,6 +458,11 @@ class RouterNode:
             cache_salt=job.checked.cache_salt,
             avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
         )
+
+
+def not_taken() -> BatonError:
+    """A router that drains."""
+    return BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
 
 
 def _noting(job: Job, cut_off: Callable[[BatonError], None]) -> Callable[[BatonError], None]:

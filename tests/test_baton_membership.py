@@ -318,6 +318,33 @@ def test_a_directory_that_is_lost_again_at_once() -> None:
     run(scene())
 
 
+def test_a_directory_that_flaps_does_not_keep_the_dead_for_ever() -> None:
+    """It is lost and found again each second, faster than any node runs out, and lists one of two each time: the other
+    one is kept for `stale_ms_max` from the first time on, not for as long as that goes on."""
+
+    async def scene() -> None:
+        directory, clock = ScriptedDirectory(), ManualClock()
+        membership = make(
+            directory, clock, ttl_ms=3_000, heartbeat_ms=1_000, backoff_ms_max=1_000, stale_ms_max=10_000
+        )
+        await membership.start()
+        directory.show(record("a"), record("b"))
+        await membership.wait_until(lambda: known(membership) == ["a", "b"])
+        seen = []
+        for _ in range(12):
+            directory.lose()
+            await membership.wait_until(lambda: membership.stale)
+            await clock.asleep(2)
+            directory.show(record("a"))
+            clock.advance(1.0)
+            await membership.wait_until(lambda: not membership.stale)
+            seen.append(known(membership))
+        assert seen == [["a", "b"]] * 10 + [["a"]] * 2
+        await membership.stop()
+
+    run(scene())
+
+
 def test_heartbeats_go_on_when_the_directory_refuses_them() -> None:
     """Three pushes fail; the fourth is taken, with the sequence that it would have had anyway."""
 
