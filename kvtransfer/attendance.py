@@ -110,7 +110,7 @@ class WriterAttendance:
                         staying = asyncio.get_running_loop().call_later(self._stays_s, self._stayed)
                     async for _ in call:
                         if not self._reach.doubted:
-                            self.out_of_reach = False
+                            self._reached()
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self._gone()
@@ -128,4 +128,9 @@ class WriterAttendance:
     def _stayed(self) -> None:
         """The call that a doubted receiver has taken is still there."""
         self._reach.heard()
-        self.out_of_reach = False
+        self._reached()
+
+    def _reached(self) -> None:
+        if self.out_of_reach:
+            self.out_of_reach = False
+            log.info("receiver reached again", peer=self._name)

@@ -30,8 +30,9 @@ from router.chat import ChatEncoder
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
 from router.http_reply import CallReply, CutOff, Events, error_response
+from router.intake import not_taken
 from router.metrics import RouterMetrics
-from router.node import RouterNode, not_taken
+from router.node import RouterNode
 from router.openai_replies import Replies, model_json
 from router.openai_requests import OpenAiCall, parse_body, parse_chat, parse_completion
 from router.text import TextCodec

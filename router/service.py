@@ -14,7 +14,8 @@ from baton.errors import BatonError
 from baton.ids import RequestId
 from baton.rpc import RpcLimits, time_left_s
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
-from router.node import RouterNode, not_taken
+from router.intake import not_taken
+from router.node import RouterNode
 from router.slow_client import ClientGuard
 
 
