@@ -203,7 +203,9 @@ class RpcServer:
 class _Edge(grpc.aio.ServerInterceptor):
     """Wraps every handler: admission, deadline, errors to statuses."""
 
-    def __init__(self, *, limits: RpcLimits, rng: random.Random, refused: Callable[[BatonError], None]) -> None:
+    def __init__(
+        self, *, limits: RpcLimits, rng: random.Random, refused: Callable[[BatonError], None] = lambda _error: None
+    ) -> None:
         self._limits = limits
         self._rng = rng
         self._refused = refused
@@ -326,7 +328,6 @@ class _Edge(grpc.aio.ServerInterceptor):
             yield
         finally:
             self._running -= 1
-
 
     def _full(self) -> BatonError:
         return BatonError(

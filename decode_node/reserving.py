@@ -68,7 +68,7 @@ class Reserving:
     def ask(
         self, request: transfer_pb2.ReserveRequest, pair: Pair, receiver: Receiver
     ) -> Granted | transfer_pb2.ReserveReply:
-        """Have `receiver` grant blocks for the prompt and set the answer's growth aside; or the reply that says why not.
+        """Have `receiver` grant blocks for the prompt and set the answer's growth aside. A reply says why it does not.
 
         A repeat gets the first one's answer, even where this node could not give it any more.
         """

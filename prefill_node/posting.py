@@ -66,9 +66,7 @@ class Posting:
             return None
         src = job.seq.block_table[first : job.next_block]
         dst = handoff.dst_blocks[first - handoff.prefix_skip : job.next_block - handoff.prefix_skip]
-        return handoff.plan_step(
-            np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), range(self._num_layers)
-        )
+        return handoff.plan_step(np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), range(self._num_layers))
 
     def _finished_blocks(self, piece: SequenceSlice) -> int:
         """How many of the prompt's records are finished by this slice: full ones, and the last one at the end."""

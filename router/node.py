@@ -323,6 +323,7 @@ class RouterNode:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
         return self._prefill_nodes.model()
 
+
 def _noting(job: Job, cut_off: Callable[[BatonError], None]) -> Callable[[BatonError], None]:
     def cut(error: BatonError) -> None:
         job.cut_off = error

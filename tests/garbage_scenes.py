@@ -94,13 +94,13 @@ async def is_placed_again(cluster: InProcessCluster, prompt: list[int]) -> None:
 
 async def is_resumed(cluster: InProcessCluster, prompt: list[int]) -> None:
     """Its decode node is lost in the middle of the answer."""
-    asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=400))
+    asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=150))
     await until(cluster, "a token", lambda: any(len(i.tokens) > 2 for i in cluster.router._inboxes.values()))
     for inbox in cluster.router._inboxes.values():
         inbox.give_up(BatonError(Reason.HANDOFF_FAILED, "The test says so."))
     del inbox
     answer = await asked
-    assert (answer.ids, answer.stats.resumptions) == (mock_tokens(prompt, 400), 1)
+    assert (answer.ids, answer.stats.resumptions) == (mock_tokens(prompt, 150), 1)
 
 
 async def is_late(cluster: InProcessCluster, prompt: list[int]) -> None:
@@ -131,7 +131,9 @@ def play(ends: Callable[[InProcessCluster, list[int]], Awaitable[None]]) -> None
 
     async def scenario() -> None:
         rng = random.Random(5)
-        async with inprocess(mock_spec(decode_flags={"engine.num_blocks": 70, "engine.mock_layer_delay_ms": 0.5})) as cluster:
+        async with inprocess(
+            mock_spec(decode_flags={"engine.num_blocks": 70, "engine.mock_layer_delay_ms": 0.5})
+        ) as cluster:
             await ask_exactly(cluster, random_prompt(rng, PROMPT_TOKENS))
             await assert_conserved(cluster)
             with without_collector():

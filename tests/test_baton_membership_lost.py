@@ -123,9 +123,7 @@ def test_a_directory_that_flaps_does_not_keep_the_dead_for_ever() -> None:
 
     async def scene() -> None:
         directory, clock = ScriptedDirectory(), ManualClock()
-        membership = make(
-            directory, clock, ttl_ms=3_000, heartbeat_ms=1_000, backoff_ms_max=1_000, stale_ms_max=10_000
-        )
+        membership = make(directory, clock, ttl_ms=3_000, heartbeat_ms=1_000, backoff_ms_max=1_000, stale_ms_max=10_000)
         await membership.start()
         directory.show(record("a"), record("b"))
         await membership.wait_until(lambda: known(membership) == ["a", "b"])

@@ -22,8 +22,8 @@ SPEC = mock_spec(
 
 
 def test_the_large_node_is_asked_at_once() -> None:
-    """One decode node is asked for each request, and the small ones have more room each time. Prompts of 45 blocks go to
-    the large one, and no small one hears of them; prompts of two blocks go to small ones too."""
+    """One decode node is asked for each request. Prompts of 45 blocks go to the large one, and no small one hears of
+    them; prompts of two blocks go to small ones too."""
 
     async def scenario() -> None:
         real, asked = DecodeNode.reserve, list[str]()
@@ -38,7 +38,7 @@ def test_the_large_node_is_asked_at_once() -> None:
                 for _ in range(6):
                     await ask_exactly(cluster, random_prompt(rng, 700))
                 assert asked == [LARGE] * 6
-                for _ in range(12):
+                for _ in range(20):
                     await ask_exactly(cluster, random_prompt(rng, 20))
                 assert len(set(asked)) > 1
                 await assert_conserved(cluster)

@@ -12,6 +12,7 @@ from batonpb import transfer_pb2
 from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
 from kvtransfer.attendance import WriterAttendance
+from tests.cluster_harness import wait_for
 
 HANG_S = 30.0
 LIVENESS = LivenessConfig(reconnect_ms_max=700, reconnect_pause_ms=50, barren_ms_max=50, barren_max=6)
@@ -37,7 +38,7 @@ class StillClock:
 
 
 class Receiver:
-    """Stands for the stub: takes each call, answers once, and then fails it, or keeps it until `ends` is set."""
+    """Stands for the stub: takes each call, answers once, and then fails it, or keeps it until `ends` is set, once."""
 
     def __init__(self) -> None:
         self.reached = True
@@ -63,6 +64,7 @@ class Call:
         if self._receiver.failing:
             raise BatonError(Reason.INTERNAL, "A bug in the decode node.")
         await self._receiver.ends.wait()
+        self._receiver.ends.clear()
 
 
 class Scene:
@@ -71,7 +73,7 @@ class Scene:
         self.attendance = WriterAttendance(
             name="decode-0",
             endpoint=endpoint,
-            stub=self.receiver,
+            stub=self.receiver,  # type: ignore[arg-type]
             request=transfer_pb2.AttendRequest(),
             lost=self._lost,
             gone=lambda: None,
@@ -99,8 +101,10 @@ def play(scene: Callable[[Scene], Any]) -> None:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0)
+    async def now() -> bool:
+        return holds()
+
+    await wait_for(now, "the writer to do so")
 
 
 def test_a_receiver_that_answers_once_and_fails_is_left_alone_for_longer_and_longer() -> None:
@@ -124,12 +128,12 @@ def test_a_receiver_that_answers_once_and_fails_is_left_alone_for_longer_and_lon
 
 
 def test_a_receiver_that_was_away_is_trusted_at_once() -> None:
-    """It is not reached for its time, and lost; it had kept its calls before, so that the next one it takes is enough."""
+    """It is not reached for its time, and lost. Nothing is held against it: the next call that it takes is enough."""
 
     async def scene(one: Scene) -> None:
         one.receiver.reached = False
         await until(lambda: one.attendance.out_of_reach)
-        assert (one.lost, set(one.clock.slept)) == (1, {0.05})
+        assert (one.lost, max(one.clock.slept) <= 0.7) == (1, True)
         calls = one.receiver.calls
         one.receiver.reached = True
         await until(lambda: not one.attendance.out_of_reach)

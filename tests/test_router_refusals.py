@@ -25,6 +25,7 @@ from router.metrics import RouterMetrics
 from router.node import RouterNode
 from router.request_log import LIMITS, RequestLog
 from router.service import InferenceService
+from tests.cluster_harness import wait_for
 
 HANG_S = 30.0
 BODY_BYTES_MAX = 1_000
@@ -149,8 +150,11 @@ def test_one_call_too_many(caplog: pytest.LogCaptureFixture) -> None:
 
     async def scene(door: Door) -> None:
         first = door.stub.Generate(Asked, timeout=HANG_S)
-        while not door.requests():
-            await asyncio.sleep(0)
+
+        async def there() -> bool:
+            return door.requests() == 1
+
+        await wait_for(there, "the first call")
         assert (await door.call()).reason is Reason.TOO_MANY_CALLS
         first.cancel()
 
