@@ -4,7 +4,7 @@ Each gRPC connection between nodes is pinged from both ends while it is silent. 
 own, in native code: a process whose event loop or interpreter lock is busy answers, one that is stopped or cut off
 does not. A connection that ends, or whose ping goes unanswered, ends every call on it. Whoever holds a long-lived call
 to a peer (`Reach`) then tries to reach it again for a short time before it believes it lost. A peer that takes every
-such call and ends each at once, with nothing said, is of no more use than one that is gone, and is believed lost too.
+such call and ends each at once, with nothing of use said, might as well be gone, and is believed lost too.
 Being wrong costs what was under way there and is safe: ownership of blocks and of tokens never depends on it.
 """
 
@@ -14,11 +14,15 @@ import asyncio
 import random
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from baton.clock import Clock
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
+
+DOUBT_PAUSE_MS: Final = 1_000
+"""After a peer was lost for ending every call at once: until it is tried again, doubled with each time."""
+DOUBT_PAUSE_MS_MAX: Final = 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,7 @@ class LivenessConfig:
 
     barren_ms_max: int = field(
         default=1_000,
-        metadata={"help": "a long call that ends before this, with nothing said on it, was of no use"},
+        metadata={"help": "a long call that ends before this, with nothing of use said on it, was of no use"},
     )
     barren_max: int = field(
         default=6, metadata={"help": "such calls in a row, with longer and longer pauses, before the peer is lost"}
@@ -88,9 +92,19 @@ class Reach:
         self._refusals = 0
         self._connected_s: float | None = None
         self._barren = 0
-        self.doubted = False
-        """Lost for calls that came to nothing, and nothing heard since: that it takes a call says little."""
+        self._doubts = 0
+        """Times in a row that it was lost for calls that came to nothing."""
         self.why = ""
+
+    @property
+    def doubted(self) -> bool:
+        """Lost for calls that came to nothing, and nothing heard since: that it takes a call says little."""
+        return self._doubts > 0
+
+    @property
+    def doubt_pause_s(self) -> float:
+        """How long a peer that is doubted is left alone; 0 for one that is not."""
+        return doubt_pause_ms(self._doubts) / 1000
 
     async def connected(self, call: Any) -> None:
         """Wait until a call that has just been made is on a connection to the peer. Cancels it where that takes longer
@@ -105,10 +119,10 @@ class Reach:
         self._connected_s = self._clock.monotonic_s()
 
     def heard(self) -> None:
-        """The peer has said something on the call, or has kept it long enough: it is of use."""
+        """The peer has said something of use on the call, or has kept it long enough: it is of use."""
         self._connected_s = None
         self._barren = 0
-        self.doubted = False
+        self._doubts = 0
 
     @property
     def _left_s(self) -> float:
@@ -128,13 +142,13 @@ class Reach:
             self._refusals = 0
         if self._refusals >= self._config.refusals_max:
             self.why = "nobody listens at its address"
-            self.doubted = False
+            self._doubts = 0
         elif self._barren >= (1 if self.doubted else self._config.barren_max):
-            self.why = f"it ended {self._barren} calls in a row at once, with nothing said"
-            self.doubted = True
+            self.why = f"it took {self._barren} calls in a row and ended each at once"
+            self._doubts += 1
         elif self._left_s == 0.0:
             self.why = f"it was not reached again for {self._config.reconnect_ms_max} ms"
-            self.doubted = False
+            self._doubts = 0
         else:
             await self._clock.sleep_s(self._pause_s)
             return False
@@ -160,6 +174,11 @@ class Reach:
     def _begin(self) -> None:
         self._broken_s = None
         self._refusals = 0
+
+
+def doubt_pause_ms(doubts: int) -> int:
+    """Before a peer is tried again that was lost so many times in a row for ending every call at once."""
+    return min(DOUBT_PAUSE_MS << min(doubts - 1, 16), DOUBT_PAUSE_MS_MAX) if doubts else 0
 
 
 async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:

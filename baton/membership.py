@@ -59,6 +59,16 @@ class MembershipConfig:
             raise InvalidField("backoff_ms_min", "must not exceed backoff_ms_max")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unconfirmed:
+    """A record that a directory found again does not know."""
+
+    until_s: float
+    """It is kept until then."""
+    last_s: float
+    """And no longer than this, however often the directory is lost and found meanwhile."""
+
+
 class Membership:
     """Heartbeat and watch of one process, on one event loop. Does not own the directory client.
 
@@ -85,8 +95,7 @@ class Membership:
         self._records: tuple[NodeRecord, ...] = ()
         self._of_role: dict[Role, tuple[NodeRecord, ...]] = {}
         """Those that serve a role, for the roles asked for since the records last changed."""
-        self._unconfirmed_s: dict[NodeName, float] = {}
-        """Records that a directory found again does not know, and until when they are kept."""
+        self._unconfirmed: dict[NodeName, _Unconfirmed] = {}
         self._stale = True
         self._stale_since_s = clock.monotonic_s()
         self._sequence = 0
@@ -228,22 +237,32 @@ class Membership:
     def _take(self, snapshot: Snapshot, *, found_again: bool) -> None:
         """A directory that is found again may have heard of nobody for as long as it was lost: it was restarted, stood
         still, or was cut off from all of them. It hears of those that live within a heartbeat. Nodes that it neither
-        lists nor knows to have said goodbye are kept for `ttl_ms` more, so that its trouble is not an outage."""
+        lists nor knows to have said goodbye are kept for `ttl_ms` more, so that its trouble is not an outage. Where it
+        is lost and found again and again, faster than that, the dead would never run out: they have `stale_ms_max` in
+        all, as while it is out of reach."""
         settled = {record.name for record in snapshot.records} | snapshot.left
         if found_again:
-            until_s = self._clock.monotonic_s() + self._config.ttl_ms / 1e3
-            self._unconfirmed_s = {record.name: until_s for record in self._records}
-        self._unconfirmed_s = {name: until_s for name, until_s in self._unconfirmed_s.items() if name not in settled}
-        kept = [record for record in self._records if record.name in self._unconfirmed_s]
+            self._unconfirmed = {record.name: self._wait_for(record.name) for record in self._records}
+        now_s, waits = self._clock.monotonic_s(), self._unconfirmed
+        self._unconfirmed = {name: waits[name] for name in waits if name not in settled and waits[name].until_s > now_s}
+        kept = [record for record in self._records if record.name in self._unconfirmed]
         self._publish(tuple(sorted([*snapshot.records, *kept], key=lambda record: record.name)), stale=False)
+
+    def _wait_for(self, name: NodeName) -> _Unconfirmed:
+        """How long a record stays that a directory, found again just now, may not know."""
+        now_s, ttl_s = self._clock.monotonic_s(), self._config.ttl_ms / 1e3
+        before, last_s = self._unconfirmed.get(name), now_s + self._config.stale_ms_max / 1e3
+        if before is not None and now_s - self._stale_since_s < ttl_s:
+            last_s = before.last_s
+        return _Unconfirmed(until_s=min(now_s + ttl_s, last_s), last_s=last_s)
 
     def _drop_unconfirmed(self) -> None:
         if self._stale:
             return
         now_s = self._clock.monotonic_s()
-        overdue = {name for name, until_s in self._unconfirmed_s.items() if until_s <= now_s}
+        overdue = {name for name, wait in self._unconfirmed.items() if wait.until_s <= now_s}
         for name in overdue:
-            del self._unconfirmed_s[name]
+            del self._unconfirmed[name]
         self._publish(tuple(record for record in self._records if record.name not in overdue), stale=False)
 
     def _publish(self, records: tuple[NodeRecord, ...], *, stale: bool) -> None:

@@ -116,7 +116,9 @@ class RpcServer:
             heartbeat_ms=limits.client_ping_ms, answer_ms_max=limits.client_answer_ms_max
         )
         self._services: list[tuple[str, Callable[[Any, grpc.aio.Server], None], object]] = []
-        self._edge = _Edge(limits=limits, rng=rng)
+        self._edge = _Edge(limits=limits, rng=rng, refused=lambda error: self.refused(error))
+        self.refused: Callable[[BatonError], None] = lambda _error: None
+        """Called with the error of each public call that is refused before its handler has it."""
         self._server: grpc.aio.Server | None = None
         self._health: HealthService | None = None
 
@@ -201,9 +203,12 @@ class RpcServer:
 class _Edge(grpc.aio.ServerInterceptor):
     """Wraps every handler: admission, deadline, errors to statuses."""
 
-    def __init__(self, *, limits: RpcLimits, rng: random.Random) -> None:
+    def __init__(
+        self, *, limits: RpcLimits, rng: random.Random, refused: Callable[[BatonError], None] = lambda _error: None
+    ) -> None:
         self._limits = limits
         self._rng = rng
+        self._refused = refused
         self._running = 0
         self._tasks: dict[asyncio.Task[Any], str] = {}
 
@@ -315,16 +320,21 @@ class _Edge(grpc.aio.ServerInterceptor):
             yield
             return
         if self._running >= self._limits.rpcs_max:
-            raise BatonError(
-                Reason.TOO_MANY_CALLS,
-                f"This server is answering {self._running} calls already, its limit; try again later.",
-                retry_after_ms=self._limits.busy_retry_ms,
-            )
+            if _service_of(method) in PUBLIC_SERVICES:
+                self._refused(self._full())
+            raise self._full()
         self._running += 1
         try:
             yield
         finally:
             self._running -= 1
+
+    def _full(self) -> BatonError:
+        return BatonError(
+            Reason.TOO_MANY_CALLS,
+            f"This server is answering {self._running} calls already, its limit; try again later.",
+            retry_after_ms=self._limits.busy_retry_ms,
+        )
 
 
 async def _let_write(behavior: Callable[..., Any], request: Any, context: _Context) -> None:

@@ -12,34 +12,31 @@ from collections.abc import Callable
 from batonpb import transfer_pb2
 
 from baton.drain import Holdings
-from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
+from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from cachestore.spill import Spill
 from decode_node.config import DecodeConfig
-from decode_node.job import Job, answer_growth, granted_job, kept_job, why_never
+from decode_node.job import Job, granted_job, kept_job
 from decode_node.overcommit import Admission
-from decode_node.resumed_first import ResumedFirst
+from decode_node.reserving import Reserving
 from decode_node.streams import TokenStreams
 from engine.block_manager import BlockManager
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
-from engine.wire import FINISH_TO_PROTO, key_from_proto, logprobs_to_proto
+from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
 from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
-from kvtransfer.receiver_messages import AnswerRefused, CommitAsked, Refusal, ReserveAsked
+from kvtransfer.receiver_messages import CommitAsked
 from kvtransfer.record_checks import checksums_from_proto
 from kvtransfer.report import block_load
 
 log = get_log("decode")
-
-NO_BLOCKS = "its blocks are set aside for other requests"
 
 
 class DecodeNode:
@@ -66,21 +63,25 @@ class DecodeNode:
         self.config = config
         self.ledger = ledger
         self.streams = TokenStreams(loop)
-        self._runner = runner
         self._engine = engine
         self._blocks = blocks
         self._spill = spill
         self._loop = loop
-        self._randomness = randomness
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
-        self._admission = Admission(spill, ledger, blocks, self._jobs.values())
-        self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms, hold_ms_max=config.resumed_hold_ms_max)
+        self._reserving = Reserving(
+            config=config,
+            runner=runner,
+            ledger=ledger,
+            blocks=blocks,
+            admission=Admission(spill, ledger, blocks, self._jobs.values()),
+            requests=lambda: self.requests,
+            loop=loop,
+            randomness=randomness,
+        )
         self._lives = Tasks(loop, log, broken="a request's life broke off")
         self._repeats = RepeatLog(log, loop.time, key="router")
-        self._closing = False
         self._requests_taken = 0
-        self._blocks_freed, self._requests_ended = LeaveRate(), LeaveRate()
         self.room_changed: Callable[[], None] = lambda: None
         """Called when a request or its blocks may have made room, outside of a step too."""
 
@@ -116,8 +117,7 @@ class DecodeNode:
                 self.engine_loop.wake()
                 self.receiver.ended(job.key)  # of a kept request it knows nothing
             del self._jobs[job.grant]
-            self._blocks_freed.left(job.footprint, self._loop.time())
-            self._requests_ended.left(1, self._loop.time())
+            self._reserving.ended(job.footprint)
             if not output.opened:
                 self._forget(job)
             self.room_changed()
@@ -140,54 +140,23 @@ class DecodeNode:
 
         A repeat gets the first one's answer, even where this node could not give it any more.
         """
-        key, number = key_from_proto(request.key), ReserveNumber(request.number)
-        tokens, prompt_len = [*request.prompt, *request.output], len(request.prompt)
-        repeated = self.receiver.grants.has_answered(pair, number)
-        reject = why_never(tokens, prompt_len, request.sampling, runner=self._runner, blocks=self._blocks)
-        if reject is not None and not repeated:
-            return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
-        known_blocks = self._blocks.blocks_for(len(tokens))
-        prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
-        promise = answer_growth(self._runner, tokens, prompt_len, request.sampling.max_tokens)
-        self._blocks.hold(prefix)  # so that making room does not evict what was just matched
-        try:
-            new = known_blocks - len(prefix)
-            footprint = known_blocks + promise
-            why_not = self._why_not_now(resumed=bool(request.output))
-            room = why_not is None and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
-            if room and not repeated:
-                self._blocks.make_room(new)
-            answer = self.receiver.reserve(
-                ReserveAsked(
-                    pair=pair,
-                    number=number,
-                    lowest_live=ReserveNumber(request.lowest_live),
-                    key=key,
-                    grant=GrantId(self._randomness(16)),
-                    blocks_new=new,
-                    prefix=tuple(prefix),
-                    promise=promise,
-                    host_backed=self._admission.host_backed,
-                    room=room,
-                )
-            )
-        finally:
-            self._blocks.release(prefix)
-        if isinstance(answer, AnswerRefused):
-            if answer.refusal is Refusal.BUSY:
-                if request.output and not repeated:
-                    self._resumed_first.refused(key, len(request.output), self._loop.time())
-                return self._busy(key, why_not or NO_BLOCKS, blocks_lacking=footprint - self.ledger.available)
-            if answer.refusal in (Refusal.FENCING, Refusal.SPAN):
-                return self._busy(key, answer.refusal.value, blocks_lacking=0)
-            return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
-        self._resumed_first.granted(key)
+        reserved = self._reserving.ask(request, pair, self.receiver)
+        if isinstance(reserved, transfer_pb2.ReserveReply):
+            return reserved
+        answer = reserved.answer
         if answer.grant not in self._jobs:
-            self._drop_kept(key.request, below=key.attempt)
+            self._drop_kept(RequestId(request.key.request), below=request.key.attempt)
             deadline_s = self._loop.time() + request.deadline_left_ms / 1000
             committed = self._loop.create_future()
             self._start(
-                granted_job(request, tokens, answer, deadline_s=deadline_s, footprint=footprint, committed=committed)
+                granted_job(
+                    request,
+                    reserved.tokens,
+                    answer,
+                    deadline_s=deadline_s,
+                    footprint=reserved.footprint,
+                    committed=committed,
+                )
             )
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
@@ -222,24 +191,16 @@ class DecodeNode:
             checksums,
         )
 
-    def _why_not_now(self, *, resumed: bool) -> str | None:
-        """What keeps any request out at the moment, whatever its size."""
-        if not self.has_place:
-            return "its request limit is reached"
-        if self.stands_back(resumed=resumed):
-            return "answers that have lost their node go first"
-        return None
-
     # What a mixed node asks, for requests that it keeps.
 
     def stands_back(self, *, resumed: bool) -> bool:
         """Whether what room there is goes to requests in the middle of their answer, and this is none."""
-        return not resumed and self._resumed_first.waiting(self._loop.time())
+        return self._reserving.stands_back(resumed=resumed)
 
     @property
     def has_place(self) -> bool:
         """Within the limit of requests, and not about to end."""
-        return len(self._jobs) < self.config.requests_max and not self._closing
+        return self._reserving.has_place
 
     def keep(self, seq: Sequence, *, router: Incarnation, deadline_s: float) -> None:
         """Live with a sequence that the engine has from its prompt on: no grant and no copy. There is a place for it.
@@ -248,7 +209,7 @@ class DecodeNode:
         """
         assert self.has_place and isinstance(seq.promise_key, bytes), seq.key
         self.receiver.supersede(seq.key)
-        self._resumed_first.granted(seq.key)
+        self._reserving.waits_no_more(seq.key)
         self._drop_kept(seq.key.request, below=seq.key.attempt)
         footprint = len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0)
         job = kept_job(
@@ -273,7 +234,7 @@ class DecodeNode:
         """
         job = self._by_key.get(key)
         self.receiver.cancel(key)
-        self._resumed_first.granted(key)
+        self._reserving.waits_no_more(key)
         if job is not None:
             job.output.end(error=f"cancelled: {reason}")
             if not tell_router:
@@ -394,7 +355,7 @@ class DecodeNode:
 
     async def close(self) -> None:
         """Give every request up and wait until all have let go; none is taken any more."""
-        self._closing = True
+        self._reserving.closed = True
         for job in list(self._by_key.values()):
             self.cancel(job.key, "this node is shutting down")
         await self._lives.drain(self.config.stop_grace_ms)
@@ -432,15 +393,3 @@ class DecodeNode:
         self._engine.resume(job.sequence(table, block_size=self._blocks.block_size))
         self.engine_loop.wake()
         return True
-
-    def _busy(self, key: RequestKey, reason: str, *, blocks_lacking: int) -> transfer_pb2.ReserveReply:
-        """Blocks and promises leave with the requests that end; a place among the requests does with any of them."""
-        now_s = self._loop.time()
-        waits = [wait_s(max(0, blocks_lacking), self._blocks_freed.per_s(now_s))]
-        if not self.has_place:
-            waits.append(wait_s(1, self._requests_ended.per_s(now_s)))
-        known = [wait for wait in waits if wait is not None]
-        retry_ms = retry_after_ms(
-            max(known, default=None), ms_min=self.config.busy_retry_ms, spread=spread_of(key.request)
-        )
-        return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(retry_after_ms=retry_ms, reason=reason))

@@ -91,6 +91,7 @@ class WriterAttendance:
         self._reach = Reach(endpoint, liveness, clock)
         self._clock = clock
         self._pause_s = liveness.reconnect_ms_max / 1000
+        self._stays_s = liveness.barren_ms_max / 1000
         self._task = asyncio.create_task(self._run(), name=f"attend-{name}")
 
     async def close(self) -> None:
@@ -98,21 +99,38 @@ class WriterAttendance:
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
+        """The receiver's one answer says no more than that it has taken the call: what counts is whether that stays."""
         while True:
+            staying: asyncio.TimerHandle | None = None
             try:
                 with rpc_errors(self._name):
                     call = self._stub.Attend(self._request)
                     await self._reach.connected(call)
+                    if self._reach.doubted:
+                        staying = asyncio.get_running_loop().call_later(self._stays_s, self._stayed)
                     async for _ in call:
-                        self._reach.heard()
-                        self.out_of_reach = False
+                        if not self._reach.doubted:
+                            self._reached()
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self._gone()
                     return
+            finally:
+                if staying is not None:
+                    staying.cancel()
             if await self._reach.lost():
                 if not self.out_of_reach:
                     self.out_of_reach = True
                     log.warning("receiver lost", peer=self._name, why=self._reach.why)
                     self._lost()
-                await self._clock.sleep_s(self._pause_s)
+                await self._clock.sleep_s(max(self._pause_s, self._reach.doubt_pause_s))
+
+    def _stayed(self) -> None:
+        """The call that a doubted receiver has taken is still there."""
+        self._reach.heard()
+        self._reached()
+
+    def _reached(self) -> None:
+        if self.out_of_reach:
+            self.out_of_reach = False
+            log.info("receiver reached again", peer=self._name)

@@ -18,7 +18,7 @@ from engine.block_manager import BlockManager
 from kvtransfer.writer import Handoff, WriterPeer
 from prefill_node.affinity import DecodeAffinity
 from prefill_node.job import Job
-from prefill_node.placement import NOBODY_TO_ASK, order_decode_nodes, ready_nodes
+from prefill_node.placement import NOBODY_TO_ASK, blocks_needed, order_decode_nodes, ready_nodes
 
 log = get_log("prefill")
 
@@ -102,6 +102,7 @@ class DecodeNodes:
                 room_of=self.affinity.room,
                 instead=self.affinity.instead(chain),
                 avoid=job.request.avoid_decode,
+                blocks=blocks_needed(len(job.tokens), job.prompt_len, job.params.max_tokens, self._model),
             )
         except BatonError as error:
             if error.reason not in NOBODY_TO_ASK:

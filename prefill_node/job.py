@@ -8,6 +8,7 @@ from typing import Final
 
 from batonpb import common_pb2, prefill_pb2
 
+from baton.errors import BatonError, Reason
 from baton.ids import BlockId, Incarnation, RequestKey
 from baton.wire import LOCAL_TRANSPORT
 from engine.core import TokenEvent
@@ -15,6 +16,7 @@ from engine.sequence import Sequence
 from engine.types import SamplingParams
 from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
 from kvtransfer.writer import Handoff, Metadata
+from kvtransfer.writer_messages import HandoffEnd
 from prefill_node.local import LocalRun
 
 
@@ -73,6 +75,7 @@ class Job:
         return len(self.tokens) > self.prompt_len
 
 
+_END_REASONS: Final = {HandoffEnd.PEER_GONE: Reason.PEER_UNREACHABLE, HandoffEnd.CORRUPT: Reason.DATA_CORRUPT}
 NOBODY: Final = prefill_pb2.Granted()
 """No decode node is needed. Told before anything is computed, as a grant is: a request whose attempt ends with the
 node's death from here on may be what kills nodes."""
@@ -116,3 +119,13 @@ def handed_off_event(job: Job, *, num_layers: int, now_s: float) -> prefill_pb2.
 
 def first_logprobs(event: TokenEvent) -> common_pb2.TokenLogprobs | None:
     return None if event.logprobs is None else logprobs_to_proto(event.logprobs)
+
+
+def handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
+    """What the router is told of one that has ended without a commit."""
+    transport = handoff.peer.link.transport
+    return BatonError(
+        _END_REASONS.get(end, Reason.HANDOFF_FAILED),
+        f"The handoff to {handoff.peer.address.name} ended: {end.value}. Send the request again.",
+        metadata={"transport": transport.value if transport is not None else ""},
+    )

@@ -8,32 +8,39 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
 from batonpb import prefill_pb2
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import BlockId, Incarnation, RequestKey
+from baton.ids import Incarnation, RequestKey
 from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
 from baton.wire import NodeLoad
 from engine.block_manager import BlockManager, prefix_blocks_max
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, KvSink, Runner, SequenceSlice
+from engine.types import Batch, KvSink, Runner
 from engine.wire import key_from_proto, params_from_proto
 from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
-from kvtransfer.step_writes import StepWrites
 from kvtransfer.writer import Handoff, Metadata
 from kvtransfer.writer_messages import HandoffEnd
 from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
-from prefill_node.job import NOBODY, Job, first_logprobs, first_token_event, granted_event, handed_off_event
+from prefill_node.job import (
+    NOBODY,
+    Job,
+    first_logprobs,
+    first_token_event,
+    granted_event,
+    handed_off_event,
+    handoff_failed,
+)
 from prefill_node.local import LocalRunner
 from prefill_node.local_policy import NOT_THERE, falls_back, is_kept
+from prefill_node.posting import Posting, StepSink
+from prefill_node.rate import PrefillRate
 from prefill_node.request import check_request, no_room
 from prefill_node.waiting import WaitingLine
 
@@ -41,19 +48,6 @@ STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
 """A healthy decode node answers in a few; whoever waits longer holds up nobody behind him while there are places."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class StepSink:
-    """Posts, after each layer, the records that this step finishes."""
-
-    tokens: int
-    began_s: float
-    writes: list[StepWrites] = field(default_factory=list)
-
-    def layer_done(self, layer: int) -> None:
-        for step_writes in self.writes:
-            step_writes.layer_done(layer)
 
 
 class PrefillNode:
@@ -84,9 +78,10 @@ class PrefillNode:
         self._local = local
         self._queue: WaitingLine[Job] = WaitingLine(overtakes_max=config.engine.overtakes_max)
         self._admitted: dict[RequestKey, Job] = {}
-        self._tokens_per_s = 0.0
-        self._measured_s = 0.0
-        self._step_ended_s = 0.0
+        self._posting = Posting(blocks, num_layers=runner.kv_spec.num_layers)
+        self._rate = PrefillRate(
+            tokens_per_step_max=config.engine.tokens_per_step_max, age_ms_max=config.rate_age_ms_max
+        )
         self._requests_taken = 0
 
     async def prefill(
@@ -261,7 +256,7 @@ class PrefillNode:
         # Shielded: a cancel of this request must not cancel the future that the writer reports to.
         end = await asyncio.shield(handoff.ended)
         if end is not HandoffEnd.COMMITTED:
-            raise _handoff_failed(handoff, end)
+            raise handoff_failed(handoff, end)
 
     def _start(self, job: Job) -> None:
         """Hold the prompt's blocks, send what was cached here and decode lacks, and hand over to the engine."""
@@ -283,7 +278,7 @@ class PrefillNode:
         )
         try:
             if job.handoff is not None and job.handoff.may_post():
-                self._post_cached(job, job.handoff, table, len(prefix))
+                self._posting.post_cached(job, job.handoff, table, len(prefix))
             self._engine.submit(job.seq)
         except BaseException:
             self._blocks.release(table)
@@ -291,18 +286,6 @@ class PrefillNode:
         self.engine_loop.wake()
         if prefix:
             self._admit()  # fewer tokens are ahead than were counted
-
-    def _post_cached(self, job: Job, handoff: Handoff, table: list[BlockId], cached_blocks: int) -> None:
-        """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
-        self._blocks.hold(table)
-        job.pinned = list(table)
-        handoff.pinned_blocks = len(table)
-        job.next_block = handoff.prefix_skip
-        writes = self._post(job, handoff, cached_blocks)
-        if writes is not None:
-            for layer in writes.layers:
-                writes.layer_done(layer)
-            writes.finish()
 
     async def _first_token(self, job: Job) -> TokenEvent:
         """Wait for the engine; a handoff that ends before the last layer is posted ends the request at once."""
@@ -312,7 +295,7 @@ class PrefillNode:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not job.drawn.done():
             assert job.handoff is not None
-            raise _handoff_failed(job.handoff, job.handoff.ended.result())
+            raise handoff_failed(job.handoff, job.handoff.ended.result())
         event = job.drawn.result()
         if event.token is None and job.local is not None:
             raise BatonError(
@@ -322,36 +305,16 @@ class PrefillNode:
             raise BatonError(Reason.INTERNAL, "The engine gave this request up; the node's log says why.")
         return event
 
-    def _post(self, job: Job, handoff: Handoff, end_block: int) -> StepWrites | None:
-        """Plan writes of the prompt's blocks from `next_block` to `end_block`, all layers. None if there are none."""
-        assert job.seq is not None
-        first, job.next_block = job.next_block, max(job.next_block, end_block)
-        if first >= job.next_block:
-            return None
-        src = job.seq.block_table[first : job.next_block]
-        dst = handoff.dst_blocks[first - handoff.prefix_skip : job.next_block - handoff.prefix_skip]
-        return handoff.plan_step(
-            np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), range(self._runner.kv_spec.num_layers)
-        )
-
     def step_begins(self, batch: Batch) -> KvSink:
         """Plan what this step finishes of each handed-over request (StepHost)."""
-        tokens = sum(piece.stop - piece.start for piece in batch.slices if piece.output_index == 0)
-        sink = StepSink(tokens=tokens, began_s=self._loop.time())
-        for piece in batch.slices:
-            job = self._admitted.get(piece.key)
-            if job is not None and job.handoff is not None and job.handoff.may_post():
-                writes = self._post(job, job.handoff, self._finished_blocks(piece))
-                if writes is not None:
-                    sink.writes.append(writes)
-        return sink
+        return self._posting.sink(batch, self._admitted, now_s=self._loop.time())
 
     def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
         """First tokens drawn, or sequences aborted (StepHost)."""
         if isinstance(sink, StepSink):
             for writes in sink.writes:
                 writes.finish()
-            self._measure(sink)
+            self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=self._loop.time())
         for event in events:
             self._left_engine(event)
         self._admit()  # the blocks of those who left may be what the head of the queue waits for
@@ -366,11 +329,6 @@ class PrefillNode:
             job.handoff.all_posted(event.token, first_logprobs(event))
         if not job.drawn.done():
             job.drawn.set_result(event)
-
-    def _finished_blocks(self, piece: SequenceSlice) -> int:
-        """How many of the prompt's records are finished by this slice: full ones, and the last one at the end."""
-        size = self._blocks.block_size
-        return self._blocks.blocks_for(piece.stop) if piece.sample else piece.stop // size
 
     def _sources_released(self, job: Job) -> None:
         """The transport has let go of every source block of this job."""
@@ -410,29 +368,9 @@ class PrefillNode:
             running_requests=sum(job.local is None for job in self._admitted.values()),
             waiting_tokens=sum(len(job.tokens) for job in (*self._queue, *self._admitted.values())),
             blocks=block_load(self.ledger),
-            prefill_tokens_per_s=0.0 if self._rate_is_old() else self._tokens_per_s,
+            prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
         )
-
-    def _measure(self, sink: StepSink) -> None:
-        """Prompt tokens a second, smoothed over about ten steps.
-
-        A step that was launched behind another one counts from that one's end. Only steps that fill half their budget
-        count. A step of a few tokens costs nearly as much, and a node that has had nothing else would say that it is
-        slow, and then be given nothing that shows otherwise.
-        """
-        ended_before_s, self._step_ended_s = self._step_ended_s, self._loop.time()
-        if 2 * sink.tokens < self.config.engine.tokens_per_step_max:
-            return
-        now_s, began_s = self._loop.time(), max(sink.began_s, ended_before_s)
-        rate = sink.tokens / max(now_s - began_s, 1e-6)
-        afresh = self._tokens_per_s == 0 or self._rate_is_old()
-        self._tokens_per_s = rate if afresh else 0.9 * self._tokens_per_s + 0.1 * rate
-        self._measured_s = now_s
-
-    def _rate_is_old(self) -> bool:
-        """A node that was slow once would be given nothing that shows otherwise: its rate is forgotten."""
-        return self._loop.time() - self._measured_s > self.config.rate_age_ms_max / 1000
 
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
         check_request(request, runner=self._runner, blocks=self._blocks)
@@ -442,22 +380,10 @@ class PrefillNode:
                 Reason.QUEUE_FULL,
                 f"{alike} requests are waiting here already, the limit.",
                 retry_after_ms=retry_after_ms(
-                    wait_s(ROOM_SHARE * sum(len(job.tokens) for job in self._queue), self._tokens_per_s),
+                    wait_s(ROOM_SHARE * sum(len(job.tokens) for job in self._queue), self._rate.last_per_s),
                     ms_min=self.config.busy_retry_ms,
                     spread=spread_of(key.request),
                 ),
             )
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
-
-
-def _handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
-    transport = handoff.peer.link.transport
-    return BatonError(
-        _END_REASONS.get(end, Reason.HANDOFF_FAILED),
-        f"The handoff to {handoff.peer.address.name} ended: {end.value}. Send the request again.",
-        metadata={"transport": transport.value if transport is not None else ""},
-    )
-
-
-_END_REASONS = {HandoffEnd.PEER_GONE: Reason.PEER_UNREACHABLE, HandoffEnd.CORRUPT: Reason.DATA_CORRUPT}

@@ -9,6 +9,7 @@ from typing import Final
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.wire import ModelInfo, NodeRecord
+from engine.block_manager import growth_blocks
 from kvtransfer.compatibility import differences
 
 NOBODY_TO_ASK: Final = frozenset({Reason.NO_DECODE_NODE, Reason.INCOMPATIBLE_NODE, Reason.DECODE_FULL})
@@ -21,6 +22,27 @@ def room(record: NodeRecord) -> int:
     """Blocks that the node could give to a new request, by its last report."""
     blocks = record.load.blocks
     return blocks.free + blocks.cached - blocks.pinned - blocks.promised
+
+
+def blocks_needed(tokens: int, prompt_tokens: int, max_tokens: int, model: ModelInfo) -> int:
+    """Blocks that a request comes to hold in a decode node: for its `tokens`, prompt and answer so far, and for what it
+    may draw behind them."""
+    held = -(-tokens // model.block_size)
+    return held + growth_blocks(
+        prompt_len=prompt_tokens,
+        known_len=tokens + 1,
+        max_tokens=max_tokens,
+        context_len_max=model.context_len_max,
+        block_size=model.block_size,
+        blocks_held=held,
+    )
+
+
+def may_hold(record: NodeRecord, blocks: int) -> bool:
+    """Whether one request may come to so many blocks there at some time: what pins keep is never its own. A node whose
+    region is not known may hold any."""
+    region = record.load.blocks
+    return region.total == 0 or blocks <= region.total - region.pinned
 
 
 def ready_nodes(records: Sequence[NodeRecord]) -> list[NodeRecord]:
@@ -38,10 +60,13 @@ def order_decode_nodes(
     room_of: Callable[[NodeRecord], int] = room,
     instead: Instead | None = None,
     avoid: Collection[int] = (),
+    blocks: int = 0,
 ) -> list[NodeRecord]:
     """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
 
     The reports are hints, so the best of all would be chosen by everybody at once; the node's own answer is the truth.
+    Those whose region cannot hold `blocks`, by their reports, are left out, or the tries could be spent on them; where
+    no other is known they are asked all the same, and say by themselves why not.
     `instead` has a say about the first one only: those after it are asked when a choice has failed.
     Those whose incarnation is in `avoid` are chosen only where there is no other.
     `may_place` says whether this process may place anything new there (limits of unacknowledged writes).
@@ -60,11 +85,16 @@ def order_decode_nodes(
     if not fit:
         told = "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(unfit.items()))
         raise BatonError(Reason.INCOMPATIBLE_NODE, f"No decode node fits this prefill node. {told}.")
-    left = [r for r in fit if may_place(r)]
+    large = [r for r in fit if may_hold(r, blocks)] or fit
+    left = [r for r in large if may_place(r)]
     if not left:
+        who = f"All {len(fit)} decode nodes"
+        if len(large) < len(fit):
+            names = ", ".join(sorted(r.name for r in large))
+            who = f"Of {len(fit)} decode nodes those that could ever hold the request ({names})"
         raise BatonError(
             Reason.DECODE_FULL,
-            f"All {len(fit)} decode nodes are behind with accepting writes, or out of reach.",
+            f"{who} are behind with accepting writes, or out of reach.",
             retry_after_ms=200,
         )
     left = [r for r in left if r.incarnation not in avoid] or left

@@ -47,7 +47,10 @@ async def run_choices(
         while running:
             new = await news.get()
             if isinstance(new, BaseException):
-                raise new
+                try:
+                    raise new
+                finally:
+                    del new  # or it would refer to itself, by this frame in its traceback
             if new is None:
                 running -= 1
             else:
@@ -56,6 +59,8 @@ async def run_choices(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        while not news.empty():
+            news.get_nowait()  # errors of the others, whose tracebacks lead back to the queue
 
 
 async def _answer(

@@ -70,14 +70,17 @@ class CallReply(Response):
                     await (
                         self._stream(events, send) if self._call.stream else self._whole(events, scope, receive, send)
                     )
-            return
         except TimeoutError:
-            error = BatonError(Reason.DEADLINE, f"The answer took longer than {self._timeout_s:g} s, the limit.")
-        except BatonError as caught:
-            error = caught
+            text = f"The answer took longer than {self._timeout_s:g} s, the limit."
+            await self._fail(BatonError(Reason.DEADLINE, text), scope, receive, send)
+        except BatonError as error:
+            await self._fail(error, scope, receive, send)
         except Exception:
             log.exception("an answer failed", id=self._replies.id)
-            error = BatonError(Reason.INTERNAL, "This router has failed at the answer; its log says why.")
+            text = "This router has failed at the answer; its log says why."
+            await self._fail(BatonError(Reason.INTERNAL, text), scope, receive, send)
+
+    async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._begun:
             with suppress(TimeoutError):  # a client that reads nothing: its connection is closed
                 async with asyncio.timeout(ERROR_SEND_MS_MAX / 1000):

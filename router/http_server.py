@@ -23,12 +23,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
+from baton.ids import RequestId
 from baton.log import get_log
-from baton.tracing import Traceparent, new_request_id, read_metadata
+from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
 from router.chat import ChatEncoder
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
 from router.http_reply import CallReply, CutOff, Events, error_response
+from router.intake import not_taken
 from router.metrics import RouterMetrics
 from router.node import RouterNode
 from router.openai_replies import Replies, model_json
@@ -75,13 +77,24 @@ class OpenAiApp:
         )
 
     async def _completions(self, request: Request) -> Response:
-        raw = await self._body(request)
-        return self._reply(request, await asyncio.to_thread(lambda: parse_completion(parse_body(raw))))
+        return await self._take_in(request, lambda raw: parse_completion(parse_body(raw)))
 
     async def _chat(self, request: Request) -> Response:
-        raw = await self._body(request)
-        # Off the loop: long chats take long to render and encode, and others' tokens must flow.
-        return self._reply(request, await asyncio.to_thread(lambda: parse_chat(parse_body(raw), self._chats.encode)))
+        return await self._take_in(request, lambda raw: parse_chat(parse_body(raw), self._chats.encode))
+
+    async def _take_in(self, request: Request, parse: Callable[[bytes], OpenAiCall]) -> Response:
+        """Raises BatonError, told to the log too: there is no request yet."""
+        request_id: RequestId | None = None
+        try:
+            called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
+            request_id = called.request_id
+            raw = await self._body(request)
+            # Off the loop: long chats take long to render and encode, and others' tokens must flow.
+            return self._reply(await asyncio.to_thread(parse, raw), called)
+        except BatonError as error:
+            if error.reason is not Reason.CANCELLED:
+                self._node.refused(error, door="http", request_id=request_id)
+            raise
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model_json(self._node.model(), self._began)]})
@@ -102,9 +115,8 @@ class OpenAiApp:
     async def _metrics_text(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    def _reply(self, request: Request, call: OpenAiCall) -> CallReply:
+    def _reply(self, call: OpenAiCall, called: CallMetadata) -> CallReply:
         self._check_open()
-        called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
         request_id = called.request_id or new_request_id(self._rng)
         trace = called.traceparent or Traceparent.new(self._rng, sampled=False)
         timeout_s = self._config.rpc.public_deadline_ms_default / 1000
@@ -145,7 +157,7 @@ class OpenAiApp:
 
     def _check_open(self) -> None:
         if not self._takes_requests():
-            raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
+            raise not_taken()
 
     async def _body(self, request: Request) -> bytes:
         """The whole body. Raises BatonError where it is too long, or does not come."""
@@ -166,8 +178,12 @@ class OpenAiApp:
 class HttpServer:
     """Serves an app on the running loop. `start` once, then `stop`."""
 
-    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+    def __init__(
+        self, app: ASGIApp, config: RouterConfig, *, refused: Callable[[BatonError], None] = lambda _error: None
+    ) -> None:
+        """`refused` is called for each connection that is one too many."""
         self._app = app
+        self._refused = refused
         self._connections_max = config.http_connections_max
         self._server = _Server(
             uvicorn.Config(
@@ -214,7 +230,9 @@ class HttpServer:
             await self._app(scope, receive, send)
             return
         text = f"This router has {self._connections_max} HTTP connections already, the limit."
-        response = error_response(BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000))
+        error = BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000)
+        self._refused(error)
+        response = error_response(error)
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 

@@ -90,6 +90,7 @@ async def serve(
     service = InferenceService(
         node, limits=config.rpc, rng=rng, takes_requests=lambda: runtime.lifecycle.takes_requests
     )
+    runtime.server.refused = lambda error: node.refused(error, door="grpc")
     runtime.server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, service)
     pins = await _open_pins(config, node, PrefixEncoder(codec, template, chars_max=config.prompt_chars_max), runtime)
     renewing = asyncio.create_task(pins.run(), name="pins")
@@ -177,7 +178,7 @@ def _open_http(
         rng=runtime.rng,
         takes_requests=lambda: runtime.lifecycle.takes_requests,
     )
-    server = HttpServer(app.asgi(), config)
+    server = HttpServer(app.asgi(), config, refused=lambda error: node.refused(error, door="http"))
     log.info("HTTP is served", endpoint=server.start(config.http_listen))
     return server
 

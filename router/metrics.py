@@ -29,7 +29,9 @@ class RouterMetrics(RequestObserver):
     def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "baton_requests", "Requests that have ended, by outcome: stop, length, cancelled or the error's reason.",
+            "baton_requests",
+            "Requests that have ended, by outcome: stop, length, cancelled (the client left), deadline, or another "
+            "error's reason.",
             ["outcome"], registry=registry,
         )  # fmt: skip
         self.resumptions = Counter(

@@ -1,43 +1,42 @@
 """Life of a request in this node: `RouterNode.generate`. `_attempt` is one try at it on one prefill and decode node.
 
-Tokens reach the client from the attempt's inbox, which the prefill call (first token) and the decode node's stream (all
-of them) fill; each index is taken once.
+`Intake` has made a job of it before. Tokens reach the client from the attempt's inbox, which the prefill call (first
+token; `PrefillCalls`) and the decode node's stream (all of them; `DecodeStreams`) fill; each index is taken once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
+from batonpb import common_pb2, inference_pb2
 
 from baton.clock import SystemClock
-from baton.errors import BatonError, Reason, bad_field
+from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
-from baton.rpc_client import Channels, begun, rpc_errors
+from baton.rpc_client import Channels
 from baton.tasks import Tasks
-from baton.tracing import Traceparent, call_metadata, new_request_id
+from baton.tracing import Traceparent
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams
+from router.intake import Intake
 from router.job import Job, TokenPart, Try, finished_event, started_event, tokens_event
-from router.observer import RequestObserver
+from router.observer import ObservedRequest, RequestObserver
+from router.prefill_calls import PrefillCalls
 from router.prefill_nodes import PrefillNodes
 from router.regions import RegionWatch
-from router.request import CheckedRequest, check_request
 from router.request_log import RequestLog
-from router.retries import GONE, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
+from router.retries import GONE, RESUMABLE, ResumptionPace, Verdict, pause_ms
 from router.slow_client import unread_limit
-from router.stop_strings import StopStrings
 from router.subscriptions import Inbox
-from router.text import AnswerText, TextCodec
+from router.text import TextCodec
 
 log = get_log("router")
 
@@ -66,19 +65,13 @@ class RouterNode:
         """`check_known` raises BatonError while the nodes are not known well enough to place a new request."""
         self.config = config
         self.requests = 0
-        self._incarnation = incarnation
         self._prefill_nodes = PrefillNodes(prefill_nodes, blocks_max=config.prefix_blocks_max)
         self._channels = channels
-        self._codec = codec
-        self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
         self._loop = loop
         self._rng = rng
-        self._check_known = check_known
         self._observer = observer or RequestObserver()
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
-        self._calls: Counter[str] = Counter()
-        """Running prefill calls by endpoint, endpoints without one included."""
         self._tasks = Tasks(loop, log)
         self._log = RequestLog(loop.time)
         self._repeats = RepeatLog(log, loop.time, key="node")
@@ -91,6 +84,24 @@ class RouterNode:
             clock=SystemClock(),
             repeats=self._repeats,
             dropped=self._drop_channel,
+        )
+        self._prefill_calls = PrefillCalls(
+            own=incarnation,
+            nodes=self._prefill_nodes,
+            channels=channels,
+            streams=self._streams,
+            loop=loop,
+            rng=rng,
+        )
+        self._intake = Intake(
+            config=config,
+            prefill_nodes=self._prefill_nodes,
+            codec=codec,
+            chats=chats,
+            loop=loop,
+            rng=rng,
+            check_known=check_known,
+            pause=self._pause,
         )
         self._ended = LeaveRate()
         self._regions = RegionWatch()
@@ -119,12 +130,14 @@ class RouterNode:
         try:
             if not admitted:
                 raise self._full()
-            job = await self._take_in(request, request_id, trace, deadline_s, choice)
+            job = await self._intake.job(
+                request, request_id=request_id, trace=trace, deadline_s=deadline_s, choice=choice
+            )
             job.observed = observed
             if cut_off is not None:
                 job.on_put = unread_limit(self.config, self._loop, observed, _noting(job, cut_off), request_id)
             yield started_event(job)
-            text = self._answer_text(job.checked)
+            text = self._intake.answer_text(job.checked)
             async with aclosing(self._tokens(job)) as batches:
                 async for first_index, ids, logprobs in batches:
                     taken, new = text.push(ids)
@@ -146,19 +159,29 @@ class RouterNode:
             self._log.failed(error, request_id=request_id, job=job, began_s=began_s)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            # The client has left, or whoever calls has ended it for a reason that the client is told.
-            told = job.cut_off if job is not None else None
-            unfinished = job is None or job.finish == common_pb2.FINISH_REASON_UNSPECIFIED
-            if told is None and unfinished and self._loop.time() >= deadline_s - DEADLINE_MARGIN_S:
-                told = BatonError(Reason.DEADLINE, "The request's deadline has passed.")
-            if told is not None:
-                self._log.failed(told, request_id=request_id, job=job, began_s=began_s)
+            self._ended_from_outside(job, observed, request_id=request_id, began_s=began_s, deadline_s=deadline_s)
             raise
         finally:
             observed.ended()
+            if job is not None:
+                job.on_put = job.cut_off = None  # they refer to the job
             self.requests -= 1
             if admitted:
                 self._ended.left(1, self._loop.time())
+
+    def _ended_from_outside(
+        self, job: Job | None, observed: ObservedRequest, *, request_id: RequestId, began_s: float, deadline_s: float
+    ) -> None:
+        """The client has left, which is nobody's error, or whoever calls has ended it for a reason that the client is
+        told: that goes to log and metrics."""
+        if job is not None and job.cut_off is not None:
+            self._log.failed(job.cut_off, request_id=request_id, job=job, began_s=began_s)
+            return
+        unfinished = job is None or job.finish == common_pb2.FINISH_REASON_UNSPECIFIED
+        if unfinished and self._loop.time() >= deadline_s - DEADLINE_MARGIN_S:
+            late = BatonError(Reason.DEADLINE, "The request's deadline has passed.")
+            observed.failed(late.reason)
+            self._log.failed(late, request_id=request_id, job=job, began_s=began_s)
 
     def _full(self) -> BatonError:
         return BatonError(
@@ -169,13 +192,6 @@ class RouterNode:
                 ms_min=self.config.placement_retry_ms,
                 spread=self._rng.random(),
             ),
-        )
-
-    def _answer_text(self, checked: CheckedRequest) -> AnswerText:
-        return AnswerText(
-            self._codec.stream() if self._codec is not None else None,
-            StopStrings(checked.stop, include=checked.include_stop),
-            min_tokens=checked.sampling.min_tokens,
         )
 
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
@@ -223,7 +239,7 @@ class RouterNode:
         inbox = attempt.inbox
         inbox.on_put = job.on_put
         self._inboxes[inbox.key] = inbox
-        prefilling = self._loop.create_task(self._prefill(job, attempt), name=f"prefill-{job.id}")
+        prefilling = self._loop.create_task(self._prefill_calls.run(job, attempt), name=f"prefill-{job.id}")
         given = 0
         try:
             while inbox.finish is None or given < len(inbox.tokens):
@@ -236,7 +252,8 @@ class RouterNode:
                     given += len(new)
                     inbox.taken, inbox.writing_s = given, None
                 elif inbox.error is not None:
-                    await self._resolve(attempt, inbox.error)
+                    if not await self._goes_on(attempt, inbox.error):
+                        raise inbox.error
                 else:
                     await inbox.news.wait()
                     inbox.news.clear()
@@ -245,100 +262,36 @@ class RouterNode:
         finally:
             prefilling.cancel()
             del self._inboxes[inbox.key]
+            inbox.error = None  # or each would refer to the other, by way of the frames in its traceback
             if attempt.subscription is not None:
                 self._streams.let_go(attempt.subscription, inbox)
 
-    async def _resolve(self, attempt: Try, error: BatonError) -> None:
-        """Something of the attempt has failed. Where the decode node has committed it all the same, it goes on there.
+    async def _goes_on(self, attempt: Try, error: BatonError) -> bool:
+        """Something of the attempt has failed. Whether it goes on, as the decode node has committed it all the same.
 
-        Raises `error` otherwise: the decode node never runs the attempt then, or its tokens are not taken.
+        If not, the decode node never runs the attempt, or its tokens are not taken.
         """
         inbox, subscription = attempt.inbox, attempt.subscription
         if subscription is None or subscription.lost or inbox.given_up or error.reason not in RESUMABLE:
-            raise error
+            return False
         if attempt.resolved == self.config.retries.resolves_max:
-            raise error
+            return False
         attempt.resolved += 1
         goes_on = await self._streams.has_committed(subscription, inbox.key)
         if inbox.finish is not None:
-            return  # the rest of the answer has come meanwhile
+            return True  # the rest of the answer has come meanwhile
         if not goes_on or inbox.given_up:
-            raise error
+            return False
         log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
         inbox.go_on()
         subscription.add(inbox)
-
-    async def _prefill(self, job: Job, attempt: Try) -> None:
-        """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
-        inbox = attempt.inbox
-        try:
-            record, placed = self._prefill_nodes.place(job, inbox.key)
-            job.stats.prefill_node = record.name
-            job.nodes[record.name] = None
-            self._calls[record.endpoint] += 1
-            try:
-                stub = prefill_pb2_grpc.PrefillStub(self._channels.get(record.endpoint))
-                with rpc_errors(record.name):
-                    events = stub.Prefill(
-                        self._prefill_request(job, inbox.key, record),
-                        timeout=job.deadline_s - self._loop.time(),
-                        metadata=call_metadata(request_id=job.client_id, traceparent=job.trace.child(self._rng)),
-                    )
-                    if await begun(events):  # the node says that it has it, before it is its turn
-                        attempt.queued_s = self._loop.time()
-                    async for event in events:
-                        self._take(job, attempt, event)
-            except BatonError as error:
-                if error.reason is Reason.DATA_CORRUPT:
-                    job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
-                told = self._prefill_nodes.failed(job, record, error)
-                if told is not error:
-                    raise told from error
-                raise
-            finally:
-                self._calls[record.endpoint] -= 1
-                placed()
-        except BatonError as error:
-            inbox.fail(error)
-        except Exception:
-            # A bug of ours ends this request, and no other.
-            log.exception("prefill call broke off", request=job.id)
-            inbox.fail(BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details."))
-
-    def _take(self, job: Job, attempt: Try, event: prefill_pb2.PrefillEvent) -> None:
-        stats, inbox = job.stats, attempt.inbox
-        kind = event.WhichOneof("event")
-        if kind == "granted":
-            attempt.granted = True
-            granted = event.granted
-            if granted.decode_node and attempt.subscription is None:
-                attempt.subscription = self._streams.get(
-                    granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
-                )
-                attempt.subscription.users += 1
-                inbox.lost_before = attempt.subscription.out_of_reach
-                attempt.subscription.add(inbox)
-            stats.decode_node = event.granted.decode_node
-            if granted.decode_node:
-                job.nodes[granted.decode_node] = None
-        elif kind == "first_token":  # behind `granted`, always
-            stats.prompt_tokens_cached = min(event.first_token.prompt_tokens_cached, stats.prompt_tokens)
-            has_logprobs = event.first_token.HasField("logprobs")
-            inbox.put(
-                inbox.first_index, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else []
-            )
-            if event.first_token.HasField("finish"):
-                stats.decode_node = ""
-                inbox.end(event.first_token.finish)
-        elif kind == "handed_off":
-            done = event.handed_off
-            stats.transport = done.transport
-            stats.blocks_written, stats.blocks_skipped = done.blocks_written, done.blocks_skipped
-            stats.bytes_written = done.bytes_written
-            stats.prompt_tokens_skipped = min(done.blocks_skipped * job.block_size, stats.prompt_tokens)
-            stats.handoff_exposed_ms = done.handoff_exposed_ms
+        return True
 
     # Small helpers.
+
+    def refused(self, error: BatonError, *, door: str, request_id: RequestId | None = None) -> None:
+        """A client is told this at the `door`, before there is a request: the log has it too."""
+        self._log.refused(error, door=door, request_id=request_id)
 
     def upkeep(self) -> None:
         """Called every second."""
@@ -356,94 +309,19 @@ class RouterNode:
         """New load reports; streams and channels to processes that are gone and serve nothing are dropped."""
         endpoints = self._prefill_nodes.follow()
         self._pace.routers = max(1, sum(record.role is Role.ROUTER for record in records))
-        for endpoint in self._calls.keys() - endpoints:
-            if self._calls[endpoint] == 0:
-                del self._calls[endpoint]
-                self._tasks.spawn(self._drop_channel(endpoint))
+        for endpoint in self._prefill_calls.forget(endpoints):
+            self._tasks.spawn(self._drop_channel(endpoint))
         self._streams.follow(records)
         self._regions.look(records)
 
     async def _drop_channel(self, endpoint: str) -> None:
         """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
-        if not self._streams.use(endpoint) and self._calls[endpoint] == 0:
+        if not self._streams.use(endpoint) and not self._prefill_calls.use(endpoint):
             await self._channels.drop(endpoint)
 
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
         return self._prefill_nodes.model()
-
-    async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
-        """Token ids of a text or a chat, off the loop: a long one takes seconds, and others' tokens must flow."""
-        if request.WhichOneof("prompt") == "chat":
-            return await asyncio.to_thread(self._chats.encode_proto, request.chat)
-        if self._codec is None or request.WhichOneof("prompt") != "text":
-            return ()
-        if len(request.text) > self.config.prompt_chars_max:
-            raise bad_field(
-                "text",
-                f"The prompt has {len(request.text)} characters; at most {self.config.prompt_chars_max} are taken.",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
-        return await asyncio.to_thread(self._codec.encode, request.text)
-
-    async def _take_in(
-        self,
-        request: inference_pb2.GenerateRequest,
-        request_id: RequestId,
-        trace: Traceparent,
-        deadline_s: float,
-        choice: int,
-    ) -> Job:
-        """Check the request, against the model of a cluster that may still be coming up."""
-        self._check_known()
-        give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
-        for attempt in range(1 << 30):
-            if self._prefill_nodes.ready() or self._loop.time() >= give_up_s:
-                break
-            await self._pause(attempt)
-        return self._check(request, await self._encode(request), request_id, trace, deadline_s, give_up_s, choice)
-
-    def _check(
-        self,
-        request: inference_pb2.GenerateRequest,
-        encoded: Sequence[int],
-        request_id: RequestId,
-        trace: Traceparent,
-        deadline_s: float,
-        give_up_s: float,
-        choice: int,
-    ) -> Job:
-        checked = check_request(
-            request,
-            model=self.model(),
-            encode=(lambda _text: encoded) if self._codec is not None else None,
-            chat=encoded,
-            max_tokens_default=self.config.max_tokens_default,
-            rng=self._rng,
-            choice=choice,
-        )
-        return Job(
-            id=new_request_id(self._rng),
-            client_id=request_id,
-            trace=trace,
-            checked=checked,
-            began_s=self._loop.time(),
-            deadline_s=deadline_s,
-            retries=Retries(config=self.config.retries, give_up_s=give_up_s),
-            stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
-        )
-
-    def _prefill_request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
-        return prefill_pb2.PrefillRequest(
-            header=common_pb2.Header(sender=self._incarnation, receiver=record.incarnation),
-            key=common_pb2.RequestKey(request=key.request, attempt=key.attempt),
-            prompt=job.checked.prompt,
-            output=job.output,
-            sampling=job.checked.sampling,
-            router=self._incarnation,
-            cache_salt=job.checked.cache_salt,
-            avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
-        )
 
 
 def _noting(job: Job, cut_off: Callable[[BatonError], None]) -> Callable[[BatonError], None]:

@@ -1,4 +1,5 @@
-"""What the router's log says of requests: how those that go wrong are tried again, and how they end. Never their text.
+"""What the router's log says of requests: how those that go wrong are tried again, how they end, and which of them are
+refused before they are one. Never their text.
 
 One line each; where too many come for one reason, the others are counted and summed up (`baton.repeats`).
 """
@@ -43,7 +44,7 @@ class RequestLog:
 
     def failed(self, error: BatonError, *, request_id: RequestId, job: Job | None, began_s: float) -> None:
         """The client has this error. `job` is None for a request that was refused before anything was done for it."""
-        fields: dict[str, Any] = {"request": request_id, "took_ms": round((self._now_s() - began_s) * 1000)}
+        fields: dict[str, Any] = {"took_ms": round((self._now_s() - began_s) * 1000)}
         if job is not None:
             fields.update(
                 key=job.id,
@@ -52,13 +53,17 @@ class RequestLog:
                 tokens=len(job.output),
                 nodes=",".join(job.nodes) or "none",
             )
+        self._tell("request failed", error, request_id, fields)
+
+    def refused(self, error: BatonError, *, door: str, request_id: RequestId | None) -> None:
+        """The client has this error in place of a request: none has begun. `door` is where it came to."""
+        self._tell("request refused", error, request_id, {"door": door})
+
+    def _tell(self, what: str, error: BatonError, request_id: RequestId | None, fields: dict[str, Any]) -> None:
         clients_own = error.code in _CLIENTS_OWN
-        if clients_own:
-            fields["field"] = error.field or "none"
-        else:
-            fields["why"] = error.message
+        told = {"field": error.field or "none"} if clients_own else {"why": error.message}
         tell = self._repeats.info if clients_own else self._repeats.warning
-        tell("request failed", peer=error.reason.value, **fields)
+        tell(what, peer=error.reason.value, request=request_id or "none", **fields, **told)
 
     def upkeep(self) -> None:
         self._repeats.upkeep()

@@ -158,22 +158,25 @@ class Retries:
         reached is a part of the search. `lost_before`: the decode node that granted was lost to this router already
         then, and nothing else has failed, so that the attempt has shown nothing of the request.
         """
-        if not granted:
-            if error.reason in LOST_WAITING and queued_s is not None:
-                self.give_up_s += now_s - queued_s
-            if error.reason in PLACE_AGAIN and now_s < self.give_up_s:
-                return Verdict.PLACE_AGAIN
-            raise error
-        if error.reason not in RESUMABLE:
-            raise error
-        self.deaths += error.reason in DEATHS and not lost_before
-        if self.deaths >= self.config.deaths_max or self.resumptions >= self.config.resumptions_max:
-            blame = ", and it may be the request that does it" if self.deaths >= self.config.deaths_max else ""
-            raise BatonError(
-                Reason.ATTEMPTS_SPENT,
-                f"{self.resumptions + 1} attempts at this request have failed, {self.deaths} of them with the death of "
-                f"a node{blame}. The last one: {error.message}",
-            ) from error
+        try:
+            if not granted:
+                if error.reason in LOST_WAITING and queued_s is not None:
+                    self.give_up_s += now_s - queued_s
+                if error.reason in PLACE_AGAIN and now_s < self.give_up_s:
+                    return Verdict.PLACE_AGAIN
+                raise error
+            if error.reason not in RESUMABLE:
+                raise error
+            self.deaths += error.reason in DEATHS and not lost_before
+            if self.deaths >= self.config.deaths_max or self.resumptions >= self.config.resumptions_max:
+                blame = ", and it may be the request that does it" if self.deaths >= self.config.deaths_max else ""
+                raise BatonError(
+                    Reason.ATTEMPTS_SPENT,
+                    f"{self.resumptions + 1} attempts at this request have failed, {self.deaths} of them with the "
+                    f"death of a node{blame}. The last one: {error.message}",
+                ) from error
+        finally:
+            del error  # or it would refer to itself, by this frame in its traceback
         self.resumptions += 1
         self.give_up_s = now_s + self.config.resume_wait_ms_max / 1000
         return Verdict.RESUME

@@ -10,9 +10,11 @@ from typing import Any
 
 from batonpb import inference_pb2, inference_pb2_grpc
 
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError
+from baton.ids import RequestId
 from baton.rpc import RpcLimits, time_left_s
-from baton.tracing import Traceparent, new_request_id, read_metadata
+from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
+from router.intake import not_taken
 from router.node import RouterNode
 from router.slow_client import ClientGuard
 
@@ -39,9 +41,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: Any,
         cut_off: Callable[[BatonError], None] | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        if not self._takes_requests():
-            raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
-        called = read_metadata(context.invocation_metadata())
+        called = self._let_in(context)
         parent = called.traceparent
         trace = parent.child(self._rng) if parent is not None else Traceparent.new(self._rng, sampled=False)
         request_id = called.request_id or new_request_id(self._rng)
@@ -57,6 +57,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    def _let_in(self, context: Any) -> CallMetadata:
+        """Raises BatonError, told to the log too."""
+        request_id: RequestId | None = None
+        try:
+            called = read_metadata(context.invocation_metadata())
+            request_id = called.request_id
+            if not self._takes_requests():
+                raise not_taken()
+        except BatonError as error:
+            self._node.refused(error, door="grpc", request_id=request_id)
+            raise
+        return called
 
     async def GenerateUnary(
         self, request: inference_pb2.GenerateRequest, context: Any

@@ -77,5 +77,9 @@ class ClientGuard:
         try:
             await self._scope.__aexit__(kind, error, traceback)
         except TimeoutError:
-            assert self._error is not None
-            raise self._error from None
+            told, self._error = self._error, None
+            assert told is not None
+            try:
+                raise told from None
+            finally:
+                del told  # or it would refer to itself, by this frame in its traceback

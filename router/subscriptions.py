@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
 
@@ -18,10 +17,6 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
 
 log = get_log("subscriptions")
-
-DOUBT_PAUSE_MS: Final = 1_000
-"""After a node was lost for ending every stream at once: until its stream is tried again, doubled with each time."""
-DOUBT_PAUSE_MS_MAX: Final = 30_000
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -134,8 +129,6 @@ class DecodeSubscription:
         self._live = live
         self._repeats = repeats
         self._liveness = liveness
-        self._doubts = 0
-        """Times in a row that it was lost for streams that came to nothing."""
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._dones: list[RequestKey] = []
         self._wake = asyncio.Event()
@@ -155,18 +148,12 @@ class DecodeSubscription:
     def open(self) -> None:
         """Have the stream before there is a request: the node's word on one that this router has dropped comes here,
         and its death is noticed. A node that ends its streams at once is left alone for a while first."""
-        if self._clock.monotonic_s() >= self.lost_s + self._doubt_pause_s:
+        if self._clock.monotonic_s() >= self.lost_s + self._reach.doubt_pause_s:
             self._open()
 
     def _open(self) -> None:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"subscribe-{self.name}")
-
-    @property
-    def _doubt_pause_s(self) -> float:
-        if self._doubts == 0:
-            return 0.0
-        return min(DOUBT_PAUSE_MS << min(self._doubts - 1, 16), DOUBT_PAUSE_MS_MAX) / 1000
 
     def remove(self, inbox: Inbox) -> None:
         """Nothing more is wanted of this request; the node is told on the stream."""
@@ -251,7 +238,6 @@ class DecodeSubscription:
             if await self._reach.lost():
                 if not self.out_of_reach:
                     log.warning("node lost", node=self.name, why=self._reach.why)
-                self._doubts = self._doubts + 1 if self._reach.doubted else 0
                 self._gone(self._reach.why)
                 return
 
@@ -266,7 +252,6 @@ class DecodeSubscription:
     def _heard(self) -> None:
         """Tokens have come, or the stream has stayed: the node is of use, whatever it did before."""
         self._reach.heard()
-        self._doubts = 0
         self._reached()
 
     def _gone(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""What a prefill node has built for a request is freed when the request ends, and does not wait for the collector.
+"""What router and nodes have built for a request is freed when the request ends, and does not wait for the collector.
 
 In a process that has loaded a model the collector looks everywhere only when there is a quarter more to look at: on a
 small cycle per request, thousands of prompts would hang until then.
@@ -12,19 +12,27 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from baton.errors import Reason
+import grpc.aio
+
+from baton.errors import BatonError, Reason
 from engine.prefix_cache import IndexCursor
 from engine.sequence import Sequence
 from kvtransfer.handoff import Handoff
 from kvtransfer.step_writes import StepWrites
-from prefill_node.job import Job
-from tests.cluster_harness import assert_conserved, error_of, make_request, mock_spec, random_prompt
-from tests.inprocess_cluster import InProcessCluster, inprocess
+from prefill_node.job import Job as PrefillJob
+from router.job import Job, Try
+from router.request import CheckedRequest
+from router.subscriptions import Inbox
+from tests.cluster_harness import assert_conserved, error_of, make_request, mock_spec, mock_tokens, random_prompt
+from tests.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
 from tests.inprocess_scenes import ask_exactly, until
 
-OF_A_REQUEST = (Job, Handoff, StepWrites, Sequence, IndexCursor)
+OF_A_REQUEST = (
+    Job, Try, Inbox, CheckedRequest, BatonError, PrefillJob, Handoff, StepWrites, Sequence, IndexCursor,
+)  # fmt: skip
 PROMPT_TOKENS = 100
 
 
@@ -67,7 +75,56 @@ async def is_refused(cluster: InProcessCluster, prompt: list[int]) -> None:
     assert error.reason is Reason.PROMPT_TOO_LONG, error
 
 
-ENDS = {ends.__name__: ends for ends in (is_answered, is_answered_at_once, is_given_up, is_refused)}
+async def is_no_request(cluster: InProcessCluster, prompt: list[int]) -> None:
+    """A token that the model does not have."""
+    error = await error_of(cluster.client.generate([*prompt, 1 << 30], max_tokens=8))
+    assert error.reason is Reason.TOKEN_OUT_OF_RANGE, error
+
+
+async def is_placed_again(cluster: InProcessCluster, prompt: list[int]) -> None:
+    """No decode node has room at the first look."""
+    gate = cluster.gates[Point.PLACEMENT]
+    gate.reached.clear()
+    gate.close()
+    asked = asyncio.create_task(ask_exactly(cluster, [MARK, *prompt]))
+    await gate.reached.wait()
+    await asyncio.sleep(0)
+    gate.open()
+    await asked
+
+
+async def is_resumed(cluster: InProcessCluster, prompt: list[int]) -> None:
+    """Its decode node is lost in the middle of the answer."""
+    asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=150))
+    await until(cluster, "a token", lambda: any(len(i.tokens) > 2 for i in cluster.router._inboxes.values()))
+    for inbox in cluster.router._inboxes.values():
+        inbox.give_up(BatonError(Reason.HANDOFF_FAILED, "The test says so."))
+    del inbox
+    answer = await asked
+    assert (answer.ids, answer.stats.resumptions) == (mock_tokens(prompt, 150), 1)
+
+
+async def is_late(cluster: InProcessCluster, prompt: list[int]) -> None:
+    """Its deadline passes in the middle of its answer."""
+    call: Any = cluster.client.stub.Generate(make_request(prompt, max_tokens=900), timeout=0.3)
+    with suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+
+
+ENDS = {
+    ends.__name__: ends
+    for ends in (
+        is_answered,
+        is_answered_at_once,
+        is_given_up,
+        is_refused,
+        is_no_request,
+        is_placed_again,
+        is_resumed,
+        is_late,
+    )
+}
 
 
 def play(ends: Callable[[InProcessCluster, list[int]], Awaitable[None]]) -> None:
@@ -75,7 +132,9 @@ def play(ends: Callable[[InProcessCluster, list[int]], Awaitable[None]]) -> None
 
     async def scenario() -> None:
         rng = random.Random(5)
-        async with inprocess(mock_spec(decode_flags={"engine.num_blocks": 70})) as cluster:
+        async with inprocess(
+            mock_spec(decode_flags={"engine.num_blocks": 70, "engine.mock_layer_delay_ms": 0.5})
+        ) as cluster:
             await ask_exactly(cluster, random_prompt(rng, PROMPT_TOKENS))
             await assert_conserved(cluster)
             with without_collector():

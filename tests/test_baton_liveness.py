@@ -14,7 +14,7 @@ from batonpb import directory_pb2, directory_pb2_grpc
 
 from baton.clock import SystemClock
 from baton.errors import BatonError, InvalidField
-from baton.liveness import LivenessConfig, Reach, nobody_listens
+from baton.liveness import DOUBT_PAUSE_MS_MAX, LivenessConfig, Reach, doubt_pause_ms, nobody_listens
 from baton.rpc import RpcLimits, RpcServer
 from baton.rpc_client import ChannelLimits, Channels, rpc_errors
 from tests.ports import free_ports
@@ -127,15 +127,23 @@ def test_a_peer_that_ends_every_call_at_once_is_lost() -> None:
 
             assert [await lost_after() for _ in range(6)] == [False] * 5 + [True]
             assert clock.slept == [0.02, 0.02, 0.04, 0.08, 0.16]
-            assert (reach.doubted, reach.why) == (True, "it ended 6 calls in a row at once, with nothing said")
+            assert reach.doubt_pause_s == 1.0
+            assert (reach.doubted, reach.why) == (True, "it took 6 calls in a row and ended each at once")
             assert await lost_after()
-            assert [await lost_after(says=True), reach.doubted] == [False, False]
+            assert reach.doubt_pause_s == 2.0
+            assert [await lost_after(says=True), reach.doubted, reach.doubt_pause_s] == [False, False, 0.0]
             assert [await lost_after() for _ in range(5)] == [False] * 5
             assert not await lost_after(TIGHT.barren_ms_max / 1000), "it stayed"
             assert [await lost_after() for _ in range(6)] == [False] * 5 + [True]
             assert [await lost_after(TIGHT.barren_ms_max / 1000), reach.doubted] == [False, False]
 
     run(scene())
+
+
+def test_a_peer_in_doubt_is_left_alone_for_longer_and_longer() -> None:
+    """Not at all without a doubt, then a second, doubled with each time up to the limit, however often."""
+    assert [doubt_pause_ms(times) for times in range(8)] == [0, 1_000, 2_000, 4_000, 8_000, 16_000, 30_000, 30_000]
+    assert doubt_pause_ms(1_000_000) == DOUBT_PAUSE_MS_MAX
 
 
 def test_silence_ends_with_its_time() -> None:

@@ -1,153 +1,26 @@
-"""A node among others: heartbeats, the view of the cluster, and what happens when the directory is lost."""
+"""A node among others: heartbeats, and the view of the cluster. A lost directory: `test_baton_membership_lost.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from baton.clock import SystemClock
-from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory, Snapshot
+from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
-from baton.ids import Incarnation, NodeName
+from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle
 from baton.membership import Membership, MembershipConfig
 from baton.rpc import RpcLimits, RpcServer
 from baton.rpc_client import ChannelLimits, Channels
 from baton.wire import NodeRecord, Role
-
-HANG_S = 20.0
-
-
-class ManualClock:
-    """Stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self._now_s = 1000.0
-        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
-        self._slept = asyncio.Event()
-
-    def monotonic_s(self) -> float:
-        return self._now_s
-
-    def wall_s(self) -> float:
-        return self._now_s
-
-    async def sleep_s(self, delay_s: float) -> None:
-        waker: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sleepers.append((self._now_s + delay_s, waker))
-        self._slept.set()
-        await waker
-
-    def advance(self, delay_s: float) -> None:
-        self._now_s += delay_s
-        for due_s, waker in self._sleepers:
-            if due_s <= self._now_s and not waker.done():
-                waker.set_result(None)
-        self._sleepers = [(due_s, waker) for due_s, waker in self._sleepers if not waker.done()]
-
-    async def asleep(self, count: int) -> None:
-        """Return when `count` tasks sleep."""
-        while len([waker for _, waker in self._sleepers if not waker.done()]) < count:
-            self._slept.clear()
-            await self._slept.wait()
-
-
-class HastyClock(ManualClock):
-    """Every sleep is over at once, and has taken its time."""
-
-    async def sleep_s(self, delay_s: float) -> None:
-        self._now_s += delay_s
-        await asyncio.sleep(0)
-
-
-class ScriptedDirectory:
-    """A directory that does as the test says: `refuse` answers pushes, `show` and `lose` speak to the watcher."""
-
-    def __init__(self) -> None:
-        self.pushes: asyncio.Queue[NodeRecord] = asyncio.Queue()
-        self.removals: list[tuple[str, int]] = []
-        self.refuse: Callable[[NodeRecord], BatonError | None] = lambda record: None
-        self._events: asyncio.Queue[Snapshot | BatonError] = asyncio.Queue()
-
-    def show(self, *records: NodeRecord, left: frozenset[NodeName] = frozenset()) -> None:
-        self._events.put_nowait(Snapshot(records=records, left=left))
-
-    def lose(self) -> None:
-        self._events.put_nowait(lost())
-
-    async def push(self, record: NodeRecord, *, ttl_ms: int) -> None:
-        error = self.refuse(record)
-        if error is not None:
-            raise error
-        self.pushes.put_nowait(record)
-
-    async def remove(self, name: NodeName, incarnation: Incarnation) -> bool:
-        self.removals.append((name, incarnation))
-        return True
-
-    async def list(self) -> Snapshot:
-        raise AssertionError("not used by a membership")
-
-    async def watch(self) -> AsyncGenerator[Snapshot, None]:
-        while True:
-            event = await self._events.get()
-            if isinstance(event, BatonError):
-                raise event
-            yield event
-
-    async def close(self) -> None:
-        raise AssertionError("a membership does not own its directory")
-
-
-def lost() -> BatonError:
-    return BatonError(Reason.PEER_UNREACHABLE, "directory at h:1: connection refused")
-
-
-def record(name: str, *, role: Role = Role.DECODE, lifecycle: Lifecycle = Lifecycle.READY) -> NodeRecord:
-    number = sum(name.encode())
-    return NodeRecord(
-        name=NodeName(name),
-        role=role,
-        incarnation=Incarnation(number),
-        endpoint=f"127.0.0.1:{number}",
-        lifecycle=lifecycle,
-    )
-
-
-def make(
-    directory: ScriptedDirectory,
-    clock: ManualClock,
-    *,
-    own: NodeRecord | None = None,
-    on_change: Callable[[], None] | None = None,
-    **config: int,
-) -> Membership:
-    return Membership(
-        directory=directory,
-        own_record=None if own is None else lambda: own,
-        clock=clock,
-        rng=random.Random(1),
-        config=MembershipConfig(**config),
-        on_change=on_change,
-    )
-
-
-def run(scene: Awaitable[None]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(HANG_S):
-            await scene
-
-    asyncio.run(limited())
-
-
-def known(membership: Membership) -> list[str]:
-    return [each.name for each in membership.nodes()]
+from tests.membership_doubles import HastyClock, ManualClock, ScriptedDirectory, known, lost, make, record, run
 
 
 def test_heartbeats_carry_the_record_as_it_is_then() -> None:
@@ -206,114 +79,6 @@ def test_nodes_are_known_by_role_without_a_call() -> None:
         await membership.wait_until(lambda: membership.nodes() == ())
         await membership.stop()
         assert directory.removals == []
-
-    run(scene())
-
-
-def test_a_lost_directory_takes_nobody_away() -> None:
-    """The directory is lost: the nodes stay, marked stale. It comes back empty and hears of one of them: both stay.
-    The other one is dropped when it has not been heard of for its time."""
-
-    async def scene() -> None:
-        directory, clock = ScriptedDirectory(), ManualClock()
-        membership = make(directory, clock, ttl_ms=3000, heartbeat_ms=1000, backoff_ms_max=1000)
-        await membership.start()
-        directory.show(record("a"), record("b"))
-        await membership.wait_until(lambda: known(membership) == ["a", "b"])
-        directory.lose()
-        await membership.wait_until(lambda: membership.stale)
-        assert known(membership) == ["a", "b"]
-        await clock.asleep(2)
-        directory.show()
-        directory.show(record("a"), record("c"))
-        clock.advance(1.0)
-        await membership.wait_until(lambda: not membership.stale)
-        await membership.wait_until(lambda: known(membership) == ["a", "b", "c"])
-        await clock.asleep(1)
-        clock.advance(2.9)
-        await clock.asleep(1)
-        assert known(membership) == ["a", "b", "c"]
-        clock.advance(1.0)
-        await membership.wait_until(lambda: known(membership) == ["a", "c"])
-        directory.show(record("c"))
-        await membership.wait_until(lambda: known(membership) == ["c"])
-        await membership.stop()
-
-    run(scene())
-
-
-def test_what_is_known_is_good_for_a_time() -> None:
-    """New work is given by the last known records for `stale_ms_max` after the loss, then not, until it is back."""
-
-    async def scene() -> None:
-        directory, clock = ScriptedDirectory(), ManualClock()
-        membership = make(directory, clock, stale_ms_max=60_000)
-        await membership.start()
-        directory.show(record("a"))
-        await membership.wait_until(lambda: not membership.stale)
-        clock.advance(100.0)
-        membership.check_known()
-        directory.lose()
-        await membership.wait_until(lambda: membership.stale)
-        clock.advance(60.0)
-        membership.check_known()
-        clock.advance(0.1)
-        with pytest.raises(BatonError) as caught:
-            membership.check_known()
-        assert caught.value.reason is Reason.DIRECTORY_LOST
-        assert known(membership) == ["a"]
-        directory.show(record("a"))
-        await membership.wait_until(lambda: not membership.stale)
-        membership.check_known()
-        await membership.stop()
-
-    run(scene())
-
-
-def test_a_node_that_left_a_directory_found_again_is_not_kept() -> None:
-    """Two nodes are known when the directory is lost and comes back empty; one of them then says goodbye."""
-
-    async def scene() -> None:
-        directory, clock = ScriptedDirectory(), ManualClock()
-        membership = make(directory, clock)
-        await membership.start()
-        directory.show(record("a"), record("b"))
-        directory.lose()
-        await membership.wait_until(lambda: membership.stale and known(membership) == ["a", "b"])
-        await clock.asleep(2)
-        clock.advance(0.05)
-        directory.show(left=frozenset({NodeName("b")}))
-        await membership.wait_until(lambda: not membership.stale)
-        assert known(membership) == ["a"]
-        await membership.stop()
-
-    run(scene())
-
-
-def test_a_directory_that_is_lost_again_at_once() -> None:
-    """It comes back empty, is lost again before it has heard of anybody, and comes back empty long after: the nodes
-    have their time from then on."""
-
-    async def scene() -> None:
-        directory, clock = ScriptedDirectory(), ManualClock()
-        membership = make(directory, clock, ttl_ms=3000, heartbeat_ms=1000, backoff_ms_max=1000)
-        await membership.start()
-        directory.show(record("a"), record("b"))
-        await membership.wait_until(lambda: known(membership) == ["a", "b"])
-        for _ in range(2):
-            directory.lose()
-            await membership.wait_until(lambda: membership.stale)
-            await clock.asleep(2)
-            directory.show()
-            clock.advance(60.0)
-            await membership.wait_until(lambda: not membership.stale)
-        await clock.asleep(1)
-        clock.advance(2.9)
-        await clock.asleep(1)
-        assert known(membership) == ["a", "b"]
-        clock.advance(1.0)
-        await membership.wait_until(lambda: known(membership) == [])
-        await membership.stop()
 
     run(scene())
 

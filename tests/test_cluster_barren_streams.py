@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from batonpb import decode_pb2
 
-import router.subscriptions
+import baton.liveness
 from baton.errors import BatonError, Reason
 from cli.supervisor import ROUTER_NAME
 from decode_node.service import DecodeService
@@ -82,8 +82,8 @@ async def breakable() -> AsyncIterator[tuple[InProcessCluster, Streams]]:
 def pauses(ms: int) -> Iterator[None]:
     """Before a node that was lost for its streams is tried again."""
     with (
-        patch.object(router.subscriptions, "DOUBT_PAUSE_MS", ms),
-        patch.object(router.subscriptions, "DOUBT_PAUSE_MS_MAX", ms),
+        patch.object(baton.liveness, "DOUBT_PAUSE_MS", ms),
+        patch.object(baton.liveness, "DOUBT_PAUSE_MS_MAX", ms),
     ):
         yield
 
@@ -135,18 +135,5 @@ def test_a_node_is_tried_again_after_a_pause_and_trusted_when_its_stream_stays()
             answer = await cluster.client.generate(random_prompt(random.Random(3), 40), max_tokens=20)
             assert (answer.stats.decode_node, answer.stats.resumptions) == (BROKEN, 0)
             await assert_conserved(cluster)
-
-    asyncio.run(scenario())
-
-
-def test_the_pauses_double_up_to_a_limit() -> None:
-    async def scenario() -> None:
-        async with breakable() as (_, streams):
-            stream, found = streams.stream, []
-            for times in range(8):
-                stream._doubts = times
-                found.append(stream._doubt_pause_s)
-            stream._doubts = 0
-            assert found == [0, 1, 2, 4, 8, 16, 30, 30]
 
     asyncio.run(scenario())

@@ -208,7 +208,8 @@ def test_a_rate_measured_long_ago_is_not_told() -> None:
             half_a_step = node.config.engine.tokens_per_step_max // 2
             await cluster.client.generate(random_prompt(random.Random(11), half_a_step), max_tokens=1)
             assert node.load().prefill_tokens_per_s > 0
-            with patch.object(node, "_measured_s", node._measured_s - node.config.rate_age_ms_max / 1000 - 30):
+            rate = node._rate
+            with patch.object(rate, "_measured_s", rate._measured_s - node.config.rate_age_ms_max / 1000 - 30):
                 assert node.load().prefill_tokens_per_s == 0
             await assert_conserved(cluster)
 

@@ -1,4 +1,4 @@
-"""What is left of a request in the process that has computed it."""
+"""What is left of a request in the processes that have had it."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_a_node_that_leaves_the_directory_goes_on_streaming() -> None:
             await cluster.runtimes["mixed-0"].membership.stop()
 
             async def gone() -> bool:
-                return not cluster.router._calls
+                return not cluster.router._prefill_calls._running
 
             await wait_for(gone, "the router to have forgotten the node", story=cluster.story)
             assert not answer.done()

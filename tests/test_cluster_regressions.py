@@ -21,7 +21,7 @@ from cli.services import Service
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
 from kvtransfer.transports import shm_copy
-from router.node import RouterNode
+from router.prefill_calls import PrefillCalls
 from tests.cluster_harness import (
     CALL_S_MAX,
     Answer,
@@ -183,10 +183,10 @@ def test_the_prefill_node_stops_what_the_router_never_heard_of() -> None:
     decode node, so the prefill node does, and nothing runs on."""
 
     async def scenario() -> None:
-        real_take, real_cancel = RouterNode._take, DecodeNode.cancel
+        real_take, real_cancel = PrefillCalls._take, DecodeNode.cancel
         cancelled: list[tuple[RequestKey, str]] = []
 
-        def take(self: RouterNode, job: Any, attempt: Any, event: Any) -> None:
+        def take(self: PrefillCalls, job: Any, attempt: Any, event: Any) -> None:
             if job.checked.prompt[0] != MARK:
                 real_take(self, job, attempt, event)
 
@@ -197,7 +197,7 @@ def test_the_prefill_node_stops_what_the_router_never_heard_of() -> None:
             return found
 
         spec = mock_spec(blocks=1000, decode_flags={**SLOW_DECODE, "orphan_ms": 600_000})
-        with patch.object(RouterNode, "_take", take), patch.object(DecodeNode, "cancel", cancel):
+        with patch.object(PrefillCalls, "_take", take), patch.object(DecodeNode, "cancel", cancel):
             async with inprocess(spec) as cluster:
                 cluster.gates[Point.COMMIT_ANSWERED].close()
                 request = make_request(marked(random.Random(7), 40), max_tokens=8000, ignore_eos=True)

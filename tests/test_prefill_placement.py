@@ -15,7 +15,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import BlockLoad, ModelInfo, NodeLoad, NodeRecord, Role
-from prefill_node.placement import order_decode_nodes, room
+from prefill_node.placement import blocks_needed, may_hold, order_decode_nodes, room
 
 MODEL = ModelInfo(
     name="m",
@@ -43,7 +43,13 @@ def node(number: int, *, blocks: BlockLoad | None = None, lifecycle: Lifecycle =
 
 
 def order(
-    records: Sequence[NodeRecord], *, behind: frozenset[str] = frozenset(), seed: int = 0, tries_max: int = 3
+    records: Sequence[NodeRecord],
+    *,
+    behind: frozenset[str] = frozenset(),
+    seed: int = 0,
+    tries_max: int = 3,
+    blocks: int = 0,
+    avoid: frozenset[int] = frozenset(),
 ) -> list[str]:
     found = order_decode_nodes(
         records,
@@ -51,13 +57,15 @@ def order(
         may_place=lambda record: record.name not in behind,
         rng=random.Random(seed),
         tries_max=tries_max,
+        blocks=blocks,
+        avoid=avoid,
     )
     return [record.name for record in found]
 
 
-def refusal(records: Sequence[NodeRecord], *, behind: frozenset[str] = frozenset()) -> BatonError:
+def refusal(records: Sequence[NodeRecord], *, behind: frozenset[str] = frozenset(), blocks: int = 0) -> BatonError:
     with pytest.raises(BatonError) as caught:
-        order(records, behind=behind)
+        order(records, behind=behind, blocks=blocks)
     return caught.value
 
 
@@ -141,19 +149,60 @@ def test_nodes_to_avoid_are_asked_only_where_there_is_no_other() -> None:
     """Of three nodes the roomiest one is to be avoided: never asked beside others, and asked alone where these are
     behind with their writes."""
     records = [node(0, blocks=BlockLoad(free=500)), node(1), node(2)]
-    avoid = {records[0].incarnation}
-
-    def asked(behind: frozenset[str], seed: int) -> list[str]:
-        found = order_decode_nodes(
-            records,
-            own=MODEL,
-            may_place=lambda record: record.name not in behind,
-            rng=random.Random(seed),
-            tries_max=3,
-            avoid=avoid,
-        )
-        return [record.name for record in found]
-
+    avoid = frozenset({records[0].incarnation})
     for seed in range(20):
-        assert sorted(asked(frozenset(), seed)) == ["decode-1", "decode-2"]
-        assert asked(frozenset({"decode-1", "decode-2"}), seed) == ["decode-0"]
+        assert sorted(order(records, seed=seed, avoid=avoid)) == ["decode-1", "decode-2"]
+        assert order(records, behind=frozenset({"decode-1", "decode-2"}), seed=seed, avoid=avoid) == ["decode-0"]
+
+
+SMALL, LARGE = BlockLoad(free=50), BlockLoad(held=190, free=10)
+
+
+def test_tries_are_not_spent_on_nodes_that_can_never_hold_it() -> None:
+    """Twenty small nodes, all idle, and a large one that is nearly full: a request of 60 blocks goes to the large one
+    alone, one of 50 to the idle ones too."""
+    records = [*(node(i, blocks=SMALL) for i in range(20)), node(20, blocks=LARGE)]
+    assert {tuple(order(records, seed=seed, blocks=60)) for seed in range(50)} == {("decode-20",)}
+    assert {len(order(records, seed=seed, blocks=50)) for seed in range(50)} == {3}
+
+
+def test_where_all_are_too_small_they_say_so_themselves() -> None:
+    """No report is taken for the truth where it leaves nobody: the nodes are asked, as if nothing were known."""
+    records = [node(i, blocks=SMALL) for i in range(3)]
+    assert [order(records, seed=seed, blocks=60) for seed in range(9)] == [order(records, seed=s) for s in range(9)]
+
+
+def test_a_large_node_that_takes_nothing_now_is_waited_for() -> None:
+    """The small ones would refuse for good. So the request comes again, and is told who is waited for."""
+    records = [node(0, blocks=SMALL), node(1, blocks=LARGE), node(2, blocks=SMALL)]
+    error = refusal(records, behind=frozenset({"decode-1"}), blocks=60)
+    assert (error.reason, error.retry_after_ms) == (Reason.DECODE_FULL, 200)
+    assert "Of 3 decode nodes those that could ever hold the request (decode-1) are behind" in error.message
+
+
+def test_a_node_to_avoid_is_asked_where_the_others_are_too_small() -> None:
+    """The router could not reach it with this request. It is the only one that could ever take it."""
+    records = [node(0, blocks=SMALL), node(1, blocks=LARGE)]
+    assert order(records, blocks=60, avoid=frozenset({records[1].incarnation})) == ["decode-1"]
+
+
+def test_what_pins_keep_is_nobodys_and_an_unknown_region_may_be_large() -> None:
+    """A region of 100 blocks with 30 pinned holds requests of up to 70. A record without a load tells nothing."""
+    pinned = node(0, blocks=BlockLoad(held=20, cached=40, pinned=30, free=40))
+    assert [may_hold(pinned, blocks) for blocks in (70, 71)] == [True, False]
+    assert may_hold(replace(pinned, load=NodeLoad()), 10_000)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompt", "max_tokens", "blocks"),
+    [
+        pytest.param(16, 16, 1, 2, id="the decode node counts one more than the prompt"),
+        pytest.param(15, 15, 17, 2, id="the last token's KV is never written"),
+        pytest.param(16, 16, 18, 3, id="one token more"),
+        pytest.param(40, 10, 50, 4, id="in the middle of its answer"),
+        pytest.param(100, 100, 10_000, 63, id="to the end of the context"),
+    ],
+)
+def test_what_a_request_comes_to_hold(tokens: int, prompt: int, max_tokens: int, blocks: int) -> None:
+    """Blocks of 16 and a context of 1,000, as the decode node counts them itself."""
+    assert blocks_needed(tokens, prompt, max_tokens, MODEL) == blocks

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
-import router.node
+import router.prefill_calls
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
@@ -209,7 +209,7 @@ def test_a_node_that_has_the_request_in_its_queue_says_so() -> None:
         server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, node)
         port = await server.start("127.0.0.1:0")
         try:
-            with patch.object(router.node, "begun", seen):
+            with patch.object(router.prefill_calls, "begun", seen):
                 await scene.ask(port)
         finally:
             await server.stop(0)

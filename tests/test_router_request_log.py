@@ -20,7 +20,9 @@ from baton.rpc_client import ChannelLimits, Channels
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
+from router.metrics import RouterMetrics
 from router.node import RouterNode
+from router.observer import RequestObserver
 from router.request_log import LIMITS, RequestLog
 from tests.router_records import MODEL
 
@@ -47,6 +49,7 @@ def asked(
     deadline_s: float = WAIT_S_MAX,
     change: Callable[[inference_pb2.GenerateRequest], None] = lambda _: None,
     running: int = 0,
+    observer: RequestObserver | None = None,
     **config: int,
 ) -> BaseException:
     """One request to a router with a single prefill node; what it ends with."""
@@ -69,6 +72,7 @@ def asked(
             codec=None,
             loop=loop,
             rng=rng,
+            observer=observer,
         )
         router.requests = running
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
@@ -140,11 +144,17 @@ def test_a_router_that_is_full_says_so_in_its_log(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_deadline_that_passes_is_an_error_too(caplog: pytest.LogCaptureFixture) -> None:
-    """The call is ended from outside; the client has DEADLINE_EXCEEDED."""
+    """The call is ended from outside; the client has DEADLINE_EXCEEDED. The metrics count it by that."""
+    metrics = RouterMetrics(list)
     with caplog.at_level(logging.INFO):
-        asked(None, deadline_s=0.3)
+        asked(None, deadline_s=0.3, observer=metrics)
+    assert outcomes(metrics) == ['baton_requests_total{outcome="deadline"} 1.0']
     ((level, fields),) = ends(caplog)
     assert (level, fields["reason"], fields["attempts"], fields["nodes"]) == ("WARNING", "DEADLINE", 1, "prefill-0")
+
+
+def outcomes(metrics: RouterMetrics) -> list[str]:
+    return [line for line in metrics.text().decode().splitlines() if line.startswith("baton_requests_total{")]
 
 
 def test_thousands_a_second_take_few_lines(caplog: pytest.LogCaptureFixture) -> None:

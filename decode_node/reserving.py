@@ -1,0 +1,155 @@
+"""What a decode node answers to a Reserve: the blocks of a grant, that there is no room now, or that there never is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from batonpb import transfer_pb2
+
+from baton.ids import GrantId, Pair, RequestKey, ReserveNumber
+from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
+from decode_node.config import DecodeConfig
+from decode_node.job import answer_growth, why_never
+from decode_node.overcommit import Admission
+from decode_node.resumed_first import ResumedFirst
+from engine.block_manager import BlockManager
+from engine.types import Runner
+from engine.wire import key_from_proto
+from kvtransfer.receiver_messages import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
+from kvtransfer.ledger import Ledger
+from kvtransfer.receiver import Receiver
+
+NO_BLOCKS = "its blocks are set aside for other requests"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """By this Reserve, or by an earlier one of which it is a repeat."""
+
+    answer: AnswerGranted
+    tokens: list[int]
+    """Prompt, and what the client has of the answer."""
+    footprint: int
+    """Blocks that the request may come to hold in all."""
+
+
+class Reserving:
+    """Of one decode node; control thread only. Grants are the receiver's: nothing here outlives an answer but how fast
+    requests end, and who goes first."""
+
+    def __init__(
+        self,
+        *,
+        config: DecodeConfig,
+        runner: Runner,
+        ledger: Ledger,
+        blocks: BlockManager,
+        admission: Admission,
+        requests: Callable[[], int],
+        loop: asyncio.AbstractEventLoop,
+        randomness: Callable[[int], bytes],
+    ) -> None:
+        """`requests` is how many the node has now."""
+        self.closed = False
+        """The node is about to end: no place for anybody."""
+        self._config = config
+        self._runner = runner
+        self._ledger = ledger
+        self._blocks = blocks
+        self._admission = admission
+        self._requests = requests
+        self._loop = loop
+        self._randomness = randomness
+        self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms, hold_ms_max=config.resumed_hold_ms_max)
+        self._blocks_freed, self._requests_ended = LeaveRate(), LeaveRate()
+
+    def ask(
+        self, request: transfer_pb2.ReserveRequest, pair: Pair, receiver: Receiver
+    ) -> Granted | transfer_pb2.ReserveReply:
+        """Have `receiver` grant blocks for the prompt and set the answer's growth aside. A reply says why it does not.
+
+        A repeat gets the first one's answer, even where this node could not give it any more.
+        """
+        key, number = key_from_proto(request.key), ReserveNumber(request.number)
+        tokens, prompt_len = [*request.prompt, *request.output], len(request.prompt)
+        repeated = receiver.grants.has_answered(pair, number)
+        reject = why_never(tokens, prompt_len, request.sampling, runner=self._runner, blocks=self._blocks)
+        if reject is not None and not repeated:
+            return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
+        known_blocks = self._blocks.blocks_for(len(tokens))
+        prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
+        promise = answer_growth(self._runner, tokens, prompt_len, request.sampling.max_tokens)
+        self._blocks.hold(prefix)  # so that making room does not evict what was just matched
+        try:
+            new = known_blocks - len(prefix)
+            footprint = known_blocks + promise
+            why_not = self._why_not_now(resumed=bool(request.output))
+            room = why_not is None and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
+            if room and not repeated:
+                self._blocks.make_room(new)
+            answer = receiver.reserve(
+                ReserveAsked(
+                    pair=pair,
+                    number=number,
+                    lowest_live=ReserveNumber(request.lowest_live),
+                    key=key,
+                    grant=GrantId(self._randomness(16)),
+                    blocks_new=new,
+                    prefix=tuple(prefix),
+                    promise=promise,
+                    host_backed=self._admission.host_backed,
+                    room=room,
+                )
+            )
+        finally:
+            self._blocks.release(prefix)
+        if isinstance(answer, AnswerRefused):
+            if answer.refusal is Refusal.BUSY:
+                if request.output and not repeated:
+                    self._resumed_first.refused(key, len(request.output), self._loop.time())
+                return self._busy(key, why_not or NO_BLOCKS, blocks_lacking=footprint - self._ledger.available)
+            if answer.refusal in (Refusal.FENCING, Refusal.SPAN):
+                return self._busy(key, answer.refusal.value, blocks_lacking=0)
+            return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
+        self.waits_no_more(key)
+        return Granted(answer=answer, tokens=tokens, footprint=footprint)
+
+    @property
+    def has_place(self) -> bool:
+        """Within the limit of requests, and not about to end."""
+        return self._requests() < self._config.requests_max and not self.closed
+
+    def stands_back(self, *, resumed: bool) -> bool:
+        """Whether what room there is goes to requests in the middle of their answer, and this is none."""
+        return not resumed and self._resumed_first.waiting(self._loop.time())
+
+    def waits_no_more(self, key: RequestKey) -> None:
+        """The request has its room, or wants none any more."""
+        self._resumed_first.granted(key)
+
+    def ended(self, footprint: int) -> None:
+        """A request has ended that might have come to hold so many blocks."""
+        self._blocks_freed.left(footprint, self._loop.time())
+        self._requests_ended.left(1, self._loop.time())
+
+    def _why_not_now(self, *, resumed: bool) -> str | None:
+        """What keeps any request out at the moment, whatever its size."""
+        if not self.has_place:
+            return "its request limit is reached"
+        if self.stands_back(resumed=resumed):
+            return "answers that have lost their node go first"
+        return None
+
+    def _busy(self, key: RequestKey, reason: str, *, blocks_lacking: int) -> transfer_pb2.ReserveReply:
+        """Blocks and promises leave with the requests that end; a place among the requests does with any of them."""
+        now_s = self._loop.time()
+        waits = [wait_s(max(0, blocks_lacking), self._blocks_freed.per_s(now_s))]
+        if not self.has_place:
+            waits.append(wait_s(1, self._requests_ended.per_s(now_s)))
+        known = [wait for wait in waits if wait is not None]
+        retry_ms = retry_after_ms(
+            max(known, default=None), ms_min=self._config.busy_retry_ms, spread=spread_of(key.request)
+        )
+        return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(retry_after_ms=retry_ms, reason=reason))

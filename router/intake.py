@@ -1,0 +1,112 @@
+"""What a router does with a client's request before it tries it on any node: it becomes a job, or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+from batonpb import inference_pb2
+
+from baton.errors import BatonError, Reason, bad_field
+from baton.ids import RequestId
+from baton.tracing import Traceparent, new_request_id
+from router.chat import ChatEncoder
+from router.config import RouterConfig
+from router.job import Job
+from router.prefill_nodes import PrefillNodes
+from router.request import CheckedRequest, check_request
+from router.retries import Retries
+from router.stop_strings import StopStrings
+from router.text import AnswerText, TextCodec
+
+
+def not_taken() -> BatonError:
+    """What a router that drains says at its doors."""
+    return BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
+
+
+class Intake:
+    """Lives on the router's loop."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        prefill_nodes: PrefillNodes,
+        codec: TextCodec | None,
+        chats: ChatEncoder | None,
+        loop: asyncio.AbstractEventLoop,
+        rng: random.Random,
+        check_known: Callable[[], None],
+        pause: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """`check_known` raises BatonError while the nodes are not known well enough. `pause(looks)` comes between two
+        looks for a node that is ready."""
+        self._config = config
+        self._prefill_nodes = prefill_nodes
+        self._codec = codec
+        self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
+        self._loop = loop
+        self._rng = rng
+        self._check_known = check_known
+        self._pause = pause
+
+    async def job(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        request_id: RequestId,
+        trace: Traceparent,
+        deadline_s: float,
+        choice: int,
+    ) -> Job:
+        """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
+        self._check_known()
+        give_up_s = self._loop.time() + self._config.placement_wait_ms_max / 1000
+        for looks in range(1 << 30):
+            if self._prefill_nodes.ready() or self._loop.time() >= give_up_s:
+                break
+            await self._pause(looks)
+        encoded = await self._encode(request)
+        checked = check_request(
+            request,
+            model=self._prefill_nodes.model(),
+            encode=(lambda _text: encoded) if self._codec is not None else None,
+            chat=encoded,
+            max_tokens_default=self._config.max_tokens_default,
+            rng=self._rng,
+            choice=choice,
+        )
+        return Job(
+            id=new_request_id(self._rng),
+            client_id=request_id,
+            trace=trace,
+            checked=checked,
+            began_s=self._loop.time(),
+            deadline_s=deadline_s,
+            retries=Retries(config=self._config.retries, give_up_s=give_up_s),
+            stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
+        )
+
+    def answer_text(self, checked: CheckedRequest) -> AnswerText:
+        """What the tokens of its answer go through."""
+        return AnswerText(
+            self._codec.stream() if self._codec is not None else None,
+            StopStrings(checked.stop, include=checked.include_stop),
+            min_tokens=checked.sampling.min_tokens,
+        )
+
+    async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
+        """Token ids of a text or a chat, off the loop: a long one takes seconds, and others' tokens must flow."""
+        if request.WhichOneof("prompt") == "chat":
+            return await asyncio.to_thread(self._chats.encode_proto, request.chat)
+        if self._codec is None or request.WhichOneof("prompt") != "text":
+            return ()
+        if len(request.text) > self._config.prompt_chars_max:
+            raise bad_field(
+                "text",
+                f"The prompt has {len(request.text)} characters; at most {self._config.prompt_chars_max} are taken.",
+                reason=Reason.PROMPT_TOO_LONG,
+            )
+        return await asyncio.to_thread(self._codec.encode, request.text)
