@@ -105,7 +105,7 @@ class WriterAttendance:
                     await self._reach.connected(call)
                     async for _ in call:
                         self._reach.heard()
-                        self.out_of_reach = False
+                        self._reached()
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self._gone()
@@ -116,3 +116,8 @@ class WriterAttendance:
                     log.warning("receiver lost", peer=self._name, why=self._reach.why)
                     self._lost()
                 await self._clock.sleep_s(self._pause_s)
+
+    def _reached(self) -> None:
+        if self.out_of_reach:
+            self.out_of_reach = False
+            log.info("receiver reached again", peer=self._name)

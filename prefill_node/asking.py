@@ -87,8 +87,16 @@ class DecodeNodes:
         """How many are ready, by the directory."""
         return len(ready_nodes(self._records()))
 
-    async def reserve(self, job: Job, *, sources_released: Callable[[], None]) -> Handoff | Refused:
-        """Ask some of them, best first, until one grants. Raises BatonError for what ends the request itself."""
+    def reached_by_router(self, job: Job) -> bool:
+        """Whether one of these is there that the request's router does not want avoided."""
+        avoid = job.request.avoid_decode
+        return any(record.incarnation not in avoid for record in ready_nodes(self._records()))
+
+    async def reserve(
+        self, job: Job, *, sources_released: Callable[[], None], avoided_too: bool = True
+    ) -> Handoff | Refused:
+        """Ask some of them, best first, until one grants; `avoided_too` is whether to ask those that the router does not
+        reach where no other is left. Raises BatonError for what ends the request itself."""
         behind: list[NodeRecord] = []
         records = self._records()
         chain = self._blocks.prefix_cache.chain(job.tokens, job.cache_salt)
@@ -102,6 +110,7 @@ class DecodeNodes:
                 room_of=self.affinity.room,
                 instead=self.affinity.instead(chain),
                 avoid=job.request.avoid_decode,
+                avoided_too=avoided_too,
             )
         except BatonError as error:
             if error.reason not in NOBODY_TO_ASK:

@@ -38,12 +38,13 @@ def order_decode_nodes(
     room_of: Callable[[NodeRecord], int] = room,
     instead: Instead | None = None,
     avoid: Collection[int] = (),
+    avoided_too: bool = True,
 ) -> list[NodeRecord]:
     """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
 
     The reports are hints, so the best of all would be chosen by everybody at once; the node's own answer is the truth.
     `instead` has a say about the first one only: those after it are asked when a choice has failed.
-    Those whose incarnation is in `avoid` are chosen only where there is no other.
+    Those whose incarnation is in `avoid` are chosen only where there is no other, and without `avoided_too` never.
     `may_place` says whether this process may place anything new there (limits of unacknowledged writes).
 
     Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
@@ -67,7 +68,14 @@ def order_decode_nodes(
             f"All {len(fit)} decode nodes are behind with accepting writes, or out of reach.",
             retry_after_ms=200,
         )
-    left = [r for r in left if r.incarnation not in avoid] or left
+    wanted = [r for r in left if r.incarnation not in avoid]
+    if not wanted and not avoided_too:
+        raise BatonError(
+            Reason.NO_DECODE_NODE,
+            f"The router does not reach the {len(left)} decode nodes that are in reach from here.",
+            retry_after_ms=1_000,
+        )
+    left = wanted or left
     order: list[NodeRecord] = []
     while left and len(order) < tries_max:
         best = max(rng.sample(left, min(2, len(left))), key=room_of)

@@ -139,11 +139,11 @@ def test_a_node_without_a_model_is_not_ready() -> None:
 
 def test_nodes_to_avoid_are_asked_only_where_there_is_no_other() -> None:
     """Of three nodes the roomiest one is to be avoided: never asked beside others, and asked alone where these are
-    behind with their writes."""
+    behind with their writes, unless the caller would rather have nobody asked then."""
     records = [node(0, blocks=BlockLoad(free=500)), node(1), node(2)]
     avoid = {records[0].incarnation}
 
-    def asked(behind: frozenset[str], seed: int) -> list[str]:
+    def asked(behind: frozenset[str], seed: int, *, avoided_too: bool = True) -> list[str]:
         found = order_decode_nodes(
             records,
             own=MODEL,
@@ -151,9 +151,14 @@ def test_nodes_to_avoid_are_asked_only_where_there_is_no_other() -> None:
             rng=random.Random(seed),
             tries_max=3,
             avoid=avoid,
+            avoided_too=avoided_too,
         )
         return [record.name for record in found]
 
     for seed in range(20):
         assert sorted(asked(frozenset(), seed)) == ["decode-1", "decode-2"]
         assert asked(frozenset({"decode-1", "decode-2"}), seed) == ["decode-0"]
+        assert sorted(asked(frozenset(), seed, avoided_too=False)) == ["decode-1", "decode-2"]
+    with pytest.raises(BatonError, match="does not reach the 1 decode nodes") as caught:
+        asked(frozenset({"decode-1", "decode-2"}), 0, avoided_too=False)
+    assert caught.value.reason is Reason.NO_DECODE_NODE

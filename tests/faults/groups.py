@@ -95,8 +95,11 @@ GROUPS: Final[tuple[Group, ...]] = (
     Group(cases=signals.KEPT_CASES, opened=partial(mock_cluster, mixed_spec, marked_tokens=KEPT)),
     Group(cases=(*links.CASES, *doubles.LINK_CASES), opened=partial(link_cluster, faulty_spec, data=False)),
     Group(cases=links.DATA_CASES, opened=partial(link_cluster, faulty_spec, data=True)),
-    Group(cases=links.MIXED_CASES, opened=partial(link_cluster, mixed_spec, data=True)),
-    Group(cases=links.KEPT_CASES, opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT)),
+    Group(cases=(*links.MIXED_CASES, *doubles.MIXED_LINK_CASES), opened=partial(link_cluster, mixed_spec, data=True)),
+    Group(
+        cases=(*links.KEPT_CASES, *doubles.KEPT_LINK_CASES),
+        opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT),
+    ),
     Group(cases=redis_away.CASES, opened=redis_cluster),
     Group(cases=real.CASES, opened=real.real_cluster),
 )
