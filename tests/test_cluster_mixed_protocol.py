@@ -45,8 +45,8 @@ async def directly(
     output: Sequence[int] = (),
     avoid: Sequence[int] = (),
 ) -> int:
-    """Send a request to one node as a router of our own, with `output` of its answer, which does not reach the processes
-    in `avoid`; which process has granted. Raises BatonError."""
+    """Send a request to one node as a router of our own, with `output` of its answer, that does not reach those to
+    `avoid`; which process has granted. Raises BatonError."""
     runtime = cluster.runtimes[name]
     request = prefill_pb2.PrefillRequest(
         header=common_pb2.Header(sender=ROUTER, receiver=runtime.incarnation),

@@ -129,7 +129,7 @@ def test_a_node_whose_other_half_answers_no_reserve() -> None:
 def test_a_drain_in_the_middle_of_a_handoff(half: str) -> None:
     """One node hands a request over to the other, and is in its second layer when the one that reads the prompt, or the
     one that is to write the answer, is drained. The handoff goes on, and so does the answer, on the node that is
-    drained; the drain waits for both. What is asked meanwhile has nobody to be handed to, and the other node keeps it."""
+    drained; the drain waits for both. What is asked meanwhile there is nobody to hand to: the other node keeps it."""
 
     async def scenario() -> None:
         async with two_nodes() as cluster:
@@ -169,9 +169,9 @@ def test_a_drain_in_the_middle_of_a_handoff(half: str) -> None:
 
 
 def test_a_node_killed_and_started_again_is_another_one_to_both_halves() -> None:
-    """Requests go from each of three nodes to each other. One is killed and started again at once, under its name and on
-    its port: the others hand over to the new process and take from it, and soon have nothing in their books of the old
-    one, neither as a receiver nor as a writer."""
+    """Requests go from each of three nodes to each other. One is killed and started again at once, by the same name and
+    on its port: the others hand over to the new process and take from it, and soon have nothing in their books of the
+    old one, neither as a receiver nor as a writer."""
 
     async def scenario() -> None:
         rng, names = random.Random(73), [f"mixed-{number}" for number in range(3)]

@@ -147,7 +147,7 @@ async def settle(cluster: FaultyCluster, questions: Questions, struck: Sequence[
 
 
 async def served_by(cluster: FaultyCluster, questions: Questions, name: str, outcome: Outcome) -> None:
-    """Ask until the node of this name has had a part in an answer; every answer must be right. A mixed node must have had
+    """Ask until the node of this name has had a part in an answer; every answer must be right. A mixed node must have
     both: it has handed a request over, and one was handed over to it."""
     service = dict(cluster.cluster.spec.processes())[name]
     parts_wanted = 2 if service is Service.MIXED else int(service.has_engine)
