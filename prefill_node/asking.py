@@ -95,8 +95,8 @@ class DecodeNodes:
     async def reserve(
         self, job: Job, *, sources_released: Callable[[], None], avoided_too: bool = True
     ) -> Handoff | Refused:
-        """Ask some of them, best first, until one grants; with `avoided_too` those that the router does not reach, where
-        no other is left. Raises BatonError for what ends the request itself."""
+        """Ask some of them, best first, until one grants; with `avoided_too` those, where no other is left, that the
+        router does not reach. Raises BatonError for what ends the request itself."""
         behind: list[NodeRecord] = []
         records = self._records()
         chain = self._blocks.prefix_cache.chain(job.tokens, job.cache_salt)

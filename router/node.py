@@ -272,7 +272,7 @@ class RouterNode:
         """The call to one prefill node, from placement to the commit. Its failure is the attempt's."""
         inbox = attempt.inbox
         try:
-            record, placed = self._prefill_nodes.place(job, inbox.key)
+            record, placed = self._prefill_nodes.place(job, inbox.key, silent=self._streams.silent())
             job.stats.prefill_node = record.name
             job.nodes[record.name] = None
             self._calls[record.endpoint] += 1

@@ -120,7 +120,7 @@ def test_a_node_is_tried_again_after_a_pause_and_trusted_when_its_stream_stays()
             with pauses(10**9):
                 streams.fail()
                 await until(cluster, "the node to be lost", lambda: stream.lost)
-                assert stream.out_of_reach
+                assert (stream.out_of_reach, stream.silent) == (True, False)
                 failed = streams.failed
                 for _ in range(20):
                     streams.follow()
