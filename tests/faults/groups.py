@@ -34,7 +34,7 @@ class Group:
     """Cases of one kind of cluster. After a bad one the next gets a new cluster."""
 
     cases: Sequence[Case]
-    opened: Callable[[], Any]
+    opened: Callable[..., Any]
     """An async context manager that gives (cluster, questions); `seed` is for other ones."""
 
     async def run(self, cases: Sequence[Case], show: Callable[[Outcome], None], *, seed: int = 0) -> None:
