@@ -78,8 +78,8 @@ sim-long: $(READY)  ## simulate a million requests in pieces of a few minutes, a
 	@$(BIN)/python -m tests.sim --sum $(LONG_LOG)
 
 .PHONY: faults
-faults: $(READY)  ## kill, stop and cut off real processes at every stage of a request (minutes)
-	@$(BIN)/python -m tests.faults
+faults: $(READY)  ## kill, stop and cut off real processes at every stage of a request (minutes): SEED=n: another order
+	@$(BIN)/python -m tests.faults $(if $(SEED),--seed $(SEED))
 
 .PHONY: proto
 proto: $(READY)  ## generate proto/batonpb from proto/*.proto

@@ -75,6 +75,8 @@ class MixedNode:
         self._randomness = randomness
         self._first: dict[RequestKey, asyncio.Future[TokenEvent]] = {}
         """Kept requests without their first token."""
+        self._kept = 0
+        """Requests, ever: both halves have taken each of them."""
         self._looking = False
         decode.room_changed = self._room_changed
 
@@ -90,6 +92,9 @@ class MixedNode:
 
     def stands_back(self, job: Job) -> bool:
         return self.decode.stands_back(resumed=job.resumed)
+
+    def avoided(self, job: Job) -> bool:
+        return self.granted().decode_incarnation in job.request.avoid_decode
 
     def never(self, job: Job) -> str | None:
         sampling = job.request.sampling
@@ -126,6 +131,7 @@ class MixedNode:
             return None
         first = self._first[job.key] = self._loop.create_future()
         self.decode.keep(seq, router=job.router, deadline_s=job.deadline_s)
+        self._kept += 1
         self.engine_loop.wake()
         return LocalRun(seq=seq, first=first)
 
@@ -171,7 +177,7 @@ class MixedNode:
         return dataclasses.replace(
             prefill,
             running_requests=prefill.running_requests + decode.running_requests,
-            requests_taken=prefill.requests_taken + decode.requests_taken,
+            requests_taken=prefill.requests_taken + decode.requests_taken - self._kept,
         )
 
     def holds(self, writers: Holdings) -> Holdings:

@@ -87,8 +87,16 @@ class DecodeNodes:
         """How many are ready, by the directory."""
         return len(ready_nodes(self._records()))
 
-    async def reserve(self, job: Job, *, sources_released: Callable[[], None]) -> Handoff | Refused:
-        """Ask some of them, best first, until one grants. Raises BatonError for what ends the request itself."""
+    def reached_by_router(self, job: Job) -> bool:
+        """Whether one of these is there that the request's router does not want avoided."""
+        avoid = job.request.avoid_decode
+        return any(record.incarnation not in avoid for record in ready_nodes(self._records()))
+
+    async def reserve(
+        self, job: Job, *, sources_released: Callable[[], None], avoided_too: bool = True
+    ) -> Handoff | Refused:
+        """Ask some of them, best first, until one grants; with `avoided_too` those, where no other is left, that the
+        router does not reach. Raises BatonError for what ends the request itself."""
         behind: list[NodeRecord] = []
         records = self._records()
         chain = self._blocks.prefix_cache.chain(job.tokens, job.cache_salt)
@@ -103,6 +111,7 @@ class DecodeNodes:
                 instead=self.affinity.instead(chain),
                 avoid=job.request.avoid_decode,
                 blocks=blocks_needed(len(job.tokens), job.prompt_len, job.params.max_tokens, self._model),
+                avoided_too=avoided_too,
             )
         except BatonError as error:
             if error.reason not in NOBODY_TO_ASK:

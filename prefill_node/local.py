@@ -48,6 +48,10 @@ class LocalRunner(Protocol):
         which nobody tells: look again every second or so."""
         ...
 
+    def avoided(self, job: Job) -> bool:
+        """Whether the request's router says that it does not get what this node writes."""
+        ...
+
     def never(self, job: Job) -> str | None:
         """Why the request can never run here, whatever is free. None: it can."""
         ...

@@ -38,7 +38,7 @@ from prefill_node.job import (
     handoff_failed,
 )
 from prefill_node.local import LocalRunner
-from prefill_node.local_policy import NOT_THERE, falls_back, is_kept
+from prefill_node.local_policy import NOT_THERE, LocalFallback, falls_back, is_kept
 from prefill_node.posting import Posting, StepSink
 from prefill_node.rate import PrefillRate
 from prefill_node.request import check_request, no_room
@@ -192,6 +192,8 @@ class PrefillNode:
         """Whether it is to run here, as far as it ever can."""
         if not job.needs_decode or local.never(job) is not None:
             return False
+        if local.avoided(job) and self._decode_nodes.reached_by_router(job):
+            return False
         size = self._blocks.block_size
         cached = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
         return is_kept(
@@ -211,7 +213,9 @@ class PrefillNode:
             return prefill_pb2.PrefillEvent(granted=local.granted())
         slow = self._loop.call_later(GRANT_WAIT_MS_MAX / 1000, self._go_past, job)
         try:
-            asked = await self._decode_nodes.reserve(job, sources_released=lambda: self._sources_released(job))
+            asked = await self._decode_nodes.reserve(
+                job, sources_released=lambda: self._sources_released(job), avoided_too=self._asks_avoided(job)
+            )
         finally:
             slow.cancel()
         if isinstance(asked, Handoff):
@@ -228,6 +232,13 @@ class PrefillNode:
             raise asked.error
         finally:
             del asked  # or the error, and the job with it, would refer to itself, by this frame in its traceback
+
+    def _asks_avoided(self, job: Job) -> bool:
+        """Whether to hand over to nodes that the router does not reach, rather than to none: not what can run here."""
+        local = self._local
+        if local is None or local.policy.fallback is LocalFallback.NEVER:
+            return True
+        return local.avoided(job) or local.never(job) is not None
 
     def _go_past(self, job: Job) -> None:
         """A decode node does not answer: it may be dead, and those behind this request are not to wait until it is."""

@@ -36,6 +36,8 @@ from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass
 from prefill_node.config import PrefillConfig
 
+OUT_OF_REACH = "decode nodes out of reach"
+"""Name of a status counter."""
 MACHINES_MAX = 4_096
 """Numberings kept of decode processes that are gone, oldest dropped first."""
 
@@ -177,11 +179,17 @@ class Peers:
             add_fact(message, TransportName.RDMA.value, self._rdma.describe())
         adrift = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
         message.counters.add(name="let go with writes adrift, not fenced yet", value=adrift)
+        message.counters.add(name=OUT_OF_REACH, value=self.out_of_reach)
 
     @property
     def transports_given_up(self) -> int:
         """Counted over the peers there are."""
         return sum(len(peer.link.offers.dropped) for peer in self._peers.values())
+
+    @property
+    def out_of_reach(self) -> int:
+        """Receivers that live as far as is known, and where nothing is placed until they are reached again."""
+        return sum(not peer.gone and self._attendances[i].out_of_reach for i, peer in self._peers.items())
 
     def add_load(self, load: NodeLoad) -> NodeLoad:
         """What the directory is told, and the router's metrics with it."""

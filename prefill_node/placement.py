@@ -61,6 +61,7 @@ def order_decode_nodes(
     instead: Instead | None = None,
     avoid: Collection[int] = (),
     blocks: int = 0,
+    avoided_too: bool = True,
 ) -> list[NodeRecord]:
     """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
 
@@ -68,7 +69,7 @@ def order_decode_nodes(
     Those whose region cannot hold `blocks`, by their reports, are left out, or the tries could be spent on them; where
     no other is known they are asked all the same, and say by themselves why not.
     `instead` has a say about the first one only: those after it are asked when a choice has failed.
-    Those whose incarnation is in `avoid` are chosen only where there is no other.
+    Those whose incarnation is in `avoid` are chosen only where there is no other, and without `avoided_too` never.
     `may_place` says whether this process may place anything new there (limits of unacknowledged writes).
 
     Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
@@ -97,7 +98,14 @@ def order_decode_nodes(
             f"{who} are behind with accepting writes, or out of reach.",
             retry_after_ms=200,
         )
-    left = [r for r in left if r.incarnation not in avoid] or left
+    wanted = [r for r in left if r.incarnation not in avoid]
+    if not wanted and not avoided_too:
+        raise BatonError(
+            Reason.NO_DECODE_NODE,
+            f"The router does not reach the {len(left)} decode nodes that are in reach from here.",
+            retry_after_ms=1_000,
+        )
+    left = wanted or left
     order: list[NodeRecord] = []
     while left and len(order) < tries_max:
         best = max(rng.sample(left, min(2, len(left))), key=room_of)

@@ -79,6 +79,10 @@ class DecodeStreams:
                 stream.open()
         return {incarnation for incarnation, stream in self._subscriptions.items() if stream.out_of_reach}
 
+    def silent(self) -> set[Incarnation]:
+        """Those of `out_of_reach` that answer nothing; the others take calls, and fail their streams only."""
+        return {incarnation for incarnation, stream in self._subscriptions.items() if stream.silent}
+
     def follow(self, records: Sequence[NodeRecord]) -> None:
         """What the directory says: streams are opened to all that are there; those to processes that are gone and serve
         nothing are dropped."""

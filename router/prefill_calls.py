@@ -50,7 +50,7 @@ class PrefillCalls:
         failure."""
         inbox = attempt.inbox
         try:
-            record, placed = self._nodes.place(job, inbox.key)
+            record, placed = self._nodes.place(job, inbox.key, silent=self._streams.silent())
             job.stats.prefill_node = record.name
             job.nodes[record.name] = None
             self._running[record.endpoint] += 1

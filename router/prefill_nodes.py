@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from baton.drain import refused_by
@@ -52,8 +52,11 @@ class PrefillNodes:
             retry_after_ms=NOT_READY_RETRY_MS,
         )
 
-    def place(self, job: Job, key: RequestKey) -> tuple[NodeRecord, Callable[[], None]]:
-        """Where the next attempt goes, and what to call when that has ended.
+    def place(
+        self, job: Job, key: RequestKey, *, silent: Collection[Incarnation] = ()
+    ) -> tuple[NodeRecord, Callable[[], None]]:
+        """Where the next attempt goes, and what to call when that has ended. `silent` are processes that do not answer:
+        a call to one of them is tried only where there is no other.
 
         Raises BatonError NO_PREFILL_NODE, and where no region is large enough PROMPT_TOO_LONG, or NOT_RESUMABLE in the
         middle of an answer.
@@ -68,7 +71,9 @@ class PrefillNodes:
         untried = [r for r in fit if r.incarnation not in job.avoid]
         if not untried:
             job.avoid.clear()
-        record = self._placement.pick(untried or fit, hashes, len(tokens))
+        left = untried or fit
+        answering = [r for r in left if r.incarnation not in silent]
+        record = self._placement.pick(answering or left, hashes, len(tokens))
         return record, self._placement.sent(record, key, hashes, len(tokens))
 
     def untried(self, job: Job) -> bool:

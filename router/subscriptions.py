@@ -167,6 +167,11 @@ class DecodeSubscription:
         return self._task is not None and self._task.done()
 
     @property
+    def silent(self) -> bool:
+        """Out of reach, and not for streams that came to nothing: no other call is answered either."""
+        return self.out_of_reach and not self._reach.doubted
+
+    @property
     def idle(self) -> bool:
         """Nobody needs it, nor its channel: closing a channel would end the calls on it as if their request was
         cancelled."""

@@ -13,7 +13,7 @@ from batonpb import decode_pb2
 
 import baton.liveness
 from baton.errors import BatonError, Reason
-from cli.supervisor import ROUTER_NAME
+from cli.supervisor import ROUTER_NAME, ClusterSpec
 from decode_node.service import DecodeService
 from router.decode_streams import DecodeStreams
 from router.subscriptions import DecodeSubscription
@@ -24,11 +24,12 @@ from tests.inprocess_scenes import until
 BROKEN = "decode-0"
 """It has so much more room that every request goes there by itself."""
 OTHER = "decode-1"
+ROUTER = {"liveness.barren_ms_max": 300, "liveness.reconnect_pause_ms": 5, "retries.resume_jitter_ms_max": 0}
 SPEC = mock_spec(
     decode=2,
     blocks=1_000,
     node_flags={OTHER: {"engine.num_blocks": 200}},
-    router_flags={"liveness.barren_ms_max": 300, "liveness.reconnect_pause_ms": 5, "retries.resume_jitter_ms_max": 0},
+    router_flags=ROUTER,
     decode_flags={"engine.mock_layer_delay_ms": 0.5},
 )
 
@@ -36,20 +37,21 @@ SPEC = mock_spec(
 class Streams:
     """Those of the broken node, to the router of `cluster`."""
 
-    def __init__(self, cluster: InProcessCluster) -> None:
+    def __init__(self, cluster: InProcessCluster, broken: str) -> None:
         self._cluster = cluster
+        self._broken = broken
         self.failing = False
         self.failed = 0
 
     @property
     def stream(self) -> DecodeSubscription:
-        (stream,) = [s for s in self._cluster.router._streams._subscriptions.values() if s.name == BROKEN]
+        (stream,) = [s for s in self._cluster.router._streams._subscriptions.values() if s.name == self._broken]
         return stream
 
     def fail(self) -> None:
         """The one that is open ends, and each after it, as soon as it is taken."""
         self.failing = True
-        self._cluster.decode[BROKEN].streams.close_all()
+        self._cluster.decode[self._broken].streams.close_all()
 
     def follow(self) -> None:
         """What the router does at each news of the directory."""
@@ -57,12 +59,12 @@ class Streams:
 
 
 @asynccontextmanager
-async def breakable() -> AsyncIterator[tuple[InProcessCluster, Streams]]:
+async def breakable(spec: ClusterSpec = SPEC, broken: str = BROKEN) -> AsyncIterator[tuple[InProcessCluster, Streams]]:
     scenes: list[Streams] = []
     real = DecodeService.Subscribe
 
     async def subscribe(self: DecodeService, requests: Any, context: Any) -> AsyncIterator[decode_pb2.TokenBatch]:
-        if self._node.config.name == BROKEN and any(scene.failing for scene in scenes):
+        if self._node.config.name == broken and any(scene.failing for scene in scenes):
             scenes[0].failed += 1
             await context.send_initial_metadata(())
             raise BatonError(Reason.INTERNAL, "A bug in the decode node.")
@@ -71,8 +73,8 @@ async def breakable() -> AsyncIterator[tuple[InProcessCluster, Streams]]:
                 yield batch
 
     with patch.object(DecodeService, "Subscribe", subscribe):
-        async with inprocess(SPEC) as cluster:
-            scenes.append(Streams(cluster))
+        async with inprocess(spec) as cluster:
+            scenes.append(Streams(cluster, broken))
             await until(cluster, "a stream to each", lambda: len(cluster.router._streams._subscriptions) == 2)
             yield cluster, scenes[0]
             scenes[0].failing = False
@@ -118,7 +120,7 @@ def test_a_node_is_tried_again_after_a_pause_and_trusted_when_its_stream_stays()
             with pauses(10**9):
                 streams.fail()
                 await until(cluster, "the node to be lost", lambda: stream.lost)
-                assert stream.out_of_reach
+                assert (stream.out_of_reach, stream.silent) == (True, False)
                 failed = streams.failed
                 for _ in range(20):
                     streams.follow()
@@ -134,6 +136,30 @@ def test_a_node_is_tried_again_after_a_pause_and_trusted_when_its_stream_stays()
                 await until(cluster, "the stream to stay", lambda: not stream.out_of_reach)
             answer = await cluster.client.generate(random_prompt(random.Random(3), 40), max_tokens=20)
             assert (answer.stats.decode_node, answer.stats.resumptions) == (BROKEN, 0)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_a_mixed_node_whose_streams_fail_keeps_no_request() -> None:
+    """Of two mixed nodes one's streams fail. It reads prompts as ever, and hands all of them over, the short ones too,
+    which it would keep; the other one keeps what it reads, the long ones too. No request has to be taken up again."""
+
+    async def scenario() -> None:
+        spec = mock_spec(
+            prefill=0, decode=0, mixed=2, blocks=1_000, router_flags=ROUTER, mixed_flags={"handoff_tokens_min": 64}
+        )
+        async with breakable(spec, "mixed-0") as (cluster, streams):
+            stream, rng = streams.stream, random.Random(4)
+            with pauses(10**9):
+                streams.fail()
+                await until(cluster, "the node to be lost", lambda: stream.lost)
+                prompts = [random_prompt(rng, length) for length in (8, 30, 200, 300) * 4]
+                answers = await asyncio.gather(*(cluster.client.generate(p, max_tokens=20) for p in prompts))
+            assert [answer.ids for answer in answers] == [mock_tokens(prompt, 20) for prompt in prompts]
+            ways = {(answer.stats.prefill_node, answer.stats.decode_node) for answer in answers}
+            assert ways == {("mixed-0", "mixed-1"), ("mixed-1", "mixed-1")}
+            assert {answer.stats.resumptions for answer in answers} == {0}
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

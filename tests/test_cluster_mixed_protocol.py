@@ -43,9 +43,10 @@ async def directly(
     events: list[str],
     *,
     output: Sequence[int] = (),
+    avoid: Sequence[int] = (),
 ) -> int:
-    """Send a request to one node as a router of our own, with `output` of its answer; which process has granted.
-    Raises BatonError."""
+    """Send a request to one node as a router of our own, with `output` of its answer, that does not reach those to
+    `avoid`; which process has granted. Raises BatonError."""
     runtime = cluster.runtimes[name]
     request = prefill_pb2.PrefillRequest(
         header=common_pb2.Header(sender=ROUTER, receiver=runtime.incarnation),
@@ -54,6 +55,7 @@ async def directly(
         output=output,
         sampling=common_pb2.SamplingSpec(temperature=0, top_p=1, max_tokens=count, ignore_eos=True),
         router=ROUTER,
+        avoid_decode=avoid,
     )
     granted = 0
     stub = prefill_pb2_grpc.PrefillStub(runtime.channels.get(runtime.endpoint))

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,7 @@ def order(
     tries_max: int = 3,
     blocks: int = 0,
     avoid: frozenset[int] = frozenset(),
+    avoided_too: bool = True,
 ) -> list[str]:
     found = order_decode_nodes(
         records,
@@ -59,13 +61,14 @@ def order(
         tries_max=tries_max,
         blocks=blocks,
         avoid=avoid,
+        avoided_too=avoided_too,
     )
     return [record.name for record in found]
 
 
-def refusal(records: Sequence[NodeRecord], *, behind: frozenset[str] = frozenset(), blocks: int = 0) -> BatonError:
+def refusal(records: Sequence[NodeRecord], **how: Any) -> BatonError:
     with pytest.raises(BatonError) as caught:
-        order(records, behind=behind, blocks=blocks)
+        order(records, **how)
     return caught.value
 
 
@@ -147,12 +150,17 @@ def test_a_node_without_a_model_is_not_ready() -> None:
 
 def test_nodes_to_avoid_are_asked_only_where_there_is_no_other() -> None:
     """Of three nodes the roomiest one is to be avoided: never asked beside others, and asked alone where these are
-    behind with their writes."""
+    behind with their writes, unless the caller would rather have nobody asked then."""
     records = [node(0, blocks=BlockLoad(free=500)), node(1), node(2)]
     avoid = frozenset({records[0].incarnation})
+    others = frozenset({"decode-1", "decode-2"})
     for seed in range(20):
         assert sorted(order(records, seed=seed, avoid=avoid)) == ["decode-1", "decode-2"]
-        assert order(records, behind=frozenset({"decode-1", "decode-2"}), seed=seed, avoid=avoid) == ["decode-0"]
+        assert order(records, behind=others, seed=seed, avoid=avoid) == ["decode-0"]
+        assert sorted(order(records, seed=seed, avoid=avoid, avoided_too=False)) == ["decode-1", "decode-2"]
+    error = refusal(records, behind=others, avoid=avoid, avoided_too=False)
+    assert error.reason is Reason.NO_DECODE_NODE
+    assert "does not reach the 1 decode nodes" in error.message
 
 
 SMALL, LARGE = BlockLoad(free=50), BlockLoad(held=190, free=10)

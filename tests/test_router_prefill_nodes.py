@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, Reason
-from baton.ids import Incarnation, NodeName
+from baton.ids import Attempt, Incarnation, NodeName, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from router.prefill_nodes import PrefillNodes
 from tests.router_records import MODEL
+from tests.test_router_regions import among, node, request
 
 RECORD = NodeRecord(
     name=NodeName("prefill-1"), role=Role.PREFILL, incarnation=Incarnation(1), sequence=1,
@@ -28,3 +29,20 @@ def test_the_last_node_that_has_left_is_not_ready_any_more() -> None:
     with pytest.raises(BatonError) as refused:
         nodes.model()
     assert (refused.value.reason, refused.value.retry_after_ms) == (Reason.NO_PREFILL_NODE, 1_000)
+
+
+def test_a_process_that_does_not_answer_is_asked_only_where_there_is_no_other() -> None:
+    """A mixed node whose stream of tokens has fallen silent is idle by its last report. It gets nothing while another
+    one is there, and that one nothing that it has refused already; where all are silent they are asked as ever."""
+    nodes, job = among(node(1, 90, waiting_tokens=0), node(2, 90, waiting_tokens=500)), request(8)
+
+    def placed(*silent: int) -> str:
+        record, left = nodes.place(
+            job, RequestKey(request=job.id, attempt=Attempt(0)), silent={Incarnation(number) for number in silent}
+        )
+        left()
+        return record.name
+
+    assert [placed(), placed(1), placed(2), placed(1, 2)] == ["node-1", "node-2", "node-1", "node-1"]
+    job.avoid.add(Incarnation(2))
+    assert placed(1) == "node-1"

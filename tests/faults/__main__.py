@@ -1,4 +1,4 @@
-"""Run fault cases: `python -m tests.faults [--list] [--real] [--case NAME]...`.
+"""Run fault cases: `python -m tests.faults [--list] [--real] [--seed N] [--case NAME]...`.
 
 Prints a table; exits with 1 where something is lost, wrong or leaked.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fnmatch
+import random
 import sys
 from typing import Final
 
@@ -25,12 +26,19 @@ def main() -> int:
         "--case", action="append", metavar="NAME", default=[], help="only this one, or those like it: 'kill-decode-*'"
     )
     parser.add_argument("--real", action="store_true", help="only the sample on the real engine")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="other than 0: other prompts, and the cases of a cluster in another order"
+    )
     arguments = parser.parse_args()
     wanted = [*arguments.case, *(["real-*"] if arguments.real else [])] or ["*"]
     chosen = {
         group: [case for case in group.cases if any(fnmatch.fnmatch(case.name, pattern) for pattern in wanted)]
         for group in GROUPS
     }
+    if arguments.seed:
+        rng = random.Random(arguments.seed)
+        for cases in chosen.values():
+            rng.shuffle(cases)
     if not any(chosen.values()):
         parser.error(f"no such case: {', '.join(wanted)}; --list names them")
     if arguments.list:
@@ -47,14 +55,15 @@ def main() -> int:
 
     for group, cases in chosen.items():
         if cases:
-            asyncio.run(group.run(cases, show))
+            asyncio.run(group.run(cases, show, seed=arguments.seed))
     print(total(outcomes))
     slow = [o.case for o in outcomes if o.case.startswith("kill-decode-") and o.recover_s >= RECOVER_S_MAX]
     if slow:
         print(f"Slower than {RECOVER_S_MAX:g} s, which an idle machine is not: {', '.join(slow)}", file=sys.stderr)
     bad = [outcome.case for outcome in outcomes if outcome.bad]
     if bad:
-        print(f"FAILED: {', '.join(bad)}. Again: python -m tests.faults --case {bad[0]}", file=sys.stderr)
+        again = f"--seed {arguments.seed} --case {bad[0]}" if arguments.seed else f"--case {bad[0]}"
+        print(f"FAILED: {', '.join(bad)}. Again: python -m tests.faults {again}", file=sys.stderr)
     return 1 if bad else 0
 
 

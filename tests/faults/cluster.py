@@ -18,6 +18,7 @@ from baton.errors import BatonError
 from baton.rpc_client import ChannelLimits, Channels
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
+from prefill_node.peers import OUT_OF_REACH
 from tests.cluster_harness import Client, RunningCluster, mock_spec, wait_for
 from tests.faults.points import ARMED_ENV, NTH, Failpoint, Strike, Struck, Trigger
 from tests.ports import free_ports
@@ -119,13 +120,21 @@ class FaultyCluster(RunningCluster):
 
     async def struck(self, number: int = 0) -> Struck:
         """Wait for it."""
+        struck = await self.struck_unless(None, number)
+        assert struck is not None
+        return struck
+
+    async def struck_unless(self, over: asyncio.Task[None] | None, number: int = 0) -> Struck | None:
+        """Wait for it. None: the request of this task is over, and never came to the point."""
+        struck: Struck | None = None
 
         async def holds() -> bool:
-            return self.trigger.struck(number) is not None
+            nonlocal struck
+            ended = over is not None and over.done()  # asked first: whoever gets there is struck before it ends
+            struck = self.trigger.struck(number)
+            return ended or struck is not None
 
         await wait_for(holds, "the failpoint to be reached", story=self.story, timeout_s=WAIT_S_MAX)
-        struck = self.trigger.struck(number)
-        assert struck is not None
         return struck
 
     async def killed(self, name: str) -> None:
@@ -165,6 +174,16 @@ class FaultyCluster(RunningCluster):
         finally:
             await directory.close()
             await channels.close()
+
+    async def wait_in_reach(self) -> None:
+        """Return when no node counts a decode node as out of reach."""
+
+        async def holds() -> bool:
+            statuses = await self.statuses()
+            counters = [counter for status in statuses.values() for counter in status.counters]
+            return not any(counter.value for counter in counters if counter.name == OUT_OF_REACH)
+
+        await wait_for(holds, "all nodes to reach each other", story=self.story, timeout_s=WAIT_S_MAX)
 
     async def wait_listed(self, name: str, listed: bool) -> None:
         async def holds() -> bool:

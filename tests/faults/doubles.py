@@ -13,7 +13,7 @@ from tests.faults.links import GrpcCase, Ill
 from tests.faults.load import Load
 from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Hit, Side
-from tests.faults.signals import Questions, nothing_left, settle
+from tests.faults.signals import Questions, ask_marked, nothing_left, settle
 
 PREFILL: Final = Hit(side=Side.PREFILL, signum=signal.SIGKILL)
 DECODE: Final = Hit(side=Side.DECODE, signum=signal.SIGKILL)
@@ -57,13 +57,14 @@ class DoubleCase:
             blows.append((second,))
             nth = 1 if point is Failpoint.LAYER else 0  # its prompt is cached by now: there may be only one chunk
             then = cluster.strike(point=point, nth=nth, mark=questions.mark, hits=(second,))
-        killed, stopped, began_s = set[str](), set[str](), 0.0
+        killed, stopped = set[str](), set[str]()
         async with Load(cluster.client, questions) as load:
             cluster.arm(point=self.point, mark=questions.mark, hits=self.hits, then=then)
-            hit = load.ask(questions.marked())
+            hit, first = await ask_marked(cluster, load, questions)
+            began_s = first.at_s
             for number, hits in enumerate(blows):
-                struck = await cluster.struck(number)
-                began_s = began_s or struck.at_s
+                struck = await cluster.struck_unless(hit.task, number)
+                assert struck is not None, f"the request was over before the second blow: {hit.course}"
                 for blow, name in zip(hits, struck.targets, strict=True):
                     if blow.signum == signal.SIGSTOP:
                         cluster.set_down(name)
@@ -128,4 +129,23 @@ MIXED_CASES: Final = (
 LINK_CASES: Final = (
     LinkAndKillCase(ends=(Side.ROUTER, Side.DECODE), ill=Ill.DARK, point=Failpoint.LAYER, killed=Side.PREFILL),
     LinkAndKillCase(ends=(Side.PREFILL, Side.DECODE), ill=Ill.CUT, point=Failpoint.COMMIT_SENT, killed=Side.DIRECTORY),
+)
+_ROUTER_DECODE: Final = (Side.ROUTER, Side.DECODE)
+_ROUTER_PREFILL: Final = (Side.ROUTER, Side.PREFILL)
+_PREFILL_DECODE: Final = (Side.PREFILL, Side.DECODE)
+MIXED_LINK_CASES: Final = tuple(
+    LinkAndKillCase(kind="mixed-", ends=ends, ill=ill, killed=killed, point=point)
+    for ends, ill, killed, point in (
+        (_ROUTER_DECODE, Ill.DARK, Side.PREFILL, Failpoint.LAYER),
+        (_ROUTER_DECODE, Ill.DARK, Side.PREFILL, Failpoint.DECODING),
+        (_ROUTER_PREFILL, Ill.DARK, Side.DECODE, Failpoint.LAYER),
+        (_PREFILL_DECODE, Ill.DARK, Side.DIRECTORY, Failpoint.LAYER),
+        (_PREFILL_DECODE, Ill.CUT, Side.DIRECTORY, Failpoint.COMMIT_SENT),
+    )
+)
+"""With the first three only the third node is left to the router, and it reaches one that the router does not."""
+KEPT_LINK_CASES: Final = (
+    LinkAndKillCase(
+        kind="mixed-kept-", ends=_ROUTER_DECODE, ill=Ill.DARK, killed=Side.DIRECTORY, point=Failpoint.DECODING
+    ),
 )

@@ -34,15 +34,15 @@ class Group:
     """Cases of one kind of cluster. After a bad one the next gets a new cluster."""
 
     cases: Sequence[Case]
-    opened: Callable[[], Any]
-    """An async context manager that gives (cluster, questions)."""
+    opened: Callable[..., Any]
+    """An async context manager that gives (cluster, questions); `seed` is for other ones."""
 
-    async def run(self, cases: Sequence[Case], show: Callable[[Outcome], None]) -> None:
+    async def run(self, cases: Sequence[Case], show: Callable[[Outcome], None], *, seed: int = 0) -> None:
         todo = list(cases)
         while todo:
             first = todo[0].name
             try:
-                async with self.opened() as (cluster, questions):
+                async with self.opened(seed=seed) as (cluster, questions):
                     bad = False
                     while todo and not bad:
                         outcome = await played(todo.pop(0), cluster, questions)
@@ -68,24 +68,24 @@ async def played(case: Case, cluster: Any, questions: Questions) -> Outcome:
 
 @asynccontextmanager
 async def mock_cluster(
-    make_spec: Callable[..., ClusterSpec], *, marked_tokens: int = HANDED_OVER
+    make_spec: Callable[..., ClusterSpec], *, seed: int, marked_tokens: int = HANDED_OVER
 ) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
     async with faulty(make_spec()) as cluster:
-        yield cluster, MockQuestions(seed=1, marked_tokens=marked_tokens)
+        yield cluster, MockQuestions(seed=1 + seed, marked_tokens=marked_tokens)
 
 
 @asynccontextmanager
 async def link_cluster(
-    make_spec: Callable[..., ClusterSpec], *, data: bool, marked_tokens: int = HANDED_OVER
+    make_spec: Callable[..., ClusterSpec], *, seed: int, data: bool, marked_tokens: int = HANDED_OVER
 ) -> AsyncIterator[tuple[links.LinkCluster, Questions]]:
     async with links.linked(make_spec, data=data) as linked:
-        yield linked, MockQuestions(seed=2, marked_tokens=marked_tokens)
+        yield linked, MockQuestions(seed=2 + seed, marked_tokens=marked_tokens)
 
 
 @asynccontextmanager
-async def redis_cluster() -> AsyncIterator[tuple[redis_away.RedisStage, Questions]]:
+async def redis_cluster(*, seed: int) -> AsyncIterator[tuple[redis_away.RedisStage, Questions]]:
     async with redis_away.redis_stage() as stage:
-        yield stage, MockQuestions(seed=3)
+        yield stage, MockQuestions(seed=3 + seed)
 
 
 GROUPS: Final[tuple[Group, ...]] = (
@@ -95,8 +95,11 @@ GROUPS: Final[tuple[Group, ...]] = (
     Group(cases=signals.KEPT_CASES, opened=partial(mock_cluster, mixed_spec, marked_tokens=KEPT)),
     Group(cases=(*links.CASES, *doubles.LINK_CASES), opened=partial(link_cluster, faulty_spec, data=False)),
     Group(cases=links.DATA_CASES, opened=partial(link_cluster, faulty_spec, data=True)),
-    Group(cases=links.MIXED_CASES, opened=partial(link_cluster, mixed_spec, data=True)),
-    Group(cases=links.KEPT_CASES, opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT)),
+    Group(cases=(*links.MIXED_CASES, *doubles.MIXED_LINK_CASES), opened=partial(link_cluster, mixed_spec, data=True)),
+    Group(
+        cases=(*links.KEPT_CASES, *doubles.KEPT_LINK_CASES),
+        opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT),
+    ),
     Group(cases=redis_away.CASES, opened=redis_cluster),
     Group(cases=real.CASES, opened=real.real_cluster),
 )

@@ -18,7 +18,7 @@ from tests.faults.load import Load
 from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Hit, Side, Struck
 from tests.faults.proxy import Dark, Proxy, Spoil
-from tests.faults.signals import Questions, nothing_left, settle
+from tests.faults.signals import Questions, ask_marked, nothing_left, settle
 from tests.ports import free_ports
 
 PROXY_HOST: Final = "127.0.0.2"
@@ -102,6 +102,10 @@ class Played(ABC, Generic[_S]):
     def strike(self, stage: _S, struck: Struck) -> None:
         """Raises AssertionError where there is nothing to strike at."""
 
+    def touched(self, struck: Struck) -> set[str]:
+        """Nodes beside those that `struck` names, which must serve again too."""
+        return set()
+
     async def meanwhile(self, stage: _S, questions: Questions, outcome: Outcome) -> None:
         """When all have their answers, before all is well again."""
 
@@ -112,8 +116,7 @@ class Played(ABC, Generic[_S]):
         async with Load(cluster.client, questions) as load, struck_by_test(cluster, strikes) as port:
             hits = (Hit(side=Side.DECODE), *(Hit(side=side, signum=signal.SIGKILL) for side in self.also_killed))
             cluster.arm(point=self.point, mark=questions.mark, hits=hits, ask_port=port)
-            hit = load.ask(questions.marked())
-            await cluster.struck()
+            hit, _ = await ask_marked(cluster, load, questions)
             struck = await strikes.get()
             try:
                 self.strike(stage, struck)
@@ -132,7 +135,7 @@ class Played(ABC, Generic[_S]):
             await nothing_left(cluster, outcome)
             for name in struck.targets[1:]:
                 await cluster.restart(name)
-        await settle(cluster, questions, struck.targets, outcome)
+        await settle(cluster, questions, sorted({*struck.targets, *self.touched(struck)}), outcome)
         return outcome
 
 
@@ -147,6 +150,9 @@ class GrpcCase(Played[LinkCluster]):
     @property
     def name(self) -> str:
         return f"{self.kind}{self.ill.value}-{self.ends[0].value}-{self.ends[1].value}-at-{self.point.value}"
+
+    def touched(self, struck: Struck) -> set[str]:
+        return {_name(side, struck) for side in self.ends}
 
     def strike(self, stage: LinkCluster, struck: Struck) -> None:
         first, second = (_name(side, struck) for side in self.ends)
@@ -192,6 +198,9 @@ class AloneCase(Played[LinkCluster]):
     @property
     def name(self) -> str:
         return f"{self.kind}alone-{self.side.value}-at-{self.point.value}"
+
+    def touched(self, struck: Struck) -> set[str]:
+        return {_name(self.side, struck)}
 
     def strike(self, stage: LinkCluster, struck: Struck) -> None:
         alone = _name(self.side, struck)

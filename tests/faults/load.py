@@ -55,6 +55,14 @@ class Asked:
         """The client has no answer."""
         return isinstance(self.error, BatonError)
 
+    @property
+    def course(self) -> str:
+        """Where it has gone, when it is over."""
+        if self.answer is None:
+            return str(self.error)
+        stats = self.answer.stats
+        return f"{stats.prefill_node} > {stats.decode_node} ({stats.transport}, {stats.resumptions} resumptions)"
+
     def longest_wait_s(self, since_s: float) -> float:
         """The longest time without a token from then on. Tokens that were on their way to the client at the time of a
         fault do not hide it."""
@@ -147,7 +155,7 @@ class MockQuestions:
         return self._question([MARK, *rest], 120)
 
     def short(self) -> Question:
-        return self._question([self._rng.randrange(1, MARK) for _ in range(20)], 4)
+        return self._question([self._rng.randrange(1, MARK) for _ in range(100)], 4)
 
     def _question(self, prompt: list[int], count: int) -> Question:
         self._count += 1

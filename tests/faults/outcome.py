@@ -59,7 +59,7 @@ def _story(one: Asked) -> str:
     return f"{asked}: {len(got)} tokens for {len(expected)}, other ones from {at} on: {got[at : at + 5]}"
 
 
-NAME_WIDTH: Final = 52
+NAME_WIDTH: Final = 60
 HEAD: Final = ("case", "requests", "lost", "wrong", "leaked", "cut", "resumed", "recover s", "case s")
 
 

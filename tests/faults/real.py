@@ -75,7 +75,8 @@ class RealQuestions:
 
     mark = VOCAB - 1
 
-    def __init__(self) -> None:
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
         self._salts = itertools.count()
         self._many: list[Question] = []
         self._marked: list[Question] = []
@@ -84,7 +85,7 @@ class RealQuestions:
 
     async def prepare(self, client: Client) -> None:
         """Ask each of them, while nothing is wrong."""
-        rng = random.Random(5)
+        rng = random.Random(self._seed)
 
         def prompt(length: int) -> list[int]:
             return [rng.randrange(2, self.mark) for _ in range(length)]
@@ -119,11 +120,11 @@ class RealQuestions:
 
 
 @asynccontextmanager
-async def real_cluster() -> AsyncIterator[tuple[FaultyCluster, RealQuestions]]:
+async def real_cluster(*, seed: int) -> AsyncIterator[tuple[FaultyCluster, RealQuestions]]:
     with tempfile.TemporaryDirectory(prefix="baton-faults-model-") as folder:
         write_demo_model(Path(folder), MODEL)
         async with faulty(real_spec(Path(folder))) as cluster:
-            questions = RealQuestions()
+            questions = RealQuestions(seed=5 + seed)
             await questions.prepare(cluster.client)
             await assert_conserved(cluster)
             yield cluster, questions
