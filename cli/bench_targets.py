@@ -16,7 +16,7 @@ from batonpb import inference_pb2
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.rpc_client import Channels
-from cli.client import InferenceClient, no_router
+from cli.client import InferenceClient, no_router, unreached
 
 RECEIVE_BYTES: Final = 64 * 1024
 CONNECT_S_MAX: Final = 5.0
@@ -74,7 +74,7 @@ class RouterTarget:
         try:
             await _connect_once(*split_endpoint(self._router))
         except OSError as error:
-            raise no_router(BatonError(Reason.PEER_UNREACHABLE, self.name), self._router) from error
+            raise no_router(unreached(self._router), self._router) from error
 
     def prepare(self, ids: list[int], output_tokens: int) -> Callable[[], Messages]:
         sampling = inference_pb2.Sampling(temperature=self._temperature, max_tokens=output_tokens, ignore_eos=True)

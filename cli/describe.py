@@ -10,7 +10,15 @@ from batonpb import node_pb2
 
 from baton.rpc_client import Channels
 from baton.wire import Role
-from cli.cluster_view import NodeView, complete_node, directory_option, find_record, run_with_channels, view_node
+from cli.cluster_view import (
+    UNREACHABLE_HINT,
+    NodeView,
+    complete_node,
+    directory_option,
+    find_record,
+    run_with_channels,
+    view_node,
+)
 from cli.invocation import EXIT_ERROR
 from cli.node_data import hit_percent, left_behind, node_data, state_name
 from cli.output import Output, output_option, print_json
@@ -64,7 +72,7 @@ def _text(view: NodeView) -> str:
         ("incarnation", f"{record.incarnation:016x}"),
     ]
     if status is None:
-        return _lines([*rows, ("state", f"unreachable: {view.problem}")])
+        return _lines([*rows, ("state", f"unreachable: {view.problem}")]) + f"\n\n{UNREACHABLE_HINT}"
     own, blocks = status.record, status.record.load.blocks
     left = ", ".join(f"{count} {what}" for what, count in left_behind(status).items())
     rows += [

@@ -15,6 +15,7 @@ import click
 
 from baton.config import ConfigError, ConfigProblem, load
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
+from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
 from cli.child import ChildProgress
@@ -22,7 +23,7 @@ from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
-from cli.supervisor import Cluster, ClusterSpec, check_node_counts
+from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, Cluster, ClusterError, ClusterSpec, check_node_counts
 from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
@@ -34,6 +35,11 @@ _UP_FLAG_OF: Final[Mapping[str, str]] = {
     "--engine-compute-threads": "--threads",
 }
 """What a flag of the nodes is called here."""
+_UP_LISTEN_FLAG_OF: Final[Mapping[str, tuple[str, str]]] = {
+    DIRECTORY_NAME: ("--listen", "--directory-listen"),
+    ROUTER_NAME: ("--http-listen", "--http"),
+}
+"""The same for where a process listens, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +177,10 @@ def _command(**parameters: object) -> int:
         raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
     except ConfigError as error:
         raise _in_own_words(error) from error
-    return asyncio.run(_up(spec))
+    try:
+        return asyncio.run(_up(spec))
+    except ClusterError as error:
+        raise _with_own_flag(error) from error
 
 
 up = click.Command(
@@ -220,7 +229,7 @@ def _chat_example(cluster: Cluster) -> str:
 
 
 def _http_example(cluster: Cluster) -> str:
-    return "" if cluster.spec.http is None else f"  curl http://{cluster.spec.http}/v1/models\n"
+    return "" if cluster.spec.http is None else f"  curl http://{from_here(cluster.spec.http)}/v1/models\n"
 
 
 def _example_prompt(cluster: Cluster) -> str:
@@ -236,3 +245,11 @@ def _in_own_words(error: ConfigError) -> BatonError:
             source = source.replace(theirs, ours)
         problems.append(ConfigProblem(source=source, problem=problem.problem))
     return ConfigError(problems)
+
+
+def _with_own_flag(error: ClusterError) -> ClusterError:
+    """The same error, with the flag of this command where a process could not listen."""
+    if error.process not in _UP_LISTEN_FLAG_OF:
+        return error
+    theirs, ours = _UP_LISTEN_FLAG_OF[error.process]
+    return ClusterError(error.message.replace(f"with {theirs}.", f"with {ours}."), process=error.process)
