@@ -115,7 +115,7 @@ class OpenAiTarget:
         try:
             await _connect_once(self._host, self._port)
         except OSError as error:
-            text = f"Nobody answers at {self.name} ({error}). Name another place with --url."
+            text = f"Nobody answers at {self.name}: {_why(error)}. Name another place with --url."
             raise BatonError(Reason.PEER_UNREACHABLE, text) from error
 
     def prepare(self, ids: list[int], output_tokens: int) -> Callable[[], Messages]:
@@ -153,7 +153,7 @@ class OpenAiTarget:
             text = f"{self.name} did not end its answer within {self._timeout_s:g} s."
             raise TargetError(Reason.DEADLINE.value, text) from None
         except (OSError, h11.ProtocolError, asyncio.LimitOverrunError) as error:
-            raise TargetError(Reason.PEER_UNREACHABLE.value, f"{self.name}: {error}") from error
+            raise TargetError(Reason.PEER_UNREACHABLE.value, f"{self.name}: {_why(error)}.") from error
 
     async def _chunks(self, request: list[h11.Event]) -> AsyncGenerator[dict[str, Any], None]:
         """The objects of one stream of events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
@@ -212,6 +212,17 @@ async def _connect_once(host: str, port: int) -> None:
     async with asyncio.timeout(CONNECT_S_MAX):
         _, writer = await asyncio.open_connection(host, port)
     writer.transport.abort()
+
+
+def _why(error: Exception) -> str:
+    """Of a connection that did not come about, or broke."""
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing listens there"
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return "it has closed the connection"
+    if isinstance(error, TimeoutError):
+        return "no connection came about in time"
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _message(chunk: dict[str, Any], told: int) -> Message | None:
