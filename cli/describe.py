@@ -92,7 +92,7 @@ def _text(view: NodeView) -> str:
         ("prefix hits", hits_text(status.prefixes, record.role)),
         ("pinned", f"{status.prefixes.pinned_blocks} blocks of at most {status.prefixes.pinned_blocks_max}"),
         ("errors", f"{status.conservation_errors} of block conservation"),
-        *((counter.name, f"{counter.value:g}") for counter in status.counters),
+        *((counter.name, figure_text(counter.value)) for counter in status.counters),
     ]  # fmt: skip
     text = _lines(rows)
     if status.prefixes.pins:
@@ -134,6 +134,11 @@ def _writer_row(writer: node_pb2.WriterStatus) -> list[str]:
         _ago(writer.taken_back_ms),
         writer.why or "-",
     ]
+
+
+def figure_text(value: float) -> str:
+    """A whole number with all its digits, another one with three that count."""
+    return f"{value:.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _ago(ms: int) -> str:

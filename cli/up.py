@@ -190,7 +190,9 @@ up = click.Command(
 
 async def _up(spec: ClusterSpec) -> int:
     names = tuple(name for name, _ in spec.processes())
-    click.echo(f"Starting {len(names)} processes, {spec.compute_threads()} compute threads for each node:", err=True)
+    threads = spec.compute_threads()
+    shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node"
+    click.echo(f"Starting {len(names)} processes, {shared}:", err=True)
     board = StartBoard(names, sys.stderr)
     cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
     with StopSignals() as signals:
