@@ -36,6 +36,7 @@ _WORDS: Final = (
     ("larger than max", "takes and gives no message as large as this one (rpc.message_bytes_max)"),
     ("Method not found", "runs, but does not know this call: it is another kind of process, or another version"),
     ("http1.x server", "is no gRPC port: it speaks HTTP/1"),
+    ("http2 header with status", "is no process of Baton's: a server or a proxy for HTTP answers"),
     ("Connection refused", "does not answer: nothing listens there"),
     ("No route to host", "cannot be reached: there is no route to its host"),
     ("Network is unreachable", "cannot be reached: there is no route to its network"),
@@ -53,6 +54,8 @@ _WORDS: Final = (
     ("Connection reset", "has closed the connection in the middle of the call"),
     ("Broken pipe", "has closed the connection in the middle of the call"),
     ("End of TCP stream", "has closed the connection in the middle of the call"),
+    ("Cancelling all calls", "is stopping, and has ended the call"),
+    ("Server shutdown", "is stopping, and has ended the call"),
     ("GOAWAY", "is stopping, and has closed the connection"),
     ("Deadline Exceeded", "did not answer in time"),
 )

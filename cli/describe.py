@@ -20,7 +20,7 @@ from cli.cluster_view import (
     view_node,
 )
 from cli.invocation import EXIT_ERROR
-from cli.node_data import hit_percent, left_behind, node_data, state_name
+from cli.node_data import hit_percent, left_text, node_data, state_name
 from cli.output import Output, output_option, print_json
 from cli.parameters import timeout_option
 from cli.table import format_table
@@ -74,11 +74,10 @@ def _text(view: NodeView) -> str:
     if status is None:
         return _lines([*rows, ("state", f"unreachable: {view.problem}")]) + f"\n\n{UNREACHABLE_HINT}"
     own, blocks = status.record, status.record.load.blocks
-    left = ", ".join(f"{count} {what}" for what, count in left_behind(status).items())
     rows += [
         ("state", state_name(status)),
         ("life", status.story),
-        ("holds", left or "nothing"),
+        ("holds", left_text(status)),
         ("safe to delete", "yes" if status.safe_to_delete else "no"),
     ]
     if record.role is Role.ROUTER:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TextIO
@@ -205,12 +206,18 @@ async def _up(spec: ClusterSpec) -> int:
             if await signals.unless_stopped(watching):
                 raise watching.result()
         finally:
-            click.echo("Stopping ...", err=True)
+            _tell("Stopping ...")
             problems = await cluster.stop()
             for problem in problems:
-                click.echo(problem, err=True)
-        click.echo("Stopped.", err=True)
+                _tell(problem)
+        _tell("Stopped.")
     return EXIT_ERROR if problems else 0
+
+
+def _tell(text: str) -> None:
+    """To whoever still reads: a terminal that was closed must not keep a cluster from being stopped."""
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 def _print_summary(cluster: Cluster) -> None:

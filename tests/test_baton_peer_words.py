@@ -11,6 +11,9 @@ import grpc
 import pytest
 from batonpb import node_pb2, node_pb2_grpc
 
+from baton.clock import SystemClock
+from baton.directory_client import DirectoryClientConfig
+from baton.directory_setting import open_directory
 from baton.errors import BatonError, Reason
 from baton.rpc import RpcLimits
 from baton.rpc_client import ChannelLimits, Channels, rpc_errors
@@ -54,10 +57,15 @@ def failed(details: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) ->
             "decode-0 does not answer: no connection came about in time.",
         ),
         ("failed to connect to all addresses; last error: ???", "decode-0 does not answer: no connection came about."),
+        (
+            "Received http2 header with status: 404",
+            "decode-0 is no process of Baton's: a server or a proxy for HTTP answers.",
+        ),
         ("Socket closed", "decode-0 has closed the connection in the middle of the call."),
         ("recvmsg:Connection reset by peer", "decode-0 has closed the connection in the middle of the call."),
         ("keepalive watchdog timeout", "decode-0 no longer answers: it is stopped, or cut off."),
         ("ping timeout", "decode-0 no longer answers: it is stopped, or cut off."),
+        ("Cancelling all calls", "decode-0 is stopping, and has ended the call."),
         ("GOAWAY received", "decode-0 is stopping, and has closed the connection."),
         ("the moon is full", "decode-0: the moon is full"),
         ("", "decode-0: unavailable"),
@@ -76,9 +84,7 @@ def test_time_is_over() -> None:
 
 def test_too_large_a_message_is_no_matter_of_load() -> None:
     """gRPC uses one code for both; sending it again later would be in vain."""
-    error = failed(
-        "CLIENT: Sent message larger than max (20000010 vs. 16777216)", grpc.StatusCode.RESOURCE_EXHAUSTED
-    )
+    error = failed("CLIENT: Sent message larger than max (20000010 vs. 16777216)", grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert (error.reason, error.message) == (
         Reason.BAD_FIELD,
         "decode-0 takes and gives no message as large as this one (rpc.message_bytes_max).",
@@ -90,8 +96,8 @@ async def called(endpoint: str, *, timeout_s: float = CALL_S) -> BatonError:
     """The error of a call to what is there, or not."""
     channels = Channels(limits=ChannelLimits())
     try:
+        stub = node_pb2_grpc.NodeStub(channels.get(endpoint))
         with pytest.raises(BatonError) as caught, rpc_errors("It"):
-            stub = node_pb2_grpc.NodeStub(channels.get(endpoint))
             await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=timeout_s)
         return caught.value
     finally:
@@ -164,3 +170,27 @@ def test_a_request_larger_than_a_message_may_be() -> None:
     error = asyncio.run(scene())
     assert error.reason is Reason.BAD_FIELD
     assert error.message == "It takes and gives no message as large as this one (rpc.message_bytes_max)."
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
+def test_no_redis_there(host: str) -> None:
+    """The words are those of its library neither. (A name may also take too long to be looked up.)"""
+    setting = f"redis://{host}:{free_endpoint().rpartition(':')[2]}/0"
+
+    async def scene() -> BatonError:
+        channels = Channels(limits=ChannelLimits())
+        directory = open_directory(
+            setting, channels=channels, clock=SystemClock(), config=DirectoryClientConfig(call_ms_max=20_000)
+        )
+        try:
+            with pytest.raises(BatonError) as caught:
+                await directory.list()
+            return caught.value
+        finally:
+            await directory.close()
+            await channels.close()
+
+    pytest.importorskip("redis")
+    error = asyncio.run(scene())
+    why = "nothing listens there" if host == "127.0.0.1" else "its host's name is not known"
+    assert error.reason is Reason.DEADLINE or error.message == f"The directory at {setting} cannot be reached: {why}."

@@ -143,8 +143,8 @@ def test_no_directory_for_a_node() -> None:
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("error: Not registered after ")
     assert result.stderr.endswith(
-        f"The directory at {endpoint} does not answer: nothing listens there. Start the directory first, or say where it "
-        "is with --directory. (reason PEER_UNREACHABLE)\n"
+        f"The directory at {endpoint} does not answer: nothing listens there. Start the directory first, or say where "
+        "it is with --directory. (reason PEER_UNREACHABLE)\n"
     )
     assert len(result.stderr.splitlines()) == 1
 

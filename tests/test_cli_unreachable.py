@@ -12,8 +12,8 @@ from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME
 from tests.cli_harness import BATON, RUN_S_MAX, clean_env, run_baton
 from tests.cluster_harness import RunningCluster, mock_spec, running
 
-KEPT = {"membership.ttl_ms": 120_000}
-"""The directory keeps the dead for as long as the test takes."""
+KEPT = {"membership.ttl_ms": 60_000}
+"""The directory keeps the dead for as long as the test takes, and no longer than it keeps anybody."""
 
 
 def baton(cluster: RunningCluster, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ import pytest
 
 from engine.demo_model import DemoModelParams, write_demo_model
 from tests.cli_harness import BATON, RUN_S_MAX, Foreground, clean_env, free_endpoint, is_free, run_baton, taken_port
+from tests.terminal_harness import Terminal
 
 MOCK = ("up", "--engine-kind", "mock", "--blocks", "64", "--listen", "127.0.0.1:0", "--directory-listen", "127.0.0.1:0")
 READY = "Ctrl-C stops it."
@@ -201,7 +202,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 
 def test_the_port_of_another_cluster(tmp_path: Path) -> None:
-    """The directory's port is taken, as by an earlier `baton up`; then that of HTTP. The flag is that of this command."""
+    """The directory's port is taken, as by an earlier `baton up`; then that of HTTP. The flag is this command's."""
     with taken_port() as endpoint:
         for number, (flag, listen) in enumerate((("--directory-listen", "listen"), ("--http", "http_listen"))):
             folder = tmp_path / str(number)
@@ -229,6 +230,15 @@ def test_a_cluster_that_listens_on_all_addresses(tmp_path: Path) -> None:
         assert (pins.returncode, pins.stdout) == (0, "No prefix is pinned.\n")
         assert up.stop(signal.SIGINT) == 0
         assert (up.processes(), up.files()) == ([], [])
+
+
+def test_the_terminal_is_closed(tmp_path: Path) -> None:
+    """There is nobody to tell any more: everything is stopped all the same, in order, and no log folder stays."""
+    with Terminal(*MOCK, env={"TMPDIR": str(tmp_path)}) as terminal:
+        terminal.wait_for(READY)
+        assert len(list(tmp_path.iterdir())) == 1
+        assert terminal.hang_up() >= 0
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_too_slow_to_start(tmp_path: Path) -> None:

@@ -192,7 +192,9 @@ def test_log_lines_are_written_somewhere() -> None:
     """Those that the operator is to look for, as far as they are fixed."""
     sources = all_sources()
     lines = [
-        line for row in table_under("docs/operating.md", "## A peer in trouble") for line in re.findall("`([^`]+)`", row[0])
+        line
+        for row in table_under("docs/operating.md", "## A peer in trouble")
+        for line in re.findall("`([^`]+)`", row[0])
     ]
     assert len(lines) > 10
     fixed = [re.match(r"[a-z\- ]+(: )?", line)[0] for line in lines]  # type: ignore[index]
