@@ -316,7 +316,7 @@ def test_an_unreachable_node_is_shown(tmp_path: Path) -> None:
         assert listed.returncode == 0
         row = next(line.split() for line in listed.stdout.splitlines() if line.startswith("prefill-0 "))
         assert row[2] == "unreachable"
-        assert re.search(r"^prefill-0: unreachable: ", listed.stdout, re.MULTILINE)
+        assert re.search(r"^prefill-0: The process at \S+ did not answer in time\.$", listed.stdout, re.MULTILINE)
         assert up.stop(signal.SIGINT) == 0
 
 
