@@ -89,7 +89,7 @@ proto: $(READY)  ## generate proto/batonpb from proto/*.proto
 clean:  ## remove what the other targets have made, .venv too
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	find kvtransfer -name "*.so" -delete
+	find kvtransfer engine -name "*.so" -delete -o -name "*.part" -delete
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -70,7 +70,7 @@ class EmbeddedDirectory:
 
     def __init__(self, endpoint: str, *, channels: Channels, config: DirectoryClientConfig) -> None:
         """Raises BatonError BAD_ENDPOINT."""
-        self._peer = f"directory at {endpoint}"
+        self._peer = f"The directory at {endpoint}"
         self._stub = directory_pb2_grpc.DirectoryStub(channels.get(endpoint))
         self._timeout_s = config.call_ms_max / 1e3
 
@@ -100,7 +100,7 @@ class EmbeddedDirectory:
                     yield dataclasses.replace(snapshot_of(records), left=left)
         finally:
             call.cancel()
-        raise BatonError(Reason.PEER_UNREACHABLE, f"The {self._peer} has ended the watch: it is stopping.")
+        raise BatonError(Reason.PEER_UNREACHABLE, f"{self._peer} has ended the watch: it is stopping.")
 
     async def close(self) -> None:
         """Nothing to do: the channel belongs to `channels`."""

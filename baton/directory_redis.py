@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import socket
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -203,7 +204,7 @@ class RedisDirectory:
                 field="directory",
             ) from error
         except (RedisError, OSError) as error:
-            raise BatonError(Reason.PEER_UNREACHABLE, f"The {self._peer} cannot be reached: {error}.") from error
+            raise BatonError(Reason.PEER_UNREACHABLE, f"The {self._peer} cannot be reached: {_why(error)}.") from error
 
     def _not_let_in(self, error: RedisError) -> BatonError:
         return BatonError(
@@ -237,3 +238,13 @@ def _unpack(name: bytes, value: bytes) -> directory_pb2.NodeRecord:
 
 def _hex(incarnation: int) -> str:
     return f"{incarnation:016x}"
+
+
+def _why(error: Exception) -> str:
+    """Of a connection that did not come about, or broke. The library has the system's error behind its own."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, ConnectionRefusedError):
+        return "nothing listens there"
+    if isinstance(cause, socket.gaierror):
+        return "its host's name is not known"
+    return str(error).rstrip(".")

@@ -12,6 +12,8 @@ _WILDCARDS: Final = frozenset({"", "0.0.0.0", "::", "*"})
 
 def split_endpoint(text: str) -> tuple[str, int]:
     """Host (an IPv6 address without its brackets) and port of `text`. Raises BatonError BAD_ENDPOINT."""
+    if "://" in text:
+        raise _bad(text, "expected host:port alone, as in 127.0.0.1:7000, and nothing like http:// before it")
     host, colon, port_text = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -36,6 +38,14 @@ def check_reachable(text: str) -> None:
         raise _bad(text, "a wildcard address is for listening; advertise an address that the other nodes can reach")
     if port == 0:
         raise _bad(text, "port 0 is for listening; advertise the port that was bound")
+
+
+def from_here(text: str) -> str:
+    """Where a process of this machine reaches what listens at `text`: for a wildcard address, this machine's own."""
+    host, port = split_endpoint(text)
+    if host not in _WILDCARDS:
+        return text
+    return join_endpoint("::1" if ":" in host else "127.0.0.1", port)
 
 
 def _bad(text: str, why: str) -> BatonError:

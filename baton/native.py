@@ -17,11 +17,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 COMPILE_S_MAX = 180
+PART_SUFFIX = ".part"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
 
@@ -61,7 +63,8 @@ def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
         raise NotBuilt(f"no C compiler ({', '.join(COMPILERS)}) was found")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(prefix=target.stem, suffix=".part", dir=folder)
+        _remove_abandoned(folder)
+        handle, name = tempfile.mkstemp(prefix=target.stem, suffix=PART_SUFFIX, dir=folder)
     except OSError as error:
         raise NotBuilt(f"{folder}: {error.strerror}") from error
     os.close(handle)
@@ -80,6 +83,14 @@ def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
     return target
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """What processes have left that were killed while they compiled: older than any compiler may take."""
+    for part in folder.glob(f"*{PART_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > COMPILE_S_MAX:
+                part.unlink()
 
 
 def _is_whole(library: Path) -> bool:

@@ -14,7 +14,7 @@ from batonpb import node_pb2, node_pb2_grpc
 from baton.clock import Clock, wait_s
 from baton.directory_setting import open_directory
 from baton.drain import Holdings, NodeDrain
-from baton.endpoint import join_endpoint, split_endpoint
+from baton.endpoint import check_reachable, from_here, join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
@@ -160,8 +160,21 @@ class NodeRuntime:
         )
 
     async def check_listen(self) -> None:
-        """Fail early where the port is taken, before a model is loaded."""
+        """Fail early where the port is taken, or peers are told no address, before a model is loaded."""
+        self._check_advertised()
         await check_can_bind(self.settings.listen)
+
+    def _check_advertised(self) -> None:
+        listen, advertise = self.settings.listen, self.settings.advertise
+        if advertise is not None:
+            check_reachable(advertise)
+        elif from_here(listen) != listen:
+            raise BatonError(
+                Reason.BAD_ENDPOINT,
+                f"{listen} is for listening only: say with --advertise HOST:PORT where the other processes reach this "
+                "one.",
+                field="advertise",
+            )
 
     async def open(self) -> str:
         """Serve, register, become ready. Returns the endpoint that peers call.

@@ -32,6 +32,37 @@ _PLAIN_REASONS: Final[Mapping[Code, Reason]] = {
 }
 """What a status without our details means: it was made by gRPC itself, not by a node."""
 
+_WORDS: Final = (
+    ("larger than max", "takes and gives no message as large as this one (rpc.message_bytes_max)"),
+    ("Method not found", "runs, but does not know this call: it is another kind of process, or another version"),
+    ("http1.x server", "is no gRPC port: it speaks HTTP/1"),
+    ("http2 header with status", "is no process of Baton's: a server or a proxy for HTTP answers"),
+    ("Connection refused", "does not answer: nothing listens there"),
+    ("No route to host", "cannot be reached: there is no route to its host"),
+    ("Network is unreachable", "cannot be reached: there is no route to its network"),
+    ("Domain name not found", "cannot be reached: its host's name is not known"),
+    ("DNS resolution failed", "cannot be reached: its host's name is not known, or the name service does not answer"),
+    ("DNS query cancelled", "cannot be reached: the name service does not answer"),
+    ("watchdog timeout", "no longer answers: it is stopped, or cut off"),
+    ("ping timeout", "no longer answers: it is stopped, or cut off"),
+    ("Connection timed out", "does not answer: no connection came about in time"),
+    ("FD Shutdown", "does not answer: no connection came about in time"),
+    ("handshaker shutdown", "does not answer: no connection came about in time"),
+    ("connection attempt timed out", "does not answer: no connection came about in time"),
+    ("failed to connect", "does not answer: no connection came about"),
+    ("Socket closed", "has closed the connection in the middle of the call"),
+    ("Connection reset", "has closed the connection in the middle of the call"),
+    ("Broken pipe", "has closed the connection in the middle of the call"),
+    ("End of TCP stream", "has closed the connection in the middle of the call"),
+    ("Cancelling all calls", "is stopping, and has ended the call"),
+    ("Server shutdown", "is stopping, and has ended the call"),
+    ("GOAWAY", "is stopping, and has closed the connection"),
+    ("Deadline Exceeded", "did not answer in time"),
+)
+"""What gRPC says, by a part of it, and what that means of the peer. The first that fits counts: the cause stands in the
+same text as what came of it."""
+_TOO_LARGE: Final = _WORDS[0][0]
+
 
 def to_status(error: BatonError) -> grpc.Status:
     """The status to end a call with: ErrorInfo always, BadRequest for a field, RetryInfo for a retry time."""
@@ -97,8 +128,13 @@ def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
 
 
 def _plain(code: Code, details: str, peer: str | None) -> BatonError:
-    where = f"{peer}: " if peer is not None else ""
     reason = _PLAIN_REASONS.get(code, Reason.UNRECOGNISED)
+    if code is Code.RESOURCE_EXHAUSTED and _TOO_LARGE in details:
+        reason = Reason.BAD_FIELD  # the same again would be as large
+    for part, words in _WORDS:
+        if part in details:
+            return BatonError(reason, f"{peer or 'The peer'} {words}.", code=code)
+    where = f"{peer}: " if peer is not None else ""
     text = _cut(details, MESSAGE_BYTES_MAX) or code.name.lower()
     return BatonError(reason, f"{where}{text}", code=code)
 

@@ -70,8 +70,8 @@ async def open_host_region(layout: Layout, num_blocks: int, name: str, field: st
     except RegionTooLarge as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"{error} {num_blocks} blocks of {layout.num_layers} x {layout.record_bytes} bytes were asked for: "
-            f"set a smaller {field}.",
+            f"There is not the memory: {error}. These are {num_blocks:,} blocks of {layout.num_layers} x "
+            f"{layout.record_bytes:,} bytes: set a smaller {field}.",
             field=field,
         ) from error
 

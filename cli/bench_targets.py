@@ -16,7 +16,7 @@ from batonpb import inference_pb2
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.rpc_client import Channels
-from cli.client import InferenceClient, no_router
+from cli.client import InferenceClient, no_router, unreached
 
 RECEIVE_BYTES: Final = 64 * 1024
 CONNECT_S_MAX: Final = 5.0
@@ -74,7 +74,7 @@ class RouterTarget:
         try:
             await _connect_once(*split_endpoint(self._router))
         except OSError as error:
-            raise no_router(BatonError(Reason.PEER_UNREACHABLE, self.name), self._router) from error
+            raise no_router(unreached(self._router), self._router) from error
 
     def prepare(self, ids: list[int], output_tokens: int) -> Callable[[], Messages]:
         sampling = inference_pb2.Sampling(temperature=self._temperature, max_tokens=output_tokens, ignore_eos=True)
@@ -115,7 +115,7 @@ class OpenAiTarget:
         try:
             await _connect_once(self._host, self._port)
         except OSError as error:
-            text = f"Nobody answers at {self.name} ({error}). Name another place with --url."
+            text = f"Nobody answers at {self.name}: {_why(error)}. Name another place with --url."
             raise BatonError(Reason.PEER_UNREACHABLE, text) from error
 
     def prepare(self, ids: list[int], output_tokens: int) -> Callable[[], Messages]:
@@ -153,7 +153,7 @@ class OpenAiTarget:
             text = f"{self.name} did not end its answer within {self._timeout_s:g} s."
             raise TargetError(Reason.DEADLINE.value, text) from None
         except (OSError, h11.ProtocolError, asyncio.LimitOverrunError) as error:
-            raise TargetError(Reason.PEER_UNREACHABLE.value, f"{self.name}: {error}") from error
+            raise TargetError(Reason.PEER_UNREACHABLE.value, f"{self.name}: {_why(error)}.") from error
 
     async def _chunks(self, request: list[h11.Event]) -> AsyncGenerator[dict[str, Any], None]:
         """The objects of one stream of events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
@@ -212,6 +212,17 @@ async def _connect_once(host: str, port: int) -> None:
     async with asyncio.timeout(CONNECT_S_MAX):
         _, writer = await asyncio.open_connection(host, port)
     writer.transport.abort()
+
+
+def _why(error: Exception) -> str:
+    """Of a connection that did not come about, or broke."""
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing listens there"
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return "it has closed the connection"
+    if isinstance(error, TimeoutError):
+        return "no connection came about in time"
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _message(chunk: dict[str, Any], told: int) -> Message | None:

@@ -81,7 +81,7 @@ class InferenceClient:
 
     def __init__(self, router: str, *, channels: Channels, timeout_s: float) -> None:
         """Raises BatonError BAD_ENDPOINT."""
-        self._peer = f"router at {router}"
+        self._peer = _named(router)
         self._stub = inference_pb2_grpc.InferenceStub(channels.get(router))
         self._timeout_s = timeout_s
 
@@ -127,10 +127,31 @@ def no_router(error: BatonError, router: str) -> BatonError:
 
     The same reason may come from the router itself, about another node; that text stands.
     """
-    if error.reason is not Reason.PEER_UNREACHABLE or not error.message.startswith(f"router at {router}"):
+    if error.reason is not Reason.PEER_UNREACHABLE or not error.message.startswith(_named(router)):
         return error
     return BatonError(
         error.reason,
         f"No router answers at {router}. Is the cluster running (`baton up`)? Name another place with --router "
         "HOST:PORT.",
     )
+
+
+def unreached(router: str) -> BatonError:
+    """The error that `no_router` has its words for: no connection came about."""
+    return BatonError(Reason.PEER_UNREACHABLE, f"{_named(router)} does not answer.")
+
+
+def broken_off(error: BatonError) -> BatonError:
+    """The same error, of an answer that the user has seen a part of."""
+    return BatonError(
+        error.reason,
+        f"The answer broke off. {error.message}",
+        code=error.code,
+        field=error.field,
+        retry_after_ms=error.retry_after_ms,
+        metadata=error.metadata,
+    )
+
+
+def _named(router: str) -> str:
+    return f"The router at {router}"

@@ -24,6 +24,11 @@ STATUS_CALLS_MAX: Final = 32
 """Nodes asked at a time."""
 COMPLETION_MS_MAX: Final = 500
 """How long the completion of a node's name may hold the shell up."""
+UNREACHABLE_HINT: Final = (
+    "The directory drops a process that has ended within seconds. One that stays here is stopped, or cannot be reached "
+    "from this machine; the cluster itself may reach it all the same."
+)
+"""What to make of nodes that do not answer this command."""
 
 directory_option: Final = click.option(
     "--directory", default=DIRECTORY_DEFAULT, show_default=True, metavar="HOST:PORT|REDIS_URL",
@@ -93,13 +98,13 @@ async def view_node(record: NodeRecord, *, channels: Channels, call_ms_max: int)
     except BatonError as error:
         return NodeView(record=record, status=None, problem=error.message)
     if status.record.incarnation != record.incarnation:
-        return NodeView(record=record, status=None, problem="another process answers at its endpoint")
+        return NodeView(record=record, status=None, problem=f"Another process answers at {record.endpoint}.")
     return NodeView(record=record, status=status)
 
 
 async def get_status(endpoint: str, *, channels: Channels, call_ms_max: int) -> node_pb2.NodeStatus:
     """One node's answer. Raises BatonError."""
-    with rpc_errors(endpoint):
+    with rpc_errors(f"The process at {endpoint}"):
         stub = node_pb2_grpc.NodeStub(channels.get(endpoint))
         status: node_pb2.NodeStatus = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=call_ms_max / 1e3)
     return status

@@ -10,9 +10,17 @@ from batonpb import node_pb2
 
 from baton.rpc_client import Channels
 from baton.wire import Role
-from cli.cluster_view import NodeView, complete_node, directory_option, find_record, run_with_channels, view_node
+from cli.cluster_view import (
+    UNREACHABLE_HINT,
+    NodeView,
+    complete_node,
+    directory_option,
+    find_record,
+    run_with_channels,
+    view_node,
+)
 from cli.invocation import EXIT_ERROR
-from cli.node_data import hit_percent, left_behind, node_data, state_name
+from cli.node_data import hit_percent, left_text, node_data, state_name
 from cli.output import Output, output_option, print_json
 from cli.parameters import timeout_option
 from cli.table import format_table
@@ -64,13 +72,12 @@ def _text(view: NodeView) -> str:
         ("incarnation", f"{record.incarnation:016x}"),
     ]
     if status is None:
-        return _lines([*rows, ("state", f"unreachable: {view.problem}")])
+        return _lines([*rows, ("state", f"unreachable: {view.problem}")]) + f"\n\n{UNREACHABLE_HINT}"
     own, blocks = status.record, status.record.load.blocks
-    left = ", ".join(f"{count} {what}" for what, count in left_behind(status).items())
     rows += [
         ("state", state_name(status)),
         ("life", status.story),
-        ("holds", left or "nothing"),
+        ("holds", left_text(status)),
         ("safe to delete", "yes" if status.safe_to_delete else "no"),
     ]
     if record.role is Role.ROUTER:
@@ -84,7 +91,7 @@ def _text(view: NodeView) -> str:
         ("prefix hits", hits_text(status.prefixes, record.role)),
         ("pinned", f"{status.prefixes.pinned_blocks} blocks of at most {status.prefixes.pinned_blocks_max}"),
         ("errors", f"{status.conservation_errors} of block conservation"),
-        *((counter.name, f"{counter.value:g}") for counter in status.counters),
+        *((counter.name, figure_text(counter.value)) for counter in status.counters),
     ]  # fmt: skip
     text = _lines(rows)
     if status.prefixes.pins:
@@ -126,6 +133,11 @@ def _writer_row(writer: node_pb2.WriterStatus) -> list[str]:
         _ago(writer.taken_back_ms),
         writer.why or "-",
     ]
+
+
+def figure_text(value: float) -> str:
+    """A whole number with all its digits, another one with three that count."""
+    return f"{value:.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _ago(ms: int) -> str:

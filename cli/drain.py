@@ -18,7 +18,7 @@ from baton.rpc_client import Channels, rpc_errors
 from baton.wire import NodeRecord
 from cli.cluster_view import NodeView, complete_node, directory_option, find_record, get_status, run_with_channels
 from cli.invocation import EXIT_ERROR
-from cli.node_data import left_behind, node_data, state_name
+from cli.node_data import left_behind, left_text, node_data, state_name
 from cli.output import Output, output_option, print_json
 from cli.parameters import timeout_option
 
@@ -102,7 +102,14 @@ def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: fl
             return NodeView(record=record, status=await _send(channels, record, order))
         return NodeView(record=record, status=await _drain(channels, record, wait_s_max=wait_s_max))
 
-    view = run_with_channels(work)
+    try:
+        view = run_with_channels(work)
+    except KeyboardInterrupt:
+        if wait_s_max is not None:
+            click.echo(
+                f"Not waited for any longer; {node} goes on with its drain (`baton undrain {node}` ends it).", err=True
+            )
+        raise
     status = view.status
     assert status is not None
     if Output(output) is Output.JSON:
@@ -114,9 +121,9 @@ def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: fl
     if wait_s_max is None or status.safe_to_delete or status.ended_empty:
         return 0
     if status.ending:
-        click.echo(f"{node} was stopped before it was empty; given up: {_left(status)}.", err=True)
+        click.echo(f"{node} was stopped before it was empty; given up: {left_text(status)}.", err=True)
     else:
-        click.echo(f"{node} is not empty after {wait_s_max:g} s; still there: {_left(status)}.", err=True)
+        click.echo(f"{node} is not empty after {wait_s_max:g} s; still there: {left_text(status)}.", err=True)
     return EXIT_ERROR
 
 
@@ -170,7 +177,7 @@ def _gone(name: str, status: node_pb2.NodeStatus, error: BatonError) -> BatonErr
     return BatonError(
         Reason.PEER_UNREACHABLE,
         f"{name} {what} (asked {LOOKS_UNANSWERED_MAX} times), and has not said that it was empty; when it last "
-        f"answered it was {state_name(status)} and held {_left(status)}. If its process has ended, what it held is "
+        f"answered it was {state_name(status)} and held {left_text(status)}. If its process has ended, what it held is "
         "gone, and running requests go on at other nodes: `baton nodes` shows who is there, its log how it ended. If "
         "it still runs, order the drain again once it can be reached from here.",
     )
@@ -262,10 +269,6 @@ def _user() -> str:
         return f"uid {os.getuid()}"
 
 
-def _left(status: node_pb2.NodeStatus) -> str:
-    return ", ".join(f"{count} {what}" for what, count in left_behind(status).items()) or "nothing"
-
-
 def _text(node: str, status: node_pb2.NodeStatus) -> str:
     state = state_name(status)
     if status.ending:
@@ -275,5 +278,5 @@ def _text(node: str, status: node_pb2.NodeStatus) -> str:
         verdict = "safe to delete" if status.safe_to_delete else "not safe to delete"
         if not status.safe_to_delete and not left_behind(status):
             verdict = "its pod is being marked as the first to go"
-        return f"{node} is drained and holds {_left(status)}: {verdict}."
-    return f"{node} is {state}; it holds {_left(status)}."
+        return f"{node} is drained and holds {left_text(status)}: {verdict}."
+    return f"{node} is {state}; it holds {left_text(status)}."

@@ -15,10 +15,18 @@ from batonpb import inference_pb2
 from baton.errors import BatonError
 from baton.rpc_client import ChannelLimits, Channels
 from cli.answers import StreamPrinter, answer_data, logprobs_text, stats_text
-from cli.client import Answer, AnswerBuilder, InferenceClient, answer_timeout_option, no_router, router_option
+from cli.client import (
+    Answer,
+    AnswerBuilder,
+    InferenceClient,
+    answer_timeout_option,
+    broken_off,
+    no_router,
+    router_option,
+)
 from cli.invocation import EXIT_INTERRUPTED
 from cli.output import Output, output_option, print_json
-from cli.parameters import IntegerList, check_utf8, not_utf8
+from cli.parameters import IntegerList, check_utf8, read_stdin
 from cli.sampling import sampling_choice, sampling_options
 from cli.signals import StopSignals
 from router.choices import Answer as Events
@@ -138,13 +146,7 @@ def _text(prompt: str) -> str:
     if prompt != "-":
         check_utf8(prompt, "the prompt")
         return prompt
-    if sys.stdin is None:
-        raise click.UsageError("stdin is closed; the prompt was to come from there.")
-    try:
-        # Not the locale's encoding, which may let anything pass. Line ends as text has them.
-        return sys.stdin.buffer.read().decode().replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError:
-        raise not_utf8("the prompt") from None
+    return read_stdin("the prompt")
 
 
 async def _run(
@@ -170,7 +172,7 @@ async def _run(
                 return working.result()
             except BatonError as error:
                 printer.live.end()
-                raise (no_router(error, router) if printer.live.empty else error) from error
+                raise (no_router(error, router) if printer.live.empty else broken_off(error)) from error
     finally:
         await channels.close()
 

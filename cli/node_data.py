@@ -17,6 +17,14 @@ _LEFT: Final = (
     ("unacknowledged_writes", "unacknowledged writes"),
 )
 
+_ONE: Final = {
+    "requests": "request",
+    "answers not acknowledged by their router": "answer not acknowledged by its router",
+    "grants received": "grant received",
+    "grants written to": "grant written to",
+    "unacknowledged writes": "unacknowledged write",
+}
+
 
 def state_name(status: node_pb2.NodeStatus) -> str:
     """ "ready", "draining", ..."""
@@ -28,6 +36,14 @@ def left_behind(status: node_pb2.NodeStatus) -> dict[str, int]:
     counts = {words: int(getattr(status, name)) for name, words in _LEFT}
     counts["grants received"] -= status.grants_quarantined
     return {words: count for words, count in counts.items() if count}
+
+
+def left_text(status: node_pb2.NodeStatus) -> str:
+    """The same in a line; "nothing" where nothing is left."""
+    told = [
+        f"{count} {_ONE.get(words, words) if count == 1 else words}" for words, count in left_behind(status).items()
+    ]
+    return ", ".join(told) or "nothing"
 
 
 def hit_percent(prefixes: node_pb2.PrefixStatus) -> float | None:

@@ -9,7 +9,7 @@ import click
 
 from baton.directory_setting import describe_directory
 from baton.wire import Role
-from cli.cluster_view import NodeView, directory_option, run_with_channels, view_nodes
+from cli.cluster_view import UNREACHABLE_HINT, NodeView, directory_option, run_with_channels, view_nodes
 from cli.node_data import hit_percent, node_data, state_name
 from cli.output import Output, output_option, print_json
 from cli.parameters import timeout_option
@@ -47,9 +47,9 @@ def nodes(directory: str, timeout_s: float, output: str) -> None:
         click.echo(f"The directory at {describe_directory(directory)} knows no node.")
         return
     click.echo(format_table(_HEADER, [_row(view) for view in views], right=_RIGHT))
-    for view in views:
-        if view.problem:
-            click.echo(f"{view.record.name}: unreachable: {view.problem}")
+    problems = [f"{view.record.name}: {view.problem}" for view in views if view.problem]
+    if problems:
+        click.echo("\n".join(["", *problems, UNREACHABLE_HINT]))
 
 
 def _row(view: NodeView) -> list[str]:

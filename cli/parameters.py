@@ -4,6 +4,7 @@ sent."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -107,6 +108,17 @@ def check_utf8(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
+        raise not_utf8(what) from None
+
+
+def read_stdin(what: str) -> str:
+    """All of it, for an argument that is `-`. Raises UsageError where it is closed, or no text."""
+    if sys.stdin is None:
+        raise click.UsageError(f"stdin is closed; {what} was to come from there.")
+    try:
+        # Not the locale's encoding, which may let anything pass. Line ends as text has them.
+        return sys.stdin.buffer.read().decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError:
         raise not_utf8(what) from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
@@ -17,7 +16,7 @@ from baton.wire import NodeRecord, Role
 from cli.cluster_view import directory_option, list_records, run_with_channels
 from cli.invocation import EXIT_ERROR
 from cli.output import Output, output_option, print_json
-from cli.parameters import IntegerList, Seconds, timeout_option
+from cli.parameters import IntegerList, Seconds, check_utf8, read_stdin, timeout_option
 from cli.table import format_table
 
 _T = TypeVar("_T")
@@ -64,14 +63,14 @@ def pin(
     if as_system and prefix is None:
         raise click.UsageError("--system needs the message as PREFIX.")
     for what, text in (("NAME", name), ("PREFIX", prefix), ("--cache-salt", cache_salt)):
-        _check_utf8(what, text)
+        check_utf8(text or "", what)
     request = pins_pb2.PinRequest(name=name, cache_salt=cache_salt, warm=warm)
     if ttl_s is not None:
         request.ttl_ms = max(1, round(ttl_s * 1e3))
     if token_ids is not None:
         request.token_ids.ids.extend(token_ids)
     else:
-        setattr(request, "system" if as_system else "text", _stdin() if prefix == "-" else str(prefix))
+        setattr(request, "system" if as_system else "text", read_stdin("PREFIX") if prefix == "-" else str(prefix))
 
     async def send(stub: pins_pb2_grpc.PinsStub, timeout_s: float) -> pins_pb2.PinReply:
         reply: pins_pb2.PinReply = await stub.Pin(request, timeout=timeout_s)
@@ -94,7 +93,7 @@ def unpin(name: str, directory: str, timeout_s: float) -> int:
     Example:
       baton unpin support
     """
-    _check_utf8("NAME", name)
+    check_utf8(name, "NAME")
     request = pins_pb2.UnpinRequest(name=name)
 
     async def send(stub: pins_pb2_grpc.PinsStub, timeout_s: float) -> pins_pb2.UnpinReply:
@@ -180,18 +179,3 @@ def _row(router: str, pin: pins_pb2.PinnedPrefix) -> list[str]:
     nodes = ", ".join(f"{on.node} {'-' if on.problem else f'{on.blocks_pinned}/{on.blocks}'}" for on in pin.nodes)
     salt, source = "yes" if pin.has_cache_salt else "no", "config" if pin.from_config else "api"
     return [pin.name, str(pin.tokens), salt, ends, source, router, nodes or "none"]
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError:
-        raise click.UsageError("PREFIX is not UTF-8") from None
-
-
-def _check_utf8(what: str, text: str | None) -> None:
-    """Bytes of the command line that are no UTF-8 arrive as lone surrogates (PEP 383)."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        raise click.UsageError(f"{what} is not UTF-8") from None

@@ -19,10 +19,11 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 from baton.config import ConfigError, env_name, flag_name
+from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
 from cli.child import Child, ChildProgress, describe_exit, stop_children
-from cli.listening import listen_problems
+from cli.listening import listen_places, listen_problems, router_address
 from cli.services import Service, load_config
 from engine.build import EngineKind
 
@@ -123,6 +124,7 @@ class ClusterSpec:
             keys["listen"] = self.listen if service is Service.ROUTER else "127.0.0.1:0"
         if service is Service.ROUTER:
             keys["http_listen"] = self.http
+            keys["advertise"] = None if self.directory else router_address(self.listen, self.config, self.env)
         if service is Service.ROUTER and self.engine is not EngineKind.MOCK:
             keys["model"] = self.model
         if service.has_engine:
@@ -136,12 +138,12 @@ class ClusterSpec:
 
     def check(self) -> None:
         """Refuse now what the processes would refuse one by one after their start. Raises ConfigError."""
-        places = {}
+        places: dict[str, str] = {}
         for name, service in self.processes():
             flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
             text = {key: _text(value) for key, value in flags.items()}
             config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
-            places[name] = config.listen
+            places.update(listen_places(name, config))
         problems = listen_problems(places)
         if problems:
             raise ConfigError(problems)
@@ -211,7 +213,7 @@ class Cluster:
     @property
     def directory(self) -> str:
         """The directory's endpoint, or the address that `ClusterSpec.directory` is."""
-        return self.spec.directory or self.endpoints[DIRECTORY_NAME]
+        return self.spec.directory or from_here(self.endpoints[DIRECTORY_NAME])
 
     @property
     def log_dir(self) -> Path:

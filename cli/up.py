@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TextIO
@@ -15,6 +16,7 @@ import click
 
 from baton.config import ConfigError, ConfigProblem, load
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
+from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
 from cli.child import ChildProgress
@@ -22,7 +24,7 @@ from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
-from cli.supervisor import Cluster, ClusterSpec, check_node_counts
+from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, Cluster, ClusterError, ClusterSpec, check_node_counts
 from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
@@ -34,6 +36,11 @@ _UP_FLAG_OF: Final[Mapping[str, str]] = {
     "--engine-compute-threads": "--threads",
 }
 """What a flag of the nodes is called here."""
+_UP_LISTEN_FLAG_OF: Final[Mapping[str, tuple[str, str]]] = {
+    DIRECTORY_NAME: ("--listen", "--directory-listen"),
+    ROUTER_NAME: ("--http-listen", "--http"),
+}
+"""The same for where a process listens, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +178,10 @@ def _command(**parameters: object) -> int:
         raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
     except ConfigError as error:
         raise _in_own_words(error) from error
-    return asyncio.run(_up(spec))
+    try:
+        return asyncio.run(_up(spec))
+    except ClusterError as error:
+        raise _with_own_flag(error) from error
 
 
 up = click.Command(
@@ -181,7 +191,9 @@ up = click.Command(
 
 async def _up(spec: ClusterSpec) -> int:
     names = tuple(name for name, _ in spec.processes())
-    click.echo(f"Starting {len(names)} processes, {spec.compute_threads()} compute threads for each node:", err=True)
+    threads = spec.compute_threads()
+    shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node"
+    click.echo(f"Starting {len(names)} processes, {shared}:", err=True)
     board = StartBoard(names, sys.stderr)
     cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
     with StopSignals() as signals:
@@ -194,12 +206,18 @@ async def _up(spec: ClusterSpec) -> int:
             if await signals.unless_stopped(watching):
                 raise watching.result()
         finally:
-            click.echo("Stopping ...", err=True)
+            _tell("Stopping ...")
             problems = await cluster.stop()
             for problem in problems:
-                click.echo(problem, err=True)
-        click.echo("Stopped.", err=True)
+                _tell(problem)
+        _tell("Stopped.")
     return EXIT_ERROR if problems else 0
+
+
+def _tell(text: str) -> None:
+    """To whoever still reads: a terminal that was closed must not keep a cluster from being stopped."""
+    with suppress(OSError):
+        click.echo(text, err=True)
 
 
 def _print_summary(cluster: Cluster) -> None:
@@ -220,7 +238,7 @@ def _chat_example(cluster: Cluster) -> str:
 
 
 def _http_example(cluster: Cluster) -> str:
-    return "" if cluster.spec.http is None else f"  curl http://{cluster.spec.http}/v1/models\n"
+    return "" if cluster.spec.http is None else f"  curl http://{from_here(cluster.spec.http)}/v1/models\n"
 
 
 def _example_prompt(cluster: Cluster) -> str:
@@ -236,3 +254,11 @@ def _in_own_words(error: ConfigError) -> BatonError:
             source = source.replace(theirs, ours)
         problems.append(ConfigProblem(source=source, problem=problem.problem))
     return ConfigError(problems)
+
+
+def _with_own_flag(error: ClusterError) -> ClusterError:
+    """The same error, with the flag of this command where a process could not listen."""
+    if error.process not in _UP_LISTEN_FLAG_OF:
+        return error
+    theirs, ours = _UP_LISTEN_FLAG_OF[error.process]
+    return ClusterError(error.message.replace(f"with {theirs}.", f"with {ours}."), process=error.process)

@@ -201,6 +201,9 @@ def _port_errors(listen: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        why = str(error.strerror or error).lower()
         raise BatonError(
-            Reason.PORT_IN_USE, f"Cannot listen for data connections on {listen}: {error}.", field="data_listen"
+            Reason.PORT_IN_USE,
+            f"Cannot listen for data connections on {listen}: {why}. Choose another place with --data-listen.",
+            field="data_listen",
         ) from error

@@ -63,7 +63,7 @@ async def serve(
     )
     await runtime.check_listen()
     if config.http_listen is not None:
-        await check_can_bind(config.http_listen)
+        await check_can_bind(config.http_listen, setting="http_listen")
     folder = await asyncio.to_thread(_folder, config.model)
     codec = TextCodec.load(folder) if folder is not None else None
     template = _template(folder)

@@ -250,6 +250,7 @@ class PinKeeper:
         try:
             await self._warm(pin.tokens, pin.prefix.cache_salt)
             pin.warm_tries_left = 0
+            self._wake.set()  # the nodes are asked again, so that `list` shows what they have now
         except BatonError as error:
             log.warning("pin not warmed up", pin=pin.name, problem=error.message, tries_left=pin.warm_tries_left)
 

@@ -14,6 +14,7 @@ from tests.cli_harness import BATON, RUN_S_MAX, clean_env
 INTERRUPT_LOOK_S: Final = 0.1
 _ECHO: Final = b"^C\n"
 """What a terminal itself may show for Ctrl-C."""
+_CLOSED: Final = -1
 REST_BYTES_MAX: Final = 4_000
 """Of a terminal's text in a failed test's report."""
 
@@ -44,7 +45,17 @@ class Terminal:
     ) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self._master)
+        self._close()
+
+    def hang_up(self) -> int:
+        """Close the terminal, as a window is closed, and wait for the command's end; its exit status."""
+        self._close()
+        return self.process.wait(timeout=RUN_S_MAX)
+
+    def _close(self) -> None:
+        if self._master >= 0:
+            os.close(self._master)
+            self._master = _CLOSED
 
     def press(self, keys: str) -> None:
         os.write(self._master, keys.encode())

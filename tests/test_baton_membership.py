@@ -148,7 +148,9 @@ def test_a_start_that_cannot_succeed_gives_up(error: BatonError, waited_ms: int 
             assert (caught.value, elapsed_ms) == (error, 0)
         else:
             assert waited_ms <= elapsed_ms < waited_ms + 1000
-            assert caught.value.message == f"Not registered after {elapsed_ms:.0f} ms. {error.message}"
+            hint = " Start the directory first, or say where it is with --directory."
+            said = error.message + (hint if error.reason is Reason.PEER_UNREACHABLE else "")
+            assert caught.value.message == f"Not registered after {elapsed_ms:.0f} ms. {said}"
         await membership.stop()
 
     run(scene())

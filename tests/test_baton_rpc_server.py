@@ -141,7 +141,7 @@ def test_a_peer_that_restarts_is_reached_again_on_the_same_channel() -> None:
             with pytest.raises(BatonError) as caught:
                 await served.get_status()
             assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, Reason.PEER_UNREACHABLE)
-            assert caught.value.message.startswith("node-0: ")
+            assert caught.value.message.startswith("node-0 does not answer: ")
             again = make_server(node=answer)
             try:
                 await again.start(f"127.0.0.1:{served.port}")

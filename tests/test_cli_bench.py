@@ -138,7 +138,7 @@ def test_nobody_is_there() -> None:
     assert result.stderr.startswith(f"error: No router answers at {endpoint}. Is the cluster running")
     result = run_baton("bench", "--url", f"http://{endpoint}")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"error: Nobody answers at http://{endpoint} ")
+    assert result.stderr.startswith(f"error: Nobody answers at http://{endpoint}: nothing listens there. Name another ")
 
 
 def test_a_plot(tmp_path: Path) -> None:

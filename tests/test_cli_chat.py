@@ -93,7 +93,7 @@ class ScriptedClient:
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
         if len(self.seen) == 2:
-            raise BatonError(Reason.PEER_UNREACHABLE, "router at nowhere: gone")
+            raise BatonError(Reason.PEER_UNREACHABLE, "The router at nowhere is gone.")
         yield inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))
 
 
@@ -132,7 +132,7 @@ def test_what_was_stopped_stays_and_what_broke_off_does_not(capsys: pytest.Captu
     assert shown.out == "half\n" * 4
     assert shown.err == (
         "Stopped.\n"
-        "error: The answer broke off. router at nowhere: gone (reason PEER_UNREACHABLE) "
+        "error: The answer broke off. The router at nowhere is gone. (reason PEER_UNREACHABLE) "
         "The message is left out of the conversation.\n"
     )
 

@@ -111,8 +111,26 @@ def test_a_port_in_use(command: list[str]) -> None:
             [*command, "--listen", endpoint, "--log-level", "error"],
             1,
             f"error: Cannot listen on {endpoint}: the port is in use. Stop the process that has it "
-            f"(`ss -ltnp 'sport = :{port}'` shows it), or choose another port. (reason PORT_IN_USE, field listen)\n",
+            f"(`ss -ltnp 'sport = :{port}'` shows it), or choose another port with --listen. "
+            "(reason PORT_IN_USE, field listen)\n",
         )
+
+
+@pytest.mark.parametrize("command", [["router"], ["decode", "--name", "decode-0", "--engine-kind", "mock"]])
+def test_all_addresses_and_none_to_tell(command: list[str]) -> None:
+    """Refused at once, and not when a model has been loaded: nobody could call it. `--advertise` is checked too."""
+    listen = ["--listen", "0.0.0.0:0", "--log-level", "error"]
+    check(
+        [*command, *listen],
+        2,
+        "error: 0.0.0.0:0 is for listening only: say with --advertise HOST:PORT where the other processes reach this "
+        "one.\n",
+    )
+    check(
+        [*command, *listen, "--advertise", "10.0.0.1:0"],
+        2,
+        "error: '10.0.0.1:0' is not a usable endpoint: port 0 is for listening; advertise the port that was bound.\n",
+    )
 
 
 def test_no_directory_for_a_node() -> None:
@@ -124,8 +142,10 @@ def test_no_directory_for_a_node() -> None:
     )  # fmt: skip
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("error: Not registered after ")
-    assert f"directory at {endpoint}" in result.stderr
-    assert result.stderr.endswith("(reason PEER_UNREACHABLE)\n")
+    assert result.stderr.endswith(
+        f"The directory at {endpoint} does not answer: nothing listens there. Start the directory first, or say where "
+        "it is with --directory. (reason PEER_UNREACHABLE)\n"
+    )
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -230,6 +250,17 @@ def test_where_up_is_to_listen() -> None:
         [*up, "--listen", "127.0.0.1:7000", "--directory-listen", "127.0.0.1:7000"],
         2,
         "error: Wrong configuration:\n  listen of router-0: 127.0.0.1:7000 is where directory is to listen\n",
+    )
+    check(
+        [*up, "--http", "127.0.0.1:7000"],
+        2,
+        "error: Wrong configuration:\n  listen of router-0 over HTTP: 127.0.0.1:7000 is where router-0 is to listen\n",
+    )
+    check(
+        [*up, "--http", "8000"],
+        2,
+        "error: Wrong configuration:\n  listen of router-0 over HTTP: '8000' is not a usable endpoint: "
+        "expected host:port, as in 127.0.0.1:7000.\n",
     )
 
 

@@ -17,6 +17,7 @@ from cli.child import ChildProgress
 from cli.client import Answer
 from cli.cluster_view import NodeView
 from cli.demo_check import held_by
+from cli.describe import figure_text
 from cli.parameters import IntegerList
 from cli.service import ProgressPrinter
 from cli.table import format_table
@@ -138,6 +139,15 @@ def test_a_table() -> None:
     """Columns as wide as their widest cell, numbers to the right, no spaces at the ends of lines."""
     table = format_table(("NAME", "N", "WHY"), [["a", "10", ""], ["bcdef", "7", "so"]], right={1})
     assert table == "NAME    N  WHY\na      10\nbcdef   7  so"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (33554432, "33554432"), (2**40, "1099511627776"), (4.11665, "4.12"), (0.25, "0.25"), (12345.6, "12346")],
+)
+def test_a_figure(value: float, text: str) -> None:
+    """Bytes and counts keep their digits."""
+    assert figure_text(value) == text
 
 
 def test_what_a_node_holds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -12,7 +13,7 @@ import pytest
 
 from cli.supervisor import DIRECTORY_NAME
 from tests.cli_harness import run_baton
-from tests.cluster_harness import RunningCluster, mock_spec, mock_tokens, random_prompt, running
+from tests.cluster_harness import RunningCluster, mock_spec, mock_tokens, random_prompt, running, wait_for
 
 SIZE = 16
 BLOCKS = 60
@@ -95,6 +96,19 @@ def test_bad_input_is_told_what_is_wrong(
     assert words in err
     assert "Traceback" not in err
     assert as_json(cluster, "pins") == []
+
+
+def test_what_a_warm_up_has_made_is_shown() -> None:
+    """Without waiting for the next renewal of the leases, which here is minutes away."""
+    with running(mock_spec(blocks=BLOCKS, router_flags={"pins.lease_ms": 600_000})) as cluster:
+        ids = ",".join(map(str, random_prompt(random.Random(3), 2 * SIZE + 1)))
+        assert baton(cluster, "pin", "a", "--token-ids", ids, "--warm")[0] == 0
+
+        async def shown() -> bool:
+            (pin,) = await asyncio.to_thread(as_json, cluster, "pins")
+            return [(on["node"], on["blocks_pinned"]) for on in pin["nodes"]] == [("decode-0", 2), ("prefill-0", 2)]
+
+        cluster.run(wait_for(shown, "the blocks that the warm-up has pinned"))
 
 
 def test_text_from_stdin(cluster: RunningCluster) -> None:

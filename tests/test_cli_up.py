@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from engine.demo_model import DemoModelParams, write_demo_model
-from tests.cli_harness import BATON, RUN_S_MAX, Foreground, clean_env, is_free, run_baton, taken_port
+from tests.cli_harness import BATON, RUN_S_MAX, Foreground, clean_env, free_endpoint, is_free, run_baton, taken_port
+from tests.terminal_harness import Terminal
 
 MOCK = ("up", "--engine-kind", "mock", "--blocks", "64", "--listen", "127.0.0.1:0", "--directory-listen", "127.0.0.1:0")
 READY = "Ctrl-C stops it."
@@ -195,9 +196,49 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         assert up.wait() == 1
         last = up.err.splitlines()[-1]
         assert last.startswith(f"error: router-0 could not start: Cannot listen on {endpoint}: the port is in use. ")
-        assert last.endswith(" (reason PORT_IN_USE, field listen)")
+        assert last.endswith(" or choose another port with --listen. (reason PORT_IN_USE, field listen)")
         assert up.processes() == []
         assert up.files() == []
+
+
+def test_the_port_of_another_cluster(tmp_path: Path) -> None:
+    """The directory's port is taken, as by an earlier `baton up`; then that of HTTP. The flag is this command's."""
+    with taken_port() as endpoint:
+        for number, (flag, listen) in enumerate((("--directory-listen", "listen"), ("--http", "http_listen"))):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            elsewhere = [] if flag == "--directory-listen" else ["--directory-listen", "127.0.0.1:0"]
+            with Foreground(*MOCK[:-4], "--listen", "127.0.0.1:0", *elsewhere, flag, endpoint, folder=folder) as up:
+                assert up.wait() == 1
+                last = up.err.splitlines()[-1]
+                assert f" could not start: Cannot listen on {endpoint}: the port is in use. " in last
+                assert last.endswith(f" or choose another port with {flag}. (reason PORT_IN_USE, field {listen})")
+                assert (up.processes(), up.files()) == ([], [])
+
+
+def test_a_cluster_that_listens_on_all_addresses(tmp_path: Path) -> None:
+    """For clients of other machines. What is told, and the commands of this machine, use an address that can be
+    called."""
+    router, directory = (f"0.0.0.0:{free_endpoint().rpartition(':')[2]}" for _ in range(2))
+    own_router, own_directory = (place.replace("0.0.0.0", "127.0.0.1") for place in (router, directory))
+    with Foreground(*MOCK[:-4], "--listen", router, "--directory-listen", directory, folder=tmp_path) as up:
+        up.wait_for(READY)
+        assert f"Router {own_router}, directory {own_directory}, " in up.out
+        asked = run_baton("generate", "--token-ids", "1,2,3", "--max-tokens", "3", "--router", own_router)
+        assert (asked.returncode, asked.stderr) == (0, "")
+        pins = run_baton("pins", "--directory", own_directory)
+        assert (pins.returncode, pins.stdout) == (0, "No prefix is pinned.\n")
+        assert up.stop(signal.SIGINT) == 0
+        assert (up.processes(), up.files()) == ([], [])
+
+
+def test_the_terminal_is_closed(tmp_path: Path) -> None:
+    """There is nobody to tell any more: everything is stopped all the same, in order, and no log folder stays."""
+    with Terminal(*MOCK, env={"TMPDIR": str(tmp_path)}) as terminal:
+        terminal.wait_for(READY)
+        assert len(list(tmp_path.iterdir())) == 1
+        assert terminal.hang_up() >= 0
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_too_slow_to_start(tmp_path: Path) -> None:
@@ -275,7 +316,7 @@ def test_an_unreachable_node_is_shown(tmp_path: Path) -> None:
         assert listed.returncode == 0
         row = next(line.split() for line in listed.stdout.splitlines() if line.startswith("prefill-0 "))
         assert row[2] == "unreachable"
-        assert re.search(r"^prefill-0: unreachable: ", listed.stdout, re.MULTILINE)
+        assert re.search(r"^prefill-0: The process at \S+ did not answer in time\.$", listed.stdout, re.MULTILINE)
         assert up.stop(signal.SIGINT) == 0
 
 

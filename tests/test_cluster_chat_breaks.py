@@ -138,7 +138,8 @@ def test_the_router_dies_in_the_middle_of_an_answer(folder: Path) -> None:
         terminal.wait_for_more()
         cluster.cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
         told = terminal.wait_for("The message is left out of the conversation.")
-        assert f"error: The answer broke off. router at {endpoint}: " in told
+        closed = f"The router at {endpoint} has closed the connection in the middle of the call."
+        assert f"error: The answer broke off. {closed} (reason PEER_UNREACHABLE) " in told
         assert "Traceback" not in told
         terminal.wait_for("\n> ")
         cluster.run(cluster.cluster.wait_exit(ROUTER_NAME))

@@ -188,15 +188,15 @@ def test_the_orders_of_an_operator() -> None:
 
         call = cluster.run(with_first_token(cluster, long, 2_000))
         code, out, err = baton(cluster, "drain", "decode-0", "--wait", "--timeout", "0.2")
-        assert (code, out) == (1, "decode-0 is draining; it holds 1 requests, 1 grants received.\n"), err
-        assert err == "decode-0 is not empty after 0.2 s; still there: 1 requests, 1 grants received.\n"
+        assert (code, out) == (1, "decode-0 is draining; it holds 1 request, 1 grant received.\n"), err
+        assert err == "decode-0 is not empty after 0.2 s; still there: 1 request, 1 grant received.\n"
         assert baton(cluster, "uncordon", "decode-0")[0] == 1
         refused = cluster.run(error_of(cluster.client.generate([1, 2], max_tokens=4)))
         assert refused.reason in (Reason.NO_DECODE_NODE, Reason.NODE_DRAINING)
         stale = cluster.run(error_of(order(cluster, "decode-0", "Undrain", incarnation=7)))
         assert stale.reason is Reason.INCARNATION_MISMATCH
         assert baton(cluster, "undrain", "decode-0") == (
-            0, "decode-0 is ready; it holds 1 requests, 1 grants received.\n", "",
+            0, "decode-0 is ready; it holds 1 request, 1 grant received.\n", "",
         )  # fmt: skip
 
         for name in ("prefill-0", "decode-0"):

@@ -71,7 +71,7 @@ def test_a_node_that_ends_while_its_drain_is_waited_for() -> None:
         assert await ended(cluster, signal.SIGINT) == 0, cluster.story()
         done = await command
         assert (done.returncode, done.stdout) == (1, f"{NODE} has ended in order; it was not empty.\n"), done.stderr
-        assert done.stderr.startswith(f"{NODE} was stopped before it was empty; given up: 1 requests")
+        assert done.stderr.startswith(f"{NODE} was stopped before it was empty; given up: 1 request")
         await asyncio.gather(answering, return_exceptions=True)
 
         await started_again(cluster)
@@ -83,7 +83,7 @@ def test_a_node_that_ends_while_its_drain_is_waited_for() -> None:
         assert done.stderr.startswith(
             f"error: {NODE} no longer answers (asked 20 times), and has not said that it was "
         )
-        assert "it was draining and held 1 requests" in done.stderr
+        assert "it was draining and held 1 request" in done.stderr
         assert "`baton nodes` shows who is there" in done.stderr
         for word in ("ipv4", "onnect", "StatusCode", "Traceback"):
             assert word not in done.stderr

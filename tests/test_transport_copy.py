@@ -10,6 +10,7 @@ import pwd
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -254,6 +255,18 @@ def test_the_compilers_error_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NotBuilt, match=r"error: .*g"):
         build(source, tmp_path)
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_what_a_killed_build_has_left_is_removed(tmp_path: Path) -> None:
+    """By the next one, once no compiler can be at it any more."""
+    source, abandoned, under_way = (tmp_path / name for name in ("copy.c", "copy-1.part", "copy-2.part"))
+    source.write_bytes(SOURCE.read_bytes())
+    for part in (abandoned, under_way):
+        part.touch()
+    long_ago_s = time.time() - 2 * native_module.COMPILE_S_MAX
+    os.utime(abandoned, (long_ago_s, long_ago_s))
+    built = build(source, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([source, under_way, built])
 
 
 @pytest.mark.parametrize("damage", ["cut short", "overwritten", "empty"])

@@ -15,7 +15,7 @@ import pytest
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import rdma_wire, tcp_wire, ucx_wire
-from kvtransfer.transports.rdma import RdmaMemory, RdmaWriterConfig, RdmaWriterLink
+from kvtransfer.transports.rdma import HostBytes, RdmaMemory, RdmaWriterConfig, RdmaWriterLink
 from kvtransfer.transports.rdma_connect import RegionAddress
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_socket import UNREAD_BYTES_MAX, close_politely, take_leave
@@ -107,7 +107,7 @@ async def link_ucx(listens: str) -> None:
 
 
 async def link_rdma(listens: str) -> None:
-    memory = RdmaMemory(region=lambda: SOURCE_U8, config=CONFIG, loop=loop_now(), remote_writes=False)
+    memory = RdmaMemory(region=HostBytes(lambda: SOURCE_U8), config=CONFIG, loop=loop_now(), remote_writes=False)
     try:
         endpoint = endpoint_of(TransportName.RDMA, RegionAddress(listens=listens, base=0, rkey=0).encode())
         await RdmaWriterLink.connect(endpoint, PAIR, memory, Recorder(), loop_now(), RdmaWriterConfig(rdma=CONFIG))
