@@ -31,7 +31,9 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 async def _move(bench: Bench) -> dict[str, Any]:
-    layers, heads, head_dim, blocks, side, products = (2, 2, 16, 8, 64, 4) if bench.tiny else (36, 8, 128, 256, 4096, 100)
+    layers, heads, head_dim, blocks, side, products = (
+        (2, 2, 16, 8, 64, 4) if bench.tiny else (36, 8, 128, 256, 4096, 100)
+    )
     layout = kv_layout(
         num_layers=layers, num_kv_heads=heads, head_dim=head_dim, block_size=BLOCK_SIZE, dtype="bfloat16", dtype_bytes=2
     )

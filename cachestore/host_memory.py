@@ -2,9 +2,9 @@
 
 Below a region on a device the tier is pinned, all of it and for as long as the node lives, so that the device copies by
 itself. The other way, a few pinned chunks with ordinary memory behind them, would put a second copy of every byte on
-the host's threads and its memory bandwidth, just when answers wait for their blocks, and take a place in the queue for
-chunks. What it would save is the pinning of memory that is prefaulted anyway: such a node has set it apart. Its price is
-a longer start, and that the machine has so much less to page; `spill.pinned_bytes_max` bounds it.
+the host's threads and its memory bandwidth, just when answers wait for their blocks, and have them wait for chunks.
+What it would save is the pinning of memory that is prefaulted anyway: such a node has set it apart. The price is a
+longer start, and that the machine has so much less to page; `spill.pinned_bytes_max` bounds it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _check_pinned_bytes(config: SpillConfig, nbytes: int) -> None:
     if nbytes > config.pinned_bytes_max:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"spill.host_blocks is {config.host_blocks}, which is {nbytes:,} bytes, all of them pinned since the region "
+            f"spill.host_blocks is {config.host_blocks}, or {nbytes:,} bytes, all of them pinned since the region "
             f"is on a device; spill.pinned_bytes_max is {config.pinned_bytes_max:,}. Set fewer blocks, or allow more "
             "bytes if the machine can do without them.",
             field="spill.host_blocks",

@@ -1,4 +1,4 @@
-"""What opening a pool needs around its steps: work on threads that is not left behind, errors that keep nothing open."""
+"""What opening a pool needs around its steps: work on threads that is not left behind, errors that hold no memory."""
 
 from __future__ import annotations
 

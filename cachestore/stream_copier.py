@@ -17,11 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.ids import BlockId
+from baton.log import get_log
 from cachestore.host_blocks import HostBlockId
 from cachestore.host_tier import BlockCopy, BlockPlaces
 from cachestore.opening import let_go
@@ -30,6 +30,8 @@ from kvtransfer.device.region import DeviceMemory
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import check_ops
+
+log = get_log("spill")
 
 COPIES_IN_FLIGHT_MAX = 2
 """On the device at a time: one that it carries out, and the next. What waits here can still be dropped."""
@@ -57,7 +59,7 @@ class StreamCopier:
         name: str,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
-        """Starts the thread at the first copy. Both memories are the caller's, and outlive this until `close`."""
+        """Starts the thread. Both memories are the caller's, and outlive this until `close`."""
         self._streams = streams
         self._places = places
         self._device: Any = device.memory
@@ -68,11 +70,11 @@ class StreamCopier:
         self._wake = threading.Condition()
         self._waiting: deque[_Asked] = deque()
         self._flying: deque[tuple[DeviceEvent, _Asked]] = deque()
-        """The worker's own, until it has ended."""
+        """The thread's own."""
         self._closed = False
         self._broken: BaseException | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"spill-{name}")
-        self._worker: Future[None] | None = None
+        self._thread = threading.Thread(target=self._work, name=f"spill-{name}", daemon=True)
+        self._thread.start()
 
     def rehearse(self) -> None:
         """Copy a block out and back, and wait: kernels are compiled now, and not when memory is short. The first block
@@ -110,9 +112,6 @@ class StreamCopier:
                 self._wake.notify()
         if broken is not None:
             asked.tell(broken)
-        elif self._worker is None:
-            self._worker = self._thread.submit(self._work)
-            self._worker.add_done_callback(self._ended)
 
     def close(self) -> None:
         """Wait for what is on the device, without a limit: it writes to both memories, and nothing else ends that.
@@ -122,7 +121,7 @@ class StreamCopier:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.shutdown(wait=True)
+        self._thread.join()
         self._device = self._host = None
 
     # On the copier's thread.
@@ -134,9 +133,10 @@ class StreamCopier:
                     self._launch(asked)
                 else:
                     self._land()
-        except BaseException:
+        except Exception as error:
+            log.exception("blocks cannot be copied to host memory or back any more")
             self._settle()
-            raise
+            self._fail(error)
 
     def _next(self) -> _Asked | None:
         """What is to be queued on the device now, if there is anything; it stays in `_waiting`. Waits for work.
@@ -183,11 +183,8 @@ class StreamCopier:
             while not end.done():
                 time.sleep(self._poll_interval_s)
 
-    def _ended(self, worker: Future[None]) -> None:
-        """With an error it tells all whose copy has not been told of, those on the device too: nobody can go on."""
-        error = worker.exception()
-        if error is None:
-            return
+    def _fail(self, error: Exception) -> None:
+        """Tell all whose copy has not been told of, those on the device too: nobody can go on."""
         let_go(error)
         with self._wake:
             self._broken = error

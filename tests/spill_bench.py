@@ -65,9 +65,7 @@ class SpillNode(Node):
         layout = layout_of(self.runner.kv_spec)
         self.places = BlockPlaces(layout=layout, device_blocks=num_blocks, host_blocks=host_blocks)
         self.host_memory = np.full(layout.region_bytes(host_blocks), POISON, np.uint8)
-        self.copier = HandCopier(
-            RegionCopier(self.places, device=Bytes(self.region), host=Bytes(self.host_memory))
-        )
+        self.copier = HandCopier(RegionCopier(self.places, device=Bytes(self.region), host=Bytes(self.host_memory)))
         self.spill = Spill(
             config=SpillConfig(
                 host_blocks=host_blocks, headroom_blocks=headroom_blocks, copy_blocks_max=copy_blocks_max

@@ -1,5 +1,5 @@
-"""Copies of blocks between a region on a device and pinned memory: over a simulated device that runs work as late and as
-oddly as CUDA allows, and over the stand-in whose copies come when somebody looks."""
+"""Copies of blocks between a region on a device and pinned memory: over a simulated device that runs work as late and
+as oddly as CUDA allows, and over the stand-in whose copies come when somebody looks."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ def thaw(device: ShimDevice) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_blocks_leave_and_return_in_every_order_that_a_device_may_run_it(seed: int) -> None:
-    """Steps compute blocks, copies out are asked for right behind them, the blocks are computed anew as soon as the copy
-    is told to have ended; others come back, over steps that the host has not seen end, and are read by steps launched
-    when that is told: every byte is the one that was computed, and nothing was left to luck."""
+    """Steps compute blocks, copies out are asked for right behind them, the blocks are computed anew as soon as their
+    copy is told to have ended; others come back, over steps that the host has not seen end, and are read by steps
+    launched when that is told: every byte is the one that was computed, and nothing was left to luck."""
 
     async def scene() -> None:
         chance = random.Random(seed)
@@ -224,14 +224,15 @@ def test_a_block_read_before_its_copy_back_has_ended_is_found() -> None:
         freeze(device)
         s.back([4], [5])
         await s.until_on_device(1)
-        with pytest.raises(MissingDependency, match=r"a step that reads block 4 touches region.* after copy of stream 1"):
+        with pytest.raises(
+            MissingDependency, match=r"a step that reads block 4 touches region.* after copy of stream 1"
+        ):
             s.read(4, [])
         with pytest.raises(MissingDependency, match="the host touches host memory"):
             device.host_access(s.host, 0, len(s.host.bytes_U8), write=True)
         thaw(device)
         await s.until_told(1)
-        s.read(4, [])
-        s.host_looks()
+        s.device.host_access(s.host, 0, len(s.host.bytes_U8), write=True)
         s.copier.close()
 
     run(scene())
@@ -387,7 +388,7 @@ def test_a_rehearsal_leaves_the_region_as_it_was() -> None:
 
 
 def test_over_the_stand_in_of_a_device() -> None:
-    """Copies come when the copier's thread looks, both ways; what it had is given back, so the regions can be closed."""
+    """Copies come when the copier's thread looks, both ways; the regions can be closed after it."""
 
     async def scene() -> None:
         driver = HostDriver()

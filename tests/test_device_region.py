@@ -134,7 +134,7 @@ def test_memory_is_pinned_where_it_is_and_let_go_of_once() -> None:
     pinned.close()
     assert calls == [("register", (address, 24, 0)), ("unregister", (address,))]
     runtime.status = 2
-    with pytest.raises(DeviceError, match="cudaHostRegister.*out of memory"):
+    with pytest.raises(DeviceError, match=r"cudaHostRegister.*out of memory"):
         driver.register(memory_U8)
 
 
