@@ -177,9 +177,9 @@ def test_memory_that_cannot_be_pinned_or_reached_is_told_by_its_field(
     def full(*_: Any) -> Any:
         raise DeviceError("cudaHostRegister: out of memory")
 
-    for what in (HostDriver, "register"), (StreamCopier, "rehearse"):
+    for owner, name in ((HostDriver, "register"), (StreamCopier, "rehearse")):
         with monkeypatch.context() as patch:
-            patch.setattr(*what, full)
+            patch.setattr(owner, name, full)
             error = problem_of(config, SPILL)
         assert "bytes of host memory below a region on a device are pinned: cudaHostRegister: out of memory." in (
             error.message
