@@ -104,7 +104,7 @@ class FakePinned:
         self.memory = self.array_U8 = bytes_U8
 
     def close(self) -> None:
-        pass
+        self.memory = self.array_U8 = np.zeros(0, np.uint8)
 
 
 class FakeDriver:
