@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from benchmarks import gpu_handoff, gpu_weights
+from benchmarks import gpu_handoff, gpu_spill, gpu_weights
 from benchmarks.gpu_card import card
 from benchmarks.gpu_engine import steps_through_the_engine
 from engine.gpu.config import GpuConfig, GraphConfig
@@ -247,6 +247,10 @@ class Bench:
         """What a handoff to another process costs: see benchmarks/gpu_handoff.py."""
         return gpu_handoff.measure(self)
 
+    def spill(self) -> dict[str, Any]:
+        """Blocks to host memory and back: see benchmarks/gpu_spill.py."""
+        return gpu_spill.measure(self)
+
     def overlap_trace(self) -> dict[str, Any]:
         """A handoff under torch's profiler, in the format that Perfetto opens."""
         if self.trace is None:
@@ -271,6 +275,7 @@ def run_all(bench: Bench, seconds_max: float) -> dict[str, Any]:
         ("exactness", bench.exactness),
         ("handoff", bench.handoff),
         ("card", lambda: card(bench.device.type)),
+        ("spill", bench.spill),
         *((shape, lambda shape=shape: bench.model(shape, results["limits"])) for shape in shapes),
         ("trace", bench.overlap_trace),
         ("weights", lambda: bench.weights(shapes[-1], results["limits"])),

@@ -24,7 +24,7 @@ class Claim:
 def each_fits(claims: Iterable[Claim], *, others_immovable: int, blocks_usable: int) -> bool:
     """`others_immovable` blocks are in nobody's claim: those of revoked grants whose writer has not let go.
 
-    `blocks_usable` are those of the device, less what pins keep.
+    `blocks_usable` are those of the device, less what pins and the engine's padding keep.
     """
     known = list(claims)
     immovable = others_immovable + sum(claim.immovable for claim in known)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import cast
 
 import numpy as np
 
@@ -15,9 +14,10 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
-from cachestore.host_tier import RegionCopier, SpillConfig, ThreadCopier
-from cachestore.regions import PoolRegion, open_host_region, open_pool_region, pin_staging
-from cachestore.spill import Spill
+from cachestore.host_memory import HostMemory, open_host_memory
+from cachestore.host_tier import SpillConfig
+from cachestore.opening import let_go, on_thread
+from cachestore.regions import PoolRegion, open_pool_region, pin_staging
 from engine.block_manager import BlockManager
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
@@ -34,8 +34,6 @@ from kvtransfer.transport import RegionKind, TransportName
 # NumPy has no bfloat16; a transfer needs its size only.
 _DTYPE_BYTES = {"bfloat16": 2}
 POISON = 0xFF
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,25 +72,17 @@ class DevicePool:
         facts = {"device": self.device.value, "region": f"{self.region.nbytes:,} bytes in {self.region.kind.value}"}
         if self.staged is not None:
             facts["staging"] = f"{self.staged.pinned_bytes:,} bytes of pinned memory, {self.staged.used_bytes:,} in use"
+        if self.host is not None:
+            facts["below the region"] = self.host.describe()
         return facts if self.on_device is None else facts | self.on_device.describe() | self.engine.describe()
 
     def close(self) -> None:
         if self.host is not None:
-            self.host.copier.close()
-            self.host.region.close()
+            self.host.close()
         if self.staged is not None:
             self.staged.close()
         self.runner.unbind()
         self.region.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
-    """The tier below the pool, and who moves blocks there and back."""
-
-    region: Region
-    copier: ThreadCopier
-    spill: Spill
 
 
 def layout_of(spec: KvSpec) -> Layout:
@@ -129,13 +119,13 @@ async def open_device_pool(
     region = await open_pool_region(config, layout, f"baton-{name}", progress, transports)
     staged = None
     try:
-        staged = await _on_thread(pin_staging, region, transports, staging or StagingConfig())
+        staged = await on_thread(pin_staging, region, transports, staging or StagingConfig())
         pool = await _open_over(
             region, built, layout, config, name=name, progress=progress, spill=spill, decodes=decodes
         )
         return replace(pool, staged=staged)
     except BaseException as error:
-        _let_go(error)
+        let_go(error)
         if staged is not None:
             staged.close()
         built.runner.unbind()
@@ -154,7 +144,7 @@ async def _open_over(
     spill: SpillConfig | None,
     decodes: bool,
 ) -> DevicePool:
-    await _on_thread(_bind, built, region, config)
+    await on_thread(_bind, built, region, config)
     ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
     padding_blocks = 0
     if built.on_device is not None:
@@ -163,22 +153,15 @@ async def _open_over(
     engine = Engine(built.runner, blocks, config.scheduler())
     host = None
     if spill is not None and spill.host_blocks:
-        assert isinstance(region, Region), "the node's configuration refuses to spill from a device"
-        memory = await open_host_region(layout, spill.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
-        copier = ThreadCopier(
-            RegionCopier(
-                layout=layout,
-                device=region,
-                device_blocks=config.num_blocks,
-                host=memory,
-                host_blocks=spill.host_blocks,
-            ),
+        host = await open_host_memory(
+            spill,
+            below=region,
+            layout=layout,
+            engine=engine,
+            blocks=blocks,
+            ledger=ledger,
             name=name,
-        )
-        host = HostMemory(
-            region=memory,
-            copier=copier,
-            spill=Spill(config=spill, engine=engine, blocks=blocks, ledger=ledger, copier=copier),
+            progress=progress,
         )
     return DevicePool(
         runner=built.runner,
@@ -214,25 +197,12 @@ async def _warm_up(runner: DeviceRunner, ledger: Ledger, *, decodes: bool, progr
         )
     with _room_on_device():
         block = ledger.take(1)
-        await _on_thread(runner.rehearse, block[0])
+        await on_thread(runner.rehearse, block[0])
         ledger.drop(block)
         if decodes and padding:
             (padding_block,) = ledger.take(padding)
-            await _on_thread(runner.warm_up, padding_block, lambda done, total: progress("capturing", done, total))
+            await on_thread(runner.warm_up, padding_block, lambda done, total: progress("capturing", done, total))
     return padding
-
-
-async def _on_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Run it to its end, also where the caller is cancelled: it uses the region, which is closed next. What it made is
-    dropped then."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # told to nobody: whoever asked has been cancelled
-        raise
 
 
 def _bind(built: BuiltEngine, region: PoolRegion, config: EngineConfig) -> None:
@@ -243,13 +213,6 @@ def _bind(built: BuiltEngine, region: PoolRegion, config: EngineConfig) -> None:
     except InvalidField as error:
         field = f"engine.gpu.{error.field}"
         raise BatonError(Reason.BAD_CONFIG, f"{field} {error.args[0]}", field=field) from error
-
-
-def _let_go(error: BaseException | None) -> None:
-    """The frames that an error came through may still see the region, which then could not be closed."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """Host memory below the device pool: whole blocks (their records of every layer), copied out and back.
 
 One allocation of a configured size, made at the start; `host_blocks.HostBlocks` is its ledger. Copies run one after the
-other on a thread of their own, outside of the interpreter's lock, beside the engine's steps: whoever asks for one has
-made sure that no step touches its blocks.
+other beside the engine's steps: whoever asks for one has made sure that no step touches its blocks. Where the region is
+host memory too, a thread copies, outside of the interpreter's lock (`ThreadCopier`); a region on a device has
+`stream_copier.StreamCopier`.
+
+Shape suffix: B = one entry for each record, of every layer of each block.
 """
 
 from __future__ import annotations
@@ -38,9 +41,16 @@ class SpillConfig:
         metadata={"help": "blocks that each running sequence should find free after a spill, and before a return"},
     )
     copy_blocks_max: int = field(default=64, metadata={"help": "blocks of one copy; a longer one is cut up"})
+    pinned_bytes_max: int = field(
+        default=64 << 30,
+        metadata={
+            "help": "bytes of host_blocks at most where the region is on a GPU: all of them are pinned, for nobody "
+            "else's use"
+        },
+    )
 
     def __post_init__(self) -> None:
-        check_positive(self, "headroom_blocks", "copy_blocks_max")
+        check_positive(self, "headroom_blocks", "copy_blocks_max", "pinned_bytes_max")
         if not 0 <= self.host_blocks <= HOST_BLOCKS_MAX:
             raise InvalidField("host_blocks", f"is {self.host_blocks}; must be 0 (off) to {HOST_BLOCKS_MAX}")
         if self.host_blocks and self.host_blocks <= self.reserve_blocks:
@@ -83,29 +93,39 @@ class Memory(Protocol):
     def array_U8(self) -> np.ndarray: ...
 
 
-class RegionCopier:
-    """Copies between two regions of records, on the calling thread."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlaces:
+    """Where blocks lie on either side."""
 
-    def __init__(self, *, layout: Layout, device: Memory, device_blocks: int, host: Memory, host_blocks: int) -> None:
+    layout: Layout
+    device_blocks: int
+    host_blocks: int
+
+    def ops(self, copy: BlockCopy) -> WriteOps:
+        """The copy of every layer's record of each block."""
+        device_B = self._offsets(copy.device, self.device_blocks)
+        host_B = self._offsets(copy.host, self.host_blocks)
+        src_B, dst_B = (device_B, host_B) if copy.out else (host_B, device_B)
+        return WriteOps(src=src_B, dst=dst_B, nbytes=np.full(len(src_B), self.layout.record_bytes, dtype=np.int64))
+
+    def _offsets(self, blocks: Sequence[int], num_blocks: int) -> np.ndarray:
+        layers_L1 = np.arange(self.layout.num_layers, dtype=np.int64)[:, None]
+        records_LN = layers_L1 * num_blocks + np.asarray(blocks, dtype=np.int64)
+        return records_LN.ravel() * self.layout.record_bytes
+
+
+class RegionCopier:
+    """Copies between two regions of records in host memory, on the calling thread."""
+
+    def __init__(self, places: BlockPlaces, *, device: Memory, host: Memory) -> None:
         """The regions stay the caller's, who closes them after the last copy."""
-        self._layout = layout
-        self._device, self._device_blocks = device, device_blocks
-        self._host, self._host_blocks = host, host_blocks
+        self._places = places
+        self._device, self._host = device, host
 
     def run(self, copy: BlockCopy) -> None:
         """Blocks until done. No view of a region is kept."""
-        device_B = self._offsets(copy.device, self._device_blocks)
-        host_B = self._offsets(copy.host, self._host_blocks)
-        src_B, dst_B = (device_B, host_B) if copy.out else (host_B, device_B)
-        ops = WriteOps(src=src_B, dst=dst_B, nbytes=np.full(len(src_B), self._layout.record_bytes, dtype=np.int64))
         src, dst = (self._device, self._host) if copy.out else (self._host, self._device)
-        copy_records(dst.array_U8, src.array_U8, ops)
-
-    def _offsets(self, blocks: Sequence[int], num_blocks: int) -> np.ndarray:
-        """Byte offset of every layer's record of each block."""
-        layers_L1 = np.arange(self._layout.num_layers, dtype=np.int64)[:, None]
-        records_LN = layers_L1 * num_blocks + np.asarray(blocks, dtype=np.int64)
-        return records_LN.ravel() * self._layout.record_bytes
+        copy_records(dst.array_U8, src.array_U8, self._places.ops(copy))
 
 
 class ThreadCopier:

@@ -157,7 +157,8 @@ class Spill:
     # What the engine tells (Overcommit).
 
     def before_step(self, runners: Several[Sequence]) -> None:
-        """See `Overcommit.before_step`. Raises what a copy broke off with: a bug of ours, the engine cannot go on."""
+        """See `Overcommit.before_step`. Raises what a copy broke off with: the device has failed, or it is a bug of
+        ours. Where its blocks' content is nobody knows then, so the engine cannot go on."""
         if self._broken is not None:
             raise self._broken
         self._runners = {seq.key: seq for seq in runners}

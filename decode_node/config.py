@@ -17,7 +17,7 @@ from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
-from kvtransfer.transport import RegionKind, TransportName
+from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma import RdmaReceiverConfig
 from kvtransfer.transports.shm import ShmReceiverConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig
@@ -74,12 +74,6 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         check_transports(self.transports, region_kind(self.engine))
-        if self.spill.host_blocks and region_kind(self.engine) is RegionKind.DEVICE:
-            raise InvalidField(
-                "spill.host_blocks",
-                f"is {self.spill.host_blocks}; must be 0 where the region is on a device, from which nothing is moved "
-                "to host memory yet; engine.device cuda-mirrored can spill",
-            )
         check_directory_setting(self.directory)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")

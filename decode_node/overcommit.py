@@ -52,8 +52,9 @@ class Admission:
         for job in self._jobs:
             immovable = 0 if job.resumed else len(job.prefix) + len(job.blocks)
             claims.append(Claim(footprint=job.footprint, immovable=immovable))
+        kept = self._blocks.padding_blocks + self._blocks.prefix_cache.pinned_blocks + pins_more
         return each_fits(
             claims,
             others_immovable=counts.writer_owned + counts.quarantined - of_jobs,
-            blocks_usable=self._ledger.num_blocks - self._blocks.prefix_cache.pinned_blocks - pins_more,
+            blocks_usable=self._ledger.num_blocks - kept,
         )

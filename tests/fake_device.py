@@ -101,11 +101,11 @@ class LateStreams(FakeStreams):
 
 
 class FakePinned:
-    def __init__(self, nbytes: int) -> None:
-        self.memory = self.array_U8 = np.zeros(nbytes, np.uint8)
+    def __init__(self, bytes_U8: np.ndarray) -> None:
+        self.memory = self.array_U8 = bytes_U8
 
     def close(self) -> None:
-        pass
+        self.memory = self.array_U8 = np.zeros(0, np.uint8)
 
 
 class FakeDriver:
@@ -157,7 +157,10 @@ class FakeDriver:
         return np.frombuffer(mapping, dtype=np.uint8)
 
     def pin(self, nbytes: int) -> FakePinned:
-        return FakePinned(nbytes)
+        return FakePinned(np.zeros(nbytes, np.uint8))
+
+    def register(self, memory_U8: np.ndarray) -> FakePinned:
+        return FakePinned(memory_U8)
 
     def refusal(self) -> str | None:
         return self._refusal

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cachestore.device_pool import layout_of
-from cachestore.host_tier import BlockCopy, RegionCopier, SpillConfig
+from cachestore.host_tier import BlockCopy, BlockPlaces, RegionCopier, SpillConfig
 from cachestore.spill import Spill
 from cachestore.spill_policy import SpillState
 from engine.block_manager import growth_blocks, prefix_blocks_max
@@ -63,15 +63,9 @@ class SpillNode(Node):
             config, num_blocks=num_blocks, tokens_per_step=tokens_per_step, sequences=sequences, runner=runner
         )
         layout = layout_of(self.runner.kv_spec)
-        self.copier = HandCopier(
-            RegionCopier(
-                layout=layout,
-                device=Bytes(self.region),
-                device_blocks=num_blocks,
-                host=Bytes(np.full(layout.region_bytes(host_blocks), POISON, np.uint8)),
-                host_blocks=host_blocks,
-            )
-        )
+        self.places = BlockPlaces(layout=layout, device_blocks=num_blocks, host_blocks=host_blocks)
+        self.host_memory = np.full(layout.region_bytes(host_blocks), POISON, np.uint8)
+        self.copier = HandCopier(RegionCopier(self.places, device=Bytes(self.region), host=Bytes(self.host_memory)))
         self.spill = Spill(
             config=SpillConfig(
                 host_blocks=host_blocks, headroom_blocks=headroom_blocks, copy_blocks_max=copy_blocks_max

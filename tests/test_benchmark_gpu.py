@@ -46,7 +46,9 @@ def test_every_part_of_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
     for name in ("bfloat16", "fp8", "int4"):
         assert figures["weights"][name]["decode"].keys() == {"1", "2"}
         assert 0 < figures["weights"][name]["error_in_deviations"] < 1
-    parts = {"limits", "exactness", "handoff", "card", "tiny", "trace", "weights"}
+    assert figures["spill"]["mbytes"] == pytest.approx(0.032768)
+    assert min(figures["spill"][f"{way}_gbytes_s"] for way in ("out", "back")) > 0
+    parts = {"limits", "exactness", "handoff", "card", "spill", "tiny", "trace", "weights"}
     assert figures.keys() == parts | {"device", "torch", "python"}
 
 

@@ -288,7 +288,7 @@ ON_DEVICE = EngineConfig(model="m", device=ComputeDevice.CUDA)
             "quantisation",
         ),
         (lambda: EngineConfig(kind=EngineKind.MOCK, device=ComputeDevice.CPU_KERNELS), "device"),
-        (lambda: DecodeConfig(name="n", engine=ON_DEVICE, spill=SpillConfig(host_blocks=9)), "spill.host_blocks"),
+        (lambda: MixedConfig(name="n", engine=ON_DEVICE, spill=SpillConfig(host_blocks=9)), "spill.host_blocks"),
         (
             lambda: PrefillConfig(name="n", engine=ON_DEVICE, writer=WriterConfig(checksum_fraction=0.1)),
             "writer.checksum_fraction",

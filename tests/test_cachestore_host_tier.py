@@ -13,7 +13,7 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from cachestore.device_pool import open_device_pool
 from cachestore.host_blocks import HostBlockId, HostBlocks
-from cachestore.host_tier import BlockCopy, RegionCopier, SpillConfig, ThreadCopier
+from cachestore.host_tier import BlockCopy, BlockPlaces, RegionCopier, SpillConfig, ThreadCopier
 from engine.build import EngineConfig, EngineKind
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.ledger import ConservationError
@@ -32,7 +32,7 @@ def records(memory: Bytes, num_blocks: int) -> np.ndarray:
 
 
 def copier(device: Bytes, host: Bytes) -> RegionCopier:
-    return RegionCopier(layout=LAYOUT, device=device, device_blocks=5, host=host, host_blocks=7)
+    return RegionCopier(BlockPlaces(layout=LAYOUT, device_blocks=5, host_blocks=7), device=device, host=host)
 
 
 def out(device: tuple[int, ...], host: tuple[int, ...], *, back: bool = False) -> BlockCopy:
@@ -133,6 +133,7 @@ def test_the_books_of_host_memory() -> None:
         ({"host_blocks": 4, "headroom_blocks": 4}, "host_blocks"),
         ({"headroom_blocks": 0}, "headroom_blocks"),
         ({"copy_blocks_max": 0}, "copy_blocks_max"),
+        ({"pinned_bytes_max": 0}, "pinned_bytes_max"),
     ],
 )
 def test_nonsense_is_refused(values: dict[str, int], field: str) -> None:

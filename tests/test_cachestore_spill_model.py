@@ -9,17 +9,13 @@ from typing import Final
 
 import torch
 
-from cachestore.device_pool import DevicePool, open_device_pool
+from cachestore.device_pool import open_device_pool
 from cachestore.host_tier import SpillConfig
-from engine.block_manager import growth_blocks
 from engine.build import EngineConfig
-from engine.core import TokenEvent
 from engine.demo_model import DemoModelParams, write_demo_model
-from engine.loop import EngineLoop, done_or_broken
 from engine.model_config import ComputeDtype
-from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, KvSink, NullSink, SamplingParams
-from tests.engine_bench import key_of
+from engine.types import SamplingParams
+from tests.pool_bench import answers_of
 from tests.reference_model import OneProcess, ReferenceModel
 
 BLOCK_SIZE: Final = 4
@@ -34,53 +30,6 @@ MODEL: Final = DemoModelParams(
     context_len_max=256,
 )
 PARAMS: Final = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=40, ignore_eos=True)
-WAIT_S: Final = 60
-
-
-class Host:
-    """Collects tokens; `over` is set when as many sequences as expected have ended."""
-
-    def __init__(self, expected: int) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.over = asyncio.Event()
-        self._left = expected
-
-    def step_begins(self, batch: Batch) -> KvSink:
-        del batch
-        return NullSink()
-
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
-        del sink
-        for event in events:
-            assert event.token is not None
-            self.tokens.setdefault(event.seq.key.request, []).append(event.token)
-            self._left -= event.finish is not None
-        if self._left == 0:
-            self.over.set()
-
-
-def admit(pool: DevicePool, name: str, prompt: list[int]) -> None:
-    held = pool.blocks.blocks_for(len(prompt))
-    growth = growth_blocks(
-        prompt_len=len(prompt),
-        known_len=len(prompt),
-        max_tokens=PARAMS.max_tokens,
-        context_len_max=MODEL.context_len_max,
-        block_size=BLOCK_SIZE,
-        blocks_held=held,
-    )
-    pool.engine.submit(
-        Sequence(
-            key=key_of(name),
-            params=PARAMS,
-            tokens=list(prompt),
-            prompt_len=len(prompt),
-            computed=0,
-            block_table=pool.blocks.admit([], held, promise_key=name, promise=growth, host_backed=True),
-            promise_key=name,
-            mode=SequenceMode.COMPLETE,
-        )
-    )
 
 
 def test_a_model_out_of_device_memory_gives_the_undisturbed_answers(tmp_path: Path) -> None:
@@ -93,23 +42,14 @@ def test_a_model_out_of_device_memory_gives_the_undisturbed_answers(tmp_path: Pa
         model=str(tmp_path), dtype=ComputeDtype.FLOAT32, block_size=BLOCK_SIZE, num_blocks=20, poison_freed=True
     )
 
-    async def scenario() -> dict[str, list[int]]:
+    async def scenario() -> list[list[int]]:
         pool = await open_device_pool(
             config, name="spill", progress=lambda *_: None, spill=SpillConfig(host_blocks=60, headroom_blocks=1)
         )
         try:
             assert pool.host is not None
-            host = Host(len(prompts))
-            loop = EngineLoop(pool.engine, host, name="spill")
-            pool.host.spill.changed = loop.wake
-            for i, prompt in enumerate(prompts):
-                admit(pool, f"{i}", prompt)
-            stepping = asyncio.create_task(loop.run())
-            try:
-                async with asyncio.timeout(WAIT_S):
-                    await done_or_broken(_wait(host.over), stepping)
-            finally:
-                await loop.stop(stepping)
+            assert pool.describe()["below the region"] == f"{pool.host.region.nbytes:,} bytes of host memory"
+            answers = await answers_of(pool, [(prompt, PARAMS) for prompt in prompts])
             figures = pool.host.spill.figures
             assert figures.parked_total > 0
             assert figures.copied_out == figures.copied_back + figures.merged > 0
@@ -119,7 +59,7 @@ def test_a_model_out_of_device_memory_gives_the_undisturbed_answers(tmp_path: Pa
             counts = pool.ledger.check()
             pool.host.spill.check()
             assert (counts.free + counts.cached, counts.promised) == (20, 0)
-            return host.tokens
+            return answers
         finally:
             pool.close()
 
@@ -129,10 +69,6 @@ def test_a_model_out_of_device_memory_gives_the_undisturbed_answers(tmp_path: Pa
         [(prompt, PARAMS) for prompt in prompts]
     )
     reference = ReferenceModel(tmp_path)
-    for i, (prompt, expected) in enumerate(zip(prompts, undisturbed, strict=True)):
-        assert len(answers[f"{i}"]) == PARAMS.max_tokens
-        reference.compare(prompt, answers[f"{i}"], expected)
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
+    for prompt, answer, expected in zip(prompts, answers, undisturbed, strict=True):
+        assert len(answer) == PARAMS.max_tokens
+        reference.compare(prompt, answer, expected)

@@ -94,3 +94,15 @@ def test_the_rehearsal_copies_a_record_onto_the_next() -> None:
     region.rehearse_copy(NBYTES)
     assert region.read(128, NBYTES) == bytes(64)
     region.close()
+
+
+def test_registered_memory_stays_its_owners() -> None:
+    """What is pinned where it is, is neither copied nor given back."""
+    memory_U8 = np.arange(16, dtype=np.uint8)
+    pinned = HostDriver().register(memory_U8)
+    assert pinned.memory is memory_U8
+    assert pinned.array_U8 is memory_U8
+    pinned.close()
+    pinned.close()
+    assert pinned.array_U8.size == 0
+    assert memory_U8.tolist() == list(range(16))

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,41 @@ def test_without_a_gpu_the_driver_says_what_is_missing() -> None:
     """One typed error, whatever part of CUDA it is that is not there."""
     with pytest.raises(DeviceError, match=r"install cuda-bindings|there is no CUDA device 0"):
         CudaDriver()
+
+
+def test_memory_is_pinned_where_it_is_and_let_go_of_once() -> None:
+    """The driver is told of the address and the length, and of its end; what it refuses is typed."""
+    calls: list[tuple[str, tuple[int, ...]]] = []
+
+    class Runtime:
+        cudaHostRegisterDefault = 0
+        status = 0
+
+        def cudaHostRegister(self, *arguments: int) -> tuple[int]:
+            calls.append(("register", arguments))
+            return (self.status,)
+
+        def cudaHostUnregister(self, *arguments: int) -> tuple[int]:
+            calls.append(("unregister", arguments))
+            return (0,)
+
+        def cudaGetErrorString(self, status: int) -> tuple[int, bytes]:
+            return 0, b"out of memory"
+
+    runtime: Any = Runtime()
+    driver: Any = object.__new__(CudaDriver)
+    driver._runtime, driver._ordinal = runtime, 0
+    driver._torch = SimpleNamespace(cuda=SimpleNamespace(set_device=lambda _: None), from_numpy=torch.from_numpy)
+    memory_U8 = np.arange(24, dtype=np.uint8)
+    address = memory_U8.ctypes.data
+    pinned = driver.register(memory_U8)
+    assert pinned.memory.data_ptr() == pinned.array_U8.ctypes.data == address
+    pinned.close()
+    pinned.close()
+    assert calls == [("register", (address, 24, 0)), ("unregister", (address,))]
+    runtime.status = 2
+    with pytest.raises(DeviceError, match=r"cudaHostRegister.*out of memory"):
+        driver.register(memory_U8)
 
 
 def test_what_is_posted_from_another_stream_than_the_default_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

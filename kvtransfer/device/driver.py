@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,6 +77,11 @@ class DeviceDriver(Protocol):
 
     def pin(self, nbytes: int) -> PinnedMemory:
         """Zeroed host memory."""
+        ...
+
+    def register(self, memory_U8: np.ndarray) -> PinnedMemory:
+        """Pin host memory that is there already, as far as this array goes. It stays the caller's, who gives it back
+        after this has been closed."""
         ...
 
     def refusal(self) -> str | None:
@@ -157,6 +162,12 @@ class CudaDriver:
             return _TorchPinned(self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True))
         except RuntimeError as error:
             raise DeviceError(f"{nbytes} bytes of host memory cannot be pinned: {error}") from error
+
+    def register(self, memory_U8: np.ndarray) -> PinnedMemory:
+        # By default it is mapped, so that kernels reach it, wherever there are unified addresses: on all of ours.
+        address = int(memory_U8.ctypes.data)
+        self._call("cudaHostRegister", address, memory_U8.nbytes, self._runtime.cudaHostRegisterDefault)
+        return _Registered(self._torch.from_numpy(memory_U8), lambda: self._call("cudaHostUnregister", address))
 
     def refusal(self) -> str | None:
         if mps_in_use():
@@ -239,6 +250,28 @@ class _TorchPinned:
 
     def close(self) -> None:
         self._tensor_U8 = None
+
+
+class _Registered:
+    """Somebody's own memory, pinned where it is."""
+
+    def __init__(self, tensor_U8: Any, unregister: Callable[[], object]) -> None:
+        self._tensor_U8 = tensor_U8
+        self._unregister = unregister
+
+    @property
+    def memory(self) -> Any:
+        return self._tensor_U8
+
+    @property
+    def array_U8(self) -> np.ndarray:
+        array_U8: np.ndarray = self._tensor_U8.numpy()
+        return array_U8
+
+    def close(self) -> None:
+        if self._tensor_U8 is not None:
+            self._tensor_U8 = None
+            self._unregister()
 
 
 class _Span:

@@ -146,7 +146,10 @@ class HostDriver:
         return np.frombuffer(self._opened[address], dtype=np.uint8, count=nbytes)
 
     def pin(self, nbytes: int) -> HostPinned:
-        return HostPinned(nbytes)
+        return HostPinned(np.zeros(nbytes, np.uint8))
+
+    def register(self, memory_U8: np.ndarray) -> HostPinned:
+        return HostPinned(memory_U8)
 
     def refusal(self) -> str | None:
         return None
@@ -165,8 +168,8 @@ class HostDriver:
 class HostPinned:
     """See `PinnedMemory`."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._bytes_U8 = np.zeros(nbytes, np.uint8)
+    def __init__(self, bytes_U8: np.ndarray) -> None:
+        self._bytes_U8 = bytes_U8
 
     @property
     def memory(self) -> np.ndarray:
