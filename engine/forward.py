@@ -16,7 +16,7 @@ from engine.kv_pool import KvPool
 from engine.models.decoder import Decoder
 from engine.models.native_decoder import NativeDecoder
 from engine.native.kernels import TASK_ROWS_MAX, AttentionPlan
-from engine.types import Batch, KvSink
+from engine.types import Batch, KvSink, NullSink
 
 
 class Forward(Protocol):
@@ -112,7 +112,7 @@ class DeterministicForward:
 
 
 class NativeForward:
-    """kernels.c between packed matrices: bfloat16 on a CPU."""
+    """kernels.c between packed matrices: bfloat16 on a CPU. A step that nobody listens to is one call of it."""
 
     def __init__(self, decoder: NativeDecoder, pool: KvPool) -> None:
         self._decoder = decoder
@@ -122,7 +122,8 @@ class NativeForward:
         """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
         plan, positions_T = plan_attention(batch, self._pool)
         x_TE = self._decoder.embed(token_ids(batch, self._decoder.config.vocab_size))
-        self._decoder.run_layers(x_TE, positions_T, plan, self._pool, sink.layer_done)
+        layer_done = None if isinstance(sink, NullSink) else sink.layer_done
+        self._decoder.run_layers(x_TE, positions_T, plan, self._pool, layer_done)
         return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:

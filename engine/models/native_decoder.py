@@ -85,7 +85,7 @@ class NativeDecoder:
         positions_T: torch.Tensor,
         plan: AttentionPlan,
         pool: KvPool,
-        layer_done: Callable[[int], None],
+        layer_done: Callable[[int], None] | None,
     ) -> None:
         """`x_TE` becomes the last layer's output. `layer_done`: the keys and values of a layer are in the pool."""
         angles = self.angles(positions_T)
@@ -93,6 +93,9 @@ class NativeDecoder:
             self._run_parts(x_TE, angles, plan, pool, layer_done)
             return
         self._whole.begin(x_TE, angles, plan, pool.kv_LN2KSD[0])
+        if layer_done is None:
+            self._whole.run(pool.kv_LN2KSD)
+            return
         for layer, region in enumerate(pool.kv_LN2KSD):
             self._whole.open(layer, region)
             layer_done(layer)
@@ -104,7 +107,7 @@ class NativeDecoder:
         angles: tuple[torch.Tensor, torch.Tensor],
         plan: AttentionPlan,
         pool: KvPool,
-        layer_done: Callable[[int], None],
+        layer_done: Callable[[int], None] | None,
     ) -> None:
         """As `run_layers`, where the products are not those of kernels.c: a call for each part."""
         kernels, config = self._kernels, self.config
@@ -113,7 +116,8 @@ class NativeDecoder:
             region = pool.kv_LN2KSD[layer]
             qkv_TX = w.qkv(self._norm(x_TE, w.input_norm))
             kernels.rotate_store(qkv_TX, w.norms, angles, region, plan, config.rms_norm_eps)
-            layer_done(layer)
+            if layer_done is not None:
+                layer_done(layer)
             kernels.attention(qkv_TX, region, plan, attention_TX, self._workspace)
             w.o.add_to(attention_TX, x_TE)
             w.down.add_to(w.gate_up(self._norm(x_TE, w.post_attention_norm)), x_TE)

@@ -112,6 +112,7 @@ class Kernels:
         self._highest = function("baton_highest", None, *[pointer] * 2, *[integer] * 2, flag)
         self.layer_open = function("baton_layer_open", None, *[pointer] * 3)
         self.layer_close = function("baton_layer_close", None, *[pointer] * 3)
+        self.layers = function("baton_layers", None, pointer, integer, pointer, pointer, integer)
 
     def highest(self, scores_BV: torch.Tensor) -> torch.Tensor:
         """The first column of each row's highest value -> int64 [B]. Contiguous bfloat16; NaN is no value."""
