@@ -39,6 +39,33 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """The rows that tokens are drawn from, where those are not all rows. They alone go through the last layer to its end:
+    of the others it is asked for K and V."""
+
+    rows_W: torch.Tensor
+    """int64, on the pool's device."""
+    metadata: AttentionMetadata | None
+    """As of a batch of these rows; None where there are none."""
+
+    def attend(self, attention: AttentionBackend, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        """-> [W, H, D]"""
+        q_WHD = q_THD[self.rows_W]
+        return q_WHD if self.metadata is None else attention.attend(layer, q_WHD, self.metadata)
+
+
+def prepare_ends(attention: AttentionBackend, batch: Batch, device: torch.device) -> Ends | None:
+    """Once per step, beside `AttentionBackend.prepare`. None: tokens are drawn from all rows."""
+    rows = batch.drawing_rows
+    if len(rows) == batch.num_tokens:
+        return None
+    return Ends(
+        rows_W=to_device(np.array(rows, dtype=np.int64), device),
+        metadata=attention.prepare(batch.drawing()) if rows else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _SequencePlan:
     first_row: int
     num_rows: int

@@ -446,6 +446,8 @@ INLINE void turn_head(const bf16 *x, const bf16 *norm, float scale, const bf16 *
     }
 }
 
+enum { QUERIES = 1, RECORDS = 2, WHOLE = 3 };
+
 typedef struct {
     bf16 *qkv; /* [t][(heads + 2 * kv_heads) * d] */
     const bf16 *q_norm, *k_norm; /* [d] or NULL */
@@ -454,6 +456,7 @@ typedef struct {
     const int64_t *blocks, *slots; /* [t] */
     int64_t t, heads, kv_heads, block_size, d, counter;
     float eps;
+    int opening;
 } Store;
 
 INLINE bf16 *record_of(const Store *s, int64_t t) {
@@ -462,6 +465,7 @@ INLINE bf16 *record_of(const Store *s, int64_t t) {
 
 /* The lines that a token's keys and values will be written to, asked for with the right to write. */
 INLINE void own_record(const Store *s, int64_t t, int64_t d) {
+    if (!(s->opening & RECORDS)) return;
     const char *row = (const char *)record_of(s, t);
     for (int64_t h = 0; h < 2 * s->kv_heads; h++, row += s->block_size * d * 2)
         for (int64_t i = 0; i < 2 * d; i += 64) __builtin_prefetch(row + i, 1, 3);
@@ -471,10 +475,11 @@ INLINE void store_token(const Store *s, int64_t t, int64_t d) {
     bf16 *row = s->qkv + t * (s->heads + 2 * s->kv_heads) * d, *record = record_of(s, t);
     const bf16 *cosines = s->cosines + t * (d / 2), *sines = s->sines + t * (d / 2);
     int64_t run = s->block_size * d;
-    for (int64_t h = 0; h < s->heads; h++) {
+    for (int64_t h = 0; h < (s->opening & QUERIES ? s->heads : 0); h++) {
         float scale = s->q_norm ? norm_scale(row + h * d, d, s->eps) : 1.0f;
         turn_head(row + h * d, s->q_norm, scale, cosines, sines, row + h * d, d);
     }
+    if (!(s->opening & RECORDS)) return;
     row += s->heads * d;
     for (int64_t h = 0; h < s->kv_heads; h++) {
         float scale = s->k_norm ? norm_scale(row + h * d, d, s->eps) : 1.0f;
@@ -499,13 +504,14 @@ static void store_tasks(void *arg) {
     }
 }
 
-/* Norms and turns q and k, q in place, and writes k and v of each token to its slot of the layer. */
-API void baton_rotate_store(bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines, const bf16 *sines,
-                            bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t, int64_t heads,
-                            int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
+/* Norms and turns q and k, q in place, and writes k and v of each token to its slot of the layer; `opening`: q alone, or
+ * k and v alone, or both. */
+API void baton_rotate_store(int opening, bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines,
+                            const bf16 *sines, bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t,
+                            int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
     Store s = {.qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .cosines = cosines, .sines = sines, .layer = layer,
                .blocks = blocks, .slots = slots, .t = t, .heads = heads, .kv_heads = kv_heads,
-               .block_size = block_size, .d = d, .eps = eps};
+               .block_size = block_size, .d = d, .eps = eps, .opening = opening};
     parallel(store_tasks, &s, t > 3 ? threads : 1);
 }
 
@@ -522,7 +528,7 @@ typedef struct {
     const int64_t *tables, *table_at; /* block ids of all sequences; where those of sequence b start */
     const int64_t *rows_at;           /* [b + 1] first row of each sequence */
     const int64_t *contexts;          /* [b] tokens up to and with the last row's */
-    const int64_t *tasks;             /* [tasks][3] sequence, first row of it, number of rows */
+    const int64_t *tasks;             /* [tasks][4] sequence, first row of it, number of rows, whether keys are packed */
     int64_t q_stride, heads, kv_heads, block_size, d, num_tasks, counter;
     char *scratch;
     int64_t scratch_bytes, next_scratch;
@@ -846,9 +852,9 @@ static void attention_tasks(void *arg) {
     int64_t tasks = a->num_tasks * a->kv_heads;
     for (int64_t task = take(&a->counter), after; task < tasks; task = after) {
         after = take(&a->counter);
-        const int64_t *t = a->tasks + task / a->kv_heads * 3, *n = a->tasks + after / a->kv_heads * 3;
+        const int64_t *t = a->tasks + task / a->kv_heads * 4, *n = a->tasks + after / a->kv_heads * 4;
         int64_t head = task % a->kv_heads;
-        if (t[2] >= 4) {
+        if (t[3]) {
             attend_many(a, t[0], t[1], t[2], head, scratch);
             continue;
         }
@@ -906,14 +912,24 @@ INLINE void product(const Operand *o, const bf16 *x, bf16 *out, int64_t stride, 
                  epilogue, s->product_scratch, (int)s->threads);
 }
 
-/* Up to the new keys and values in their slots of `region`, the layer's. */
-API void baton_layer_open(const Layer *l, const Step *s, bf16 *region) {
+/* Some columns of o: those from a panel's first one on. */
+static Operand columns_of(const Operand *o, int64_t first, int64_t end) {
+    int64_t panel = first / PANEL, pairs = pairs_of(o->inputs, (int)o->bits);
+    return (Operand){.panels = o->panels + panel * pairs * PANEL * o->bits / 4,
+                     .scales = o->scales ? o->scales + panel * (pairs / SCALED_PAIRS) * PANEL : NULL,
+                     .bias = o->bias ? o->bias + first : NULL, .bits = o->bits, .columns = end - first, .inputs = o->inputs};
+}
+
+/* Up to the new keys and values in their slots of `region`, the layer's, and the queries; or one of the two. */
+API void baton_layer_open(int opening, const Layer *l, const Step *s, bf16 *region) {
     float eps = (float)s->eps;
     int threads = (int)s->threads;
+    int64_t queries = s->heads * s->d, first = opening & QUERIES ? 0 : queries / PANEL * PANEL;
+    Operand wanted = columns_of(&l->qkv, first, opening & RECORDS ? l->qkv.columns : queries);
     baton_rms_norm(s->x, l->input_norm, s->normed, s->rows, s->hidden, eps, threads);
-    product(&l->qkv, s->normed, s->qkv, l->qkv.columns, EPILOGUE_STORE, s);
-    baton_rotate_store(s->qkv, l->q_norm, l->k_norm, s->cosines, s->sines, region, s->blocks, s->slots, s->rows, s->heads,
-                       s->kv_heads, s->block_size, s->d, eps, threads);
+    product(&wanted, s->normed, s->qkv + first, l->qkv.columns, EPILOGUE_STORE, s);
+    baton_rotate_store(opening, s->qkv, l->q_norm, l->k_norm, s->cosines, s->sines, region, s->blocks, s->slots, s->rows,
+                       s->heads, s->kv_heads, s->block_size, s->d, eps, threads);
 }
 
 /* The rest: `x` becomes the layer's output. */
