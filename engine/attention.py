@@ -45,24 +45,22 @@ class Ends:
 
     rows_W: torch.Tensor
     """int64, on the pool's device."""
-    metadata: AttentionMetadata | None
-    """As of a batch of these rows; None where there are none."""
+    batch: Batch
+    """These rows alone."""
 
     def attend(self, attention: AttentionBackend, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        """-> [W, H, D]"""
+        """Of the last layer -> [W, H, D]. Prepares a plan only now, as a backend may keep one at a time."""
         q_WHD = q_THD[self.rows_W]
-        return q_WHD if self.metadata is None else attention.attend(layer, q_WHD, self.metadata)
+        return attention.attend(layer, q_WHD, attention.prepare(self.batch)) if len(q_WHD) else q_WHD
 
 
-def prepare_ends(attention: AttentionBackend, batch: Batch, device: torch.device) -> Ends | None:
-    """Once per step, beside `AttentionBackend.prepare`. None: tokens are drawn from all rows."""
+def ends_of(batch: Batch, device: torch.device) -> Ends | None:
+    """None: tokens are drawn from all rows."""
     rows = batch.drawing_rows
     if len(rows) == batch.num_tokens:
         return None
-    return Ends(
-        rows_W=to_device(np.array(rows, dtype=np.int64), device),
-        metadata=attention.prepare(batch.drawing()) if rows else None,
-    )
+    rows_W = to_device(np.array(rows, dtype=np.int64), device) if rows else torch.empty(0, dtype=torch.int64, device=device)
+    return Ends(rows_W=rows_W, batch=batch.drawing())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.attention import AttentionMetadata, Ends, TorchAttention, prepare_ends
+from engine.attention import AttentionMetadata, Ends, TorchAttention, ends_of
 from engine.kv_pool import KvPool
 from engine.models.decoder import Decoder
 from engine.models.native_decoder import NativeDecoder
@@ -56,7 +56,7 @@ class TorchForward:
         """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
         pool, attention, decoder = self._pool, self._attention, self._decoder
         metadata = attention.prepare(batch)
-        last_ends = None if every_row else prepare_ends(attention, batch, pool.device)
+        last_ends = None if every_row else ends_of(batch, pool.device)
         angles = decoder.angles(metadata.positions_T)
         x_TE = decoder.embed(token_ids(batch, decoder.config.vocab_size).to(pool.device))
         for layer in range(pool.spec.num_layers):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from engine.attention import Ends, prepare_ends
+from engine.attention import Ends, ends_of
 from engine.checkpoint import Progress, load_tensors
 from engine.gpu import paged
 from engine.gpu.admission import Phase, admit
@@ -312,7 +312,7 @@ class GpuRunner:
         pool, attention, decoder = self._pool, self._attention, self._decoder
         assert pool is not None and attention is not None, "bind comes before run"
         metadata = attention.prepare(batch)
-        last_ends = None if every_row else prepare_ends(attention, batch, self.device)
+        last_ends = None if every_row else ends_of(batch, self.device)
         angles = decoder.angles(metadata.positions_T)
         x_TE = decoder.embed(self._token_ids(batch))
         slots = metadata.slots
