@@ -40,8 +40,8 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """The rows that tokens are drawn from, where those are not all rows. They alone go through the last layer to its end:
-    of the others it is asked for K and V."""
+    """The rows that tokens are drawn from, where those are not all rows. They alone go through the last layer to its
+    end: of the others it is asked for K and V."""
 
     rows_W: torch.Tensor
     """int64, on the pool's device."""
@@ -59,7 +59,9 @@ def ends_of(batch: Batch, device: torch.device) -> Ends | None:
     rows = batch.drawing_rows
     if len(rows) == batch.num_tokens:
         return None
-    rows_W = to_device(np.array(rows, dtype=np.int64), device) if rows else torch.empty(0, dtype=torch.int64, device=device)
+    rows_W = (
+        to_device(np.array(rows, dtype=np.int64), device) if rows else torch.empty(0, dtype=torch.int64, device=device)
+    )
     return Ends(rows_W=rows_W, batch=batch.drawing())
 
 

@@ -215,8 +215,8 @@ MIXED = (
     ((2, 264, 265, False),),
     ((2, 265, 266, True), (0, 37, 299, True), (1, 60, 316, True)),
 )
-"""Steps of (sequence, start, stop, whether it draws): decoding beside chunks that end, go on, or are one token; at the end
-262 rows, whose last task has six, then 256, whose last task is full."""
+"""Steps of (sequence, start, stop, whether it draws): decoding beside chunks that end, go on, or are one token; at the
+end 262 rows, whose last task has six, then 256, whose last task is full."""
 
 
 @pytest.mark.parametrize("in_two_calls", [True, False])
@@ -236,7 +236,9 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
     few, every = sides
     texts = [text(320, seed) for seed in range(3)]
     for step in MIXED:
-        slices = [replace(piece(number, texts[number], start, stop), sample=draws) for number, start, stop, draws in step]
+        slices = [
+            replace(piece(number, texts[number], start, stop), sample=draws) for number, start, stop, draws in step
+        ]
         rows = Batch(slices=tuple(slices)).drawing_rows
         assert torch.equal(few.output(*slices), every.output(*slices, every_row=True)[rows])
     assert np.array_equal(few.region_U8, every.region_U8)
