@@ -14,7 +14,7 @@ import torch
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.forward import Forward, TorchForward
 from engine.kv_pool import KvPool
-from engine.model_config import ModelConfig, parse_model_config
+from engine.model_config import ModelConfig, Quantisation, parse_model_config
 from engine.models.decoder import Decoder
 from engine.models.products import NativePacking, OneDnnPacking, Packing
 from engine.models.weights import weight_shapes
@@ -95,7 +95,13 @@ class Side:
 
     @torch.inference_mode()
     def score(self, *slices: SequenceSlice, sink: KvSink | None = None) -> torch.Tensor:
-        return self.forward.logits(self.forward.forward(Batch(slices=slices), sink or NullSink())).float().clone()
+        """Of every row."""
+        return self.forward.logits(self.output(*slices, every_row=True, sink=sink)).float().clone()
+
+    @torch.inference_mode()
+    def output(self, *slices: SequenceSlice, every_row: bool = False, sink: KvSink | None = None) -> torch.Tensor:
+        """The last layer's."""
+        return self.forward.forward(Batch(slices=slices), sink or NullSink(), every_row=every_row).clone()
 
 
 class Listening:
@@ -230,6 +236,67 @@ def test_any_number_of_threads_and_layers() -> None:
     steps = [piece(0, tokens, at, at + 1) for at in range(31, 40)]
     listened = [side.score(step, sink=Listening()) for step in steps]
     assert all(torch.equal(side.score(step), scores) for step, scores in zip(steps, listened, strict=True))
+
+
+MIXED = (
+    ((0, 0, 33, True), (1, 0, 20, False)),
+    ((0, 33, 34, True), (1, 20, 21, False), (2, 0, 3, True)),
+    ((0, 34, 35, True), (1, 21, 60, True), (2, 3, 5, False)),
+    ((0, 35, 36, True), (2, 5, 261, False)),
+    ((0, 36, 37, True), (2, 261, 264, True)),
+    ((2, 264, 265, False),),
+    ((2, 265, 266, True), (0, 37, 299, True), (1, 60, 316, True)),
+)
+"""Steps of (sequence, start, stop, whether it draws): decoding beside chunks that end, go on, or are one token; at the
+end 262 rows, whose last task has six, then 256, whose last task is full."""
+
+
+@pytest.mark.parametrize("in_two_calls", [True, False])
+def test_rows_that_draw_are_those_of_a_whole_last_layer(
+    made: tuple[ModelConfig, dict[str, torch.Tensor]], in_two_calls: bool
+) -> None:
+    """Of the last layer a step computes the rest for rows that draw alone: the same bits as when it does for all rows,
+    in scores and region."""
+    config, tensors = made
+    sides = []
+    for _ in range(2):
+        runner = TorchRunner(config=config, tensors=tensors, block_size=16)
+        assert runner._native is not None
+        if not in_two_calls:
+            runner._native._decoder._whole = None
+        sides.append(Side(runner, None, None))
+    few, every = sides
+    texts = [text(320, seed) for seed in range(3)]
+    for step in MIXED:
+        slices = [
+            replace(piece(number, texts[number], start, stop), sample=draws) for number, start, stop, draws in step
+        ]
+        rows = Batch(slices=tuple(slices)).drawing_rows
+        assert torch.equal(few.output(*slices), every.output(*slices, every_row=True)[rows])
+    assert np.array_equal(few.region_U8, every.region_U8)
+
+
+@pytest.mark.parametrize("rows", [257, 258, 259, 260])
+def test_the_last_row_of_a_short_task(rows: int) -> None:
+    """A chunk's last rows are a task of one to four: the bits are those of the way which they would be computed in."""
+    config, tensors = model("many of 64")
+    few, every = (Side(TorchRunner(config=config, tensors=tensors, block_size=16), None, None) for _ in range(2))
+    prompt = piece(0, text(rows, 5), 0, rows)
+    assert torch.equal(few.output(prompt), every.output(prompt, every_row=True)[-1:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_that_draw_with_rounded_weights(bits: int) -> None:
+    """Queries are other panels of a rounded matrix than keys and values, with other scales."""
+    config, tensors = model("odd sizes")
+    quantisation = {8: Quantisation.INT8, 4: Quantisation.INT4}[bits]
+    few, every = (
+        Side(TorchRunner(config=config, tensors=tensors, block_size=16, quantisation=quantisation), None, None)
+        for _ in range(2)
+    )
+    prompt = piece(0, text(70, 6), 0, 70)
+    assert torch.equal(few.output(prompt), every.output(prompt, every_row=True)[-1:])
+    assert np.array_equal(few.region_U8, every.region_U8)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 24, 25, 47, 300])

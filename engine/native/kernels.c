@@ -142,15 +142,15 @@ INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, fl
 /* ---------------------------------------------------------------- products */
 
 /* acc[R][2] += A[R] * panel, over `pairs` pairs of k. Pair kp of row r is a[kp * a_k + r * a_r]. Asks for `lines` cache
- * lines of `ahead` at each pair. */
+ * lines at `ahead` with each pair, `step` bytes on from those before. */
 INLINE void panel_rows(int R, int a_r, int64_t a_k, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*acc)[2],
-                       const char *ahead, int lines) {
+                       const char *ahead, int lines, int64_t step) {
     _Pragma("GCC unroll 2") for (int64_t kp = 0; kp < pairs; kp++) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel), w1 = (__m512bh)_mm512_loadu_si512(panel + 32);
         if (lines) {
             _mm_prefetch(ahead, _MM_HINT_T0);
             if (lines > 1) _mm_prefetch(ahead + 64, _MM_HINT_T0);
-            ahead += 64 * lines;
+            ahead += step;
         }
         UNROLL for (int r = 0; r < R; r++) {
             __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[kp * a_k + r * a_r]);
@@ -273,19 +273,20 @@ INLINE void finish(const Linear *l, __m512 (*acc)[2], int R, int64_t row, int64_
         const int64_t wide = R == ROWS_MAX ? ROWS_MAX : l->rows_per_group;                                      \
         __m512 acc[R][2];                                                                                       \
         UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();                         \
-        if (l->bits == 8) quantised_rows(R, wide, 8, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);    \
-        else if (l->bits == 4) quantised_rows(R, wide, 4, a, panel, scales, l->pairs, acc, lines ? ahead : NULL); \
-        else if (lines == 1) panel_rows(R, 1, wide, a, (const bf16 *)panel, l->pairs, acc, ahead, 1);           \
-        else panel_rows(R, 1, wide, a, (const bf16 *)panel, l->pairs, acc, ahead, 0);                           \
+        if (l->bits == 8) quantised_rows(R, wide, 8, a, panel, scales, l->pairs, acc, ahead);                   \
+        else if (l->bits == 4) quantised_rows(R, wide, 4, a, panel, scales, l->pairs, acc, ahead);              \
+        else panel_rows(R, 1, wide, a, (const bf16 *)panel, l->pairs, acc, ahead, 1, step);                     \
         finish(l, acc, R, row, p);                                                                              \
         break;                                                                                                  \
     }
 
-static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const char *ahead, int lines) {
+static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const char *ahead, int64_t step) {
     const uint32_t *a = l->a + group * l->pairs * l->rows_per_group;
     const uint8_t *panel = l->panels + p * l->panel_bytes;
     const float *scales = l->scales ? l->scales + p * (l->pairs / SCALED_PAIRS) * PANEL : NULL;
     int64_t row = group * l->rows_per_group;
+    if (l->epilogue != EPILOGUE_SWIGLU) /* as likely as not another thread, or nobody of late, wrote there */
+        for (int r = 0; r < rows; r++) __builtin_prefetch(l->out + (row + r) * l->stride + p * PANEL, 1, 3);
     switch (rows) {
         ROW_CASE(1) ROW_CASE(2) ROW_CASE(3) ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
         ROW_CASE(7) ROW_CASE(8) ROW_CASE(9) ROW_CASE(10) ROW_CASE(11) ROW_CASE(12)
@@ -301,8 +302,8 @@ static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const
     case R: {                                                                                                   \
         __m512 acc[R][2];                                                                                       \
         UNROLL for (int r = 0; r < R; r++) acc[r][0] = kept[r][0], acc[r][1] = kept[r][1];                      \
-        if (lines == 2) panel_rows(R, 1, wide, a, panel, pairs, acc, ahead, 2);                                 \
-        else panel_rows(R, 1, wide, a, panel, pairs, acc, ahead, 1);                                            \
+        if (lines == 2) panel_rows(R, 1, wide, a, panel, pairs, acc, ahead, 2, 128);                            \
+        else panel_rows(R, 1, wide, a, panel, pairs, acc, ahead, 1, 64);                                        \
         UNROLL for (int r = 0; r < R; r++) kept[r][0] = acc[r][0], kept[r][1] = acc[r][1];                      \
         break;                                                                                                  \
     }
@@ -338,28 +339,44 @@ static void few_groups(const Linear *l, int64_t group, int count, int64_t p, con
     for (int g = 0; g < count; g++) finish(l, kept[g], rows[g], (group + g) * l->rows_per_group, p);
 }
 
-/* One task is one panel for a block of groups, whose rows stay in the cache meanwhile. Begins with `task`, taken before. */
+/* A panel for the groups from `first` to `end`. Memory is read while there is arithmetic to do: `ahead` is asked for during
+ * all of it, `bytes` for each pair, a share with each group. */
+static void one_panel(const Linear *l, int64_t first, int64_t end, int64_t p, const char *ahead, int64_t bytes) {
+    int64_t step = (bytes + end - first - 1) / (end - first);
+    for (int64_t group = first; group < end; group++) {
+        int64_t rows = l->m - group * l->rows_per_group;
+        if (rows > l->rows_per_group) rows = l->rows_per_group;
+        one_group(l, group, p, (int)rows, ahead, step);
+        ahead = l->bits == 16 ? ahead + step * l->pairs : NULL;
+    }
+}
+
+/* One task is one panel for a block of groups, whose rows stay in the cache meanwhile; or two, where each of them gives half
+ * a cache line of the result, which two threads would write to in turn. */
+INLINE int64_t panels_of_task(const Linear *l) { return l->epilogue == EPILOGUE_SWIGLU && l->groups > 2 ? 2 : 1; }
+
+/* Begins with `task`, taken before. */
 static void linear_tasks(Linear *l, int64_t task) {
-    int64_t blocks = (l->groups + l->groups_per_block - 1) / l->groups_per_block, tasks = blocks * l->n_panels;
-    int64_t panel_bytes = l->panel_bytes;
+    int64_t wide = panels_of_task(l), per_block = (l->n_panels + wide - 1) / wide;
+    int64_t blocks = (l->groups + l->groups_per_block - 1) / l->groups_per_block, tasks = blocks * per_block;
     while (task < tasks) {
-        int64_t next = take(&l->counter);
-        int64_t block = task / l->n_panels, p = task % l->n_panels;
+        int64_t next = take(&l->counter), block = task / per_block;
         int64_t first = block * l->groups_per_block, end = first + l->groups_per_block;
         if (end > l->groups) end = l->groups;
-        int64_t count = end - first;
-        /* Memory is read while there is arithmetic to do: the next panel's lines are asked for during all of this one. */
-        const char *ahead = (const char *)l->panels + (next < tasks ? next % l->n_panels : p) * panel_bytes;
-        if (count <= 2 && l->bits == 16) {
-            few_groups(l, first, (int)count, p, ahead);
-            task = next;
-            continue;
-        }
-        for (int64_t group = first; group < end; group++) {
-            int64_t rows = l->m - group * l->rows_per_group;
-            if (rows > l->rows_per_group) rows = l->rows_per_group;
-            int lines = l->bits != 16 ? group == first : group - first < 2;
-            one_group(l, group, p, (int)rows, ahead + (group - first < 2 ? (group - first) * (panel_bytes / 2) : 0), lines);
+        int64_t p = task % per_block * wide, p_end = p + wide < l->n_panels ? p + wide : l->n_panels;
+        for (; p < p_end; p++) {
+            int64_t then = p + 1 < p_end ? p + 1 : next < tasks ? next % per_block * wide : p, bytes = 4 * PANEL;
+            const char *ahead = (const char *)l->panels + then * l->panel_bytes;
+            if (end - first <= 2 && l->bits == 16) {
+                few_groups(l, first, (int)(end - first), p, ahead);
+                continue;
+            }
+            if (l->bits == 16 && p + 1 == p_end && next < tasks && next / per_block > block) {
+                /* Another block's rows, which are many more than a panel. */
+                int64_t groups = l->groups - end < l->groups_per_block ? l->groups - end : l->groups_per_block;
+                ahead = (const char *)(l->a + end * l->pairs * l->rows_per_group), bytes = 4 * l->rows_per_group * groups;
+            }
+            one_panel(l, first, end, p, ahead, bytes);
         }
         task = next;
     }
@@ -424,7 +441,8 @@ static void pack_group(const Linear *l, int64_t group) {
 /* A part of a region: when all threads have come, `l` is computed. Its first panels are read from memory meanwhile. */
 static void multiply(Crew *crew, Linear *l) {
     int64_t task = take(&l->counter);
-    const char *first = (const char *)l->panels + task % l->n_panels * l->panel_bytes;
+    int64_t wide = panels_of_task(l), panel = task % ((l->n_panels + wide - 1) / wide) * wide;
+    const char *first = (const char *)l->panels + panel * l->panel_bytes;
     Soon soon = {first, first + (l->panel_bytes < SOON_BYTES_MAX ? l->panel_bytes : SOON_BYTES_MAX)};
     meet(crew, &soon);
     for (int64_t group; (group = take(&l->pack_counter)) < l->groups;) pack_group(l, group);
@@ -517,6 +535,8 @@ INLINE void turn_head(const bf16 *x, const bf16 *norm, float scale, const bf16 *
     }
 }
 
+enum { QUERIES = 1, RECORDS = 2, WHOLE = 3 };
+
 typedef struct {
     bf16 *qkv; /* [t][(heads + 2 * kv_heads) * d] */
     const bf16 *q_norm, *k_norm; /* [d] or NULL */
@@ -525,6 +545,7 @@ typedef struct {
     const int64_t *blocks, *slots; /* [t] */
     int64_t t, heads, kv_heads, block_size, d, counter;
     float eps;
+    int opening;
 } Store;
 
 INLINE bf16 *record_of(const Store *s, int64_t t) {
@@ -533,6 +554,7 @@ INLINE bf16 *record_of(const Store *s, int64_t t) {
 
 /* The lines that a token's keys and values will be written to, asked for with the right to write. */
 INLINE void own_record(const Store *s, int64_t t, int64_t d) {
+    if (!(s->opening & RECORDS)) return;
     const char *row = (const char *)record_of(s, t);
     for (int64_t h = 0; h < 2 * s->kv_heads; h++, row += s->block_size * d * 2)
         for (int64_t i = 0; i < 2 * d; i += 64) __builtin_prefetch(row + i, 1, 3);
@@ -542,10 +564,11 @@ INLINE void store_token(const Store *s, int64_t t, int64_t d) {
     bf16 *row = s->qkv + t * (s->heads + 2 * s->kv_heads) * d, *record = record_of(s, t);
     const bf16 *cosines = s->cosines + t * (d / 2), *sines = s->sines + t * (d / 2);
     int64_t run = s->block_size * d;
-    for (int64_t h = 0; h < s->heads; h++) {
+    for (int64_t h = 0; h < (s->opening & QUERIES ? s->heads : 0); h++) {
         float scale = s->q_norm ? norm_scale(row + h * d, d, s->eps) : 1.0f;
         turn_head(row + h * d, s->q_norm, scale, cosines, sines, row + h * d, d);
     }
+    if (!(s->opening & RECORDS)) return;
     row += s->heads * d;
     for (int64_t h = 0; h < s->kv_heads; h++) {
         float scale = s->k_norm ? norm_scale(row + h * d, d, s->eps) : 1.0f;
@@ -570,13 +593,14 @@ static void store_tasks(void *arg) {
     }
 }
 
-/* Norms and turns q and k, q in place, and writes k and v of each token to its slot of the layer. */
-API void baton_rotate_store(bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines, const bf16 *sines,
-                            bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t, int64_t heads,
-                            int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
+/* Norms and turns q and k, q in place, and writes k and v of each token to its slot of the layer; `opening`: q alone, or
+ * k and v alone, or both. */
+API void baton_rotate_store(int opening, bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines,
+                            const bf16 *sines, bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t,
+                            int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
     Store s = {.qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .cosines = cosines, .sines = sines, .layer = layer,
                .blocks = blocks, .slots = slots, .t = t, .heads = heads, .kv_heads = kv_heads,
-               .block_size = block_size, .d = d, .eps = eps};
+               .block_size = block_size, .d = d, .eps = eps, .opening = opening};
     parallel(store_tasks, &s, t > 3 ? threads : 1);
 }
 
@@ -593,7 +617,7 @@ typedef struct {
     const int64_t *tables, *table_at; /* block ids of all sequences; where those of sequence b start */
     const int64_t *rows_at;           /* [b + 1] first row of each sequence */
     const int64_t *contexts;          /* [b] tokens up to and with the last row's */
-    const int64_t *tasks;             /* [tasks][3] sequence, first row of it, number of rows */
+    const int64_t *tasks;             /* [tasks][4] sequence, first row of it, number of rows, whether keys are packed */
     int64_t q_stride, heads, kv_heads, block_size, d, num_tasks, counter;
     char *scratch;
     int64_t scratch_bytes, next_scratch;
@@ -754,26 +778,26 @@ INLINE void pack_rows(const bf16 *const *rows, int64_t d, uint32_t *to, int64_t 
 
 /* Keys packed as panels of 32 keys over pairs of d; values as panels of 32 d over pairs of keys. Keys past the context
  * are zero, so that unused memory is never multiplied, not even by zero. */
-static void pack_keys(const Attention *a, const int64_t *table, int64_t head, int64_t context, bf16 *keys, bf16 *values) {
-    int64_t d = a->d, d_panels = (d + 31) / 32, value_off = a->kv_heads * a->block_size * d;
+INLINE void pack_keys(const Attention *a, const int64_t *table, int64_t head, int64_t context, bf16 *keys, bf16 *values,
+                      int64_t d) {
+    int64_t d_panels = (d + 31) / 32, value_off = a->kv_heads * a->block_size * d;
     int64_t padded = (context + 31) / 32 * 32;
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t j = 0; j < padded; j += 16) {
         const bf16 *rows[16];
         for (int r = 0; r < 16; r++) rows[r] = j + r < context ? key_at(a, table, head, j + r) : ZEROS;
         pack_rows(rows, d, (uint32_t *)keys + j / 32 * (d / 2) * 32 + j % 32, 32, 16);
-    }
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int64_t j = 0; j < padded; j += 2) {
-        const bf16 *v0 = j < context ? key_at(a, table, head, j) + value_off : NULL;
-        const bf16 *v1 = j + 1 < context ? key_at(a, table, head, j + 1) + value_off : NULL;
-        for (int64_t p = 0; p < d_panels; p++) {
-            __m512i x = v0 ? load32(v0 + 32 * p, d - 32 * p) : _mm512_setzero_si512();
-            __m512i y = v1 ? load32(v1 + 32 * p, d - 32 * p) : _mm512_setzero_si512();
-            bf16 *panel = values + (p * (padded / 2) + j / 2) * 64;
-            _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(x, low, y));
-            _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(x, high, y));
+        for (int r = 0; r < 16; r++)
+            if (j + r < context) rows[r] += value_off;
+        for (int r = 0; r < 16; r += 2) {
+            for (int64_t p = 0; p < d_panels; p++) {
+                __m512i x = load32(rows[r] + 32 * p, d - 32 * p), y = load32(rows[r + 1] + 32 * p, d - 32 * p);
+                bf16 *panel = values + (p * (padded / 2) + (j + r) / 2) * 64;
+                _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(x, low, y));
+                _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(x, high, y));
+            }
         }
     }
 }
@@ -788,11 +812,11 @@ typedef struct {
 } Tile;
 
 /* Scores of the tile's rows for the keys [first, first + n); n is a multiple of 32. */
-static void tile_scores(Tile *t, const bf16 *keys, int64_t first, int64_t n, int64_t pairs) {
+INLINE void tile_scores(Tile *t, const bf16 *keys, int64_t first, int64_t n, int64_t pairs) {
     for (int64_t c = 0; c < n; c += 32) {
         __m512 acc[ROWS_MAX][2];
         UNROLL for (int r = 0; r < ROWS_MAX; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
-        panel_rows(ROWS_MAX, 1, ROWS_MAX, t->q, keys + (first + c) * pairs * 2, pairs, acc, NULL, 0);
+        panel_rows(ROWS_MAX, 1, ROWS_MAX, t->q, keys + (first + c) * pairs * 2, pairs, acc, NULL, 0, 0);
         UNROLL for (int r = 0; r < ROWS_MAX; r++) {
             _mm512_storeu_ps(t->s[r] + c, acc[r][0]);
             _mm512_storeu_ps(t->s[r] + c + 16, acc[r][1]);
@@ -814,7 +838,7 @@ INLINE __m512 exp2_512(__m512 x) {
 
 /* Scores -> weights in bfloat16, with what was summed so far scaled to the new maximum (Milakov & Gimelshein 2018).
  * `scale` is that of the scores times log2(e): powers are of two. */
-static void tile_softmax(Tile *t, int rows, int64_t first, int64_t n, float scale, int64_t d) {
+INLINE void tile_softmax(Tile *t, int rows, int64_t first, int64_t n, float scale, int64_t d) {
     for (int r = 0; r < rows; r++) {
         int64_t seen = t->sees[r] - first;
         if (seen > n) seen = n;
@@ -854,14 +878,14 @@ static void tile_softmax(Tile *t, int rows, int64_t first, int64_t n, float scal
     }
 }
 
-static void tile_values(Tile *t, const bf16 *values, int64_t first, int64_t n, int64_t padded, int64_t d) {
+INLINE void tile_values(Tile *t, const bf16 *values, int64_t first, int64_t n, int64_t padded, int64_t d) {
     for (int64_t c = 0; c < d; c += 32) {
         __m512 acc[ROWS_MAX][2];
         UNROLL for (int r = 0; r < ROWS_MAX; r++) {
-            acc[r][0] = _mm512_loadu_ps(t->o[r] + c);
-            acc[r][1] = _mm512_loadu_ps(t->o[r] + c + 16);
+            acc[r][0] = first ? _mm512_loadu_ps(t->o[r] + c) : _mm512_setzero_ps();
+            acc[r][1] = first ? _mm512_loadu_ps(t->o[r] + c + 16) : _mm512_setzero_ps();
         }
-        panel_rows(ROWS_MAX, P_STRIDE, 1, t->p, values + (c / 32 * (padded / 2) + first / 2) * 64, n / 2, acc, NULL, 0);
+        panel_rows(ROWS_MAX, P_STRIDE, 1, t->p, values + (c / 32 * (padded / 2) + first / 2) * 64, n / 2, acc, NULL, 0, 0);
         UNROLL for (int r = 0; r < ROWS_MAX; r++) {
             _mm512_storeu_ps(t->o[r] + c, acc[r][0]);
             _mm512_storeu_ps(t->o[r] + c + 16, acc[r][1]);
@@ -870,15 +894,14 @@ static void tile_values(Tile *t, const bf16 *values, int64_t first, int64_t n, i
 }
 
 /* Many rows of one sequence for one KV head, 12 (token, query head) at a time, by the products that weights go through. */
-static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head, char *scratch) {
-    int64_t d = a->d, group = a->heads / a->kv_heads, rows = a->rows_at[b + 1] - a->rows_at[b];
+INLINE void attend_many(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head, char *scratch,
+                        int64_t d) {
+    int64_t group = a->heads / a->kv_heads, rows = a->rows_at[b + 1] - a->rows_at[b];
     int64_t start = a->contexts[b] - rows, context = start + first + count, padded = (context + 31) / 32 * 32;
-    int64_t wide = (d + 31) / 32 * 32;
     Tile *t = (Tile *)scratch;
     bf16 *keys = (bf16 *)(scratch + (sizeof(Tile) + 63) / 64 * 64), *values = keys + padded * d;
-    pack_keys(a, a->tables + a->table_at[b], head, context, keys, values);
+    pack_keys(a, a->tables + a->table_at[b], head, context, keys, values, d);
     memset(t->p, 0, sizeof t->p);
-    memset(t->o, 0, sizeof t->o);
     for (int64_t at = 0; at < count * group; at += ROWS_MAX) {
         int n_rows = count * group - at < ROWS_MAX ? (int)(count * group - at) : ROWS_MAX;
         int64_t most = 0;
@@ -890,7 +913,6 @@ static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t co
             t->sees[r] = most = start + token + 1;
             t->top[r] = -__builtin_inff();
             t->sum[r] = 0.0f;
-            memset(t->o[r], 0, (size_t)wide * 4);
         }
         pack_rows(queries, d, t->q, ROWS_MAX, ROWS_MAX);
         for (int64_t key = 0; key < most; key += CHUNK) {
@@ -911,16 +933,28 @@ static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t co
     }
 }
 
+#define MANY(NAME, D)                                                                                           \
+    static __attribute__((noinline)) void NAME(const Attention *a, const int64_t *task, int64_t head, char *scratch) { \
+        attend_many(a, task[0], task[1], task[2], head, scratch, D);                                            \
+    }
+MANY(many_of_64, 64)
+MANY(many_of_128, 128)
+MANY(many_of_any, a->d)
+
 static void attention_tasks(void *arg) {
     Attention *a = arg;
     char *scratch = a->scratch + take(&a->next_scratch) * a->scratch_bytes;
     int64_t tasks = a->num_tasks * a->kv_heads;
     for (int64_t task = take(&a->counter), after; task < tasks; task = after) {
         after = take(&a->counter);
-        const int64_t *t = a->tasks + task / a->kv_heads * 3, *n = a->tasks + after / a->kv_heads * 3;
+        const int64_t *t = a->tasks + task / a->kv_heads * 4, *n = a->tasks + after / a->kv_heads * 4;
         int64_t head = task % a->kv_heads;
-        if (t[2] >= 4) {
-            attend_many(a, t[0], t[1], t[2], head, scratch);
+        if (t[3]) {
+            switch (a->d) { /* two sizes known to the compiler */
+                case 64: many_of_64(a, t, head, scratch); break;
+                case 128: many_of_128(a, t, head, scratch); break;
+                default: many_of_any(a, t, head, scratch);
+            }
             continue;
         }
         Reading next;
@@ -995,7 +1029,7 @@ static Parts parts_of(const Layer *l, const Step *s, bf16 *region) {
         .down = part_of(&l->down, s->gated, NULL, s->x, s->hidden, EPILOGUE_ADD, s),
         .store = {.qkv = s->qkv, .q_norm = l->q_norm, .k_norm = l->k_norm, .cosines = s->cosines, .sines = s->sines,
                   .layer = region, .blocks = s->blocks, .slots = s->slots, .t = s->rows, .heads = s->heads,
-                  .kv_heads = s->kv_heads, .block_size = s->block_size, .d = s->d, .eps = (float)s->eps},
+                  .kv_heads = s->kv_heads, .block_size = s->block_size, .d = s->d, .eps = (float)s->eps, .opening = QUERIES | RECORDS},
         .attention = {.q = s->qkv, .q_stride = l->qkv.columns, .out = s->attended, .layer = region,
                       .tables = s->tables, .table_at = s->table_at, .rows_at = s->rows_at, .contexts = s->contexts,
                       .tasks = s->tasks, .num_tasks = s->num_tasks, .heads = s->heads, .kv_heads = s->kv_heads,
@@ -1039,9 +1073,21 @@ static void layers_tasks(void *arg) {
     }
 }
 
-/* Up to the new keys and values in their slots of `region`, the layer's. */
-API void baton_layer_open(const Layer *l, const Step *s, bf16 *region) {
+/* Some columns of o: those from a panel's first one on. */
+static Operand columns_of(const Operand *o, int64_t first, int64_t end) {
+    int64_t panel = first / PANEL, pairs = pairs_of(o->inputs, (int)o->bits);
+    return (Operand){.panels = o->panels + panel * pairs * PANEL * o->bits / 4,
+                     .scales = o->scales ? o->scales + panel * (pairs / SCALED_PAIRS) * PANEL : NULL,
+                     .bias = o->bias ? o->bias + first : NULL, .bits = o->bits, .columns = end - first, .inputs = o->inputs};
+}
+
+/* Up to the new keys and values in their slots of `region`, the layer's, and the queries; or one of the two. */
+API void baton_layer_open(int opening, const Layer *l, const Step *s, bf16 *region) {
     Parts parts = parts_of(l, s, region);
+    int64_t queries = s->heads * s->d, first = opening & QUERIES ? 0 : queries / PANEL * PANEL;
+    Operand wanted = columns_of(&l->qkv, first, opening & RECORDS ? l->qkv.columns : queries);
+    parts.qkv = part_of(&wanted, s->x, l->input_norm, s->qkv + first, l->qkv.columns, EPILOGUE_STORE, s);
+    parts.store.opening = opening;
     Run run = {.parts = &parts, .count = 1};
     parallel(open_tasks, &run, (int)s->threads);
 }

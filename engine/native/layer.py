@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.native.kernels import AttentionPlan, Kernels, Operand, Workspace
+from engine.native.kernels import AttentionPlan, Kernels, Opening, Operand, Workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,10 @@ class _Step(Structure):
 
 
 class Layers:
-    """All layers of a model. One step at a time: `begin`, then `open` and `close` of each layer in order, or `run`."""
+    """All layers of a model. One step at a time: `begin`, then `open` and `close` of each layer in order, or `run`.
+
+    `begin` again, between them, goes on with other rows.
+    """
 
     def __init__(
         self,
@@ -116,9 +119,10 @@ class Layers:
         at, stride = kv_LN2KSD.data_ptr(), kv_LN2KSD.stride(0)
         self._kernels.layers(self._at[0], len(self._weights), self._step_at, at, stride)
 
-    def open(self, layer: int, region_N2KSD: torch.Tensor) -> None:
-        """Write the new tokens' keys and values of one layer to their slots."""
-        self._kernels.layer_open(self._at[layer], self._step_at, region_N2KSD.data_ptr())
+    def open(self, layer: int, region_N2KSD: torch.Tensor, opening: Opening = Opening.WHOLE) -> None:
+        """Write the new tokens' keys and values of one layer to their slots, and make the queries that `close` asks
+        for; or one of the two."""
+        self._kernels.layer_open(opening, self._at[layer], self._step_at, region_N2KSD.data_ptr())
 
     def close(self, layer: int, region_N2KSD: torch.Tensor) -> None:
         """The rest of the layer that was opened last."""
