@@ -7,11 +7,12 @@ The first appends rounds of both models to the file and prints the table, in les
 runs; the second prints what is in the file. Each side is started once for a model, and is stopped (SIGSTOP) while the
 other is measured; the order changes from round to round.
 
-What a decode step of ours is held against is the time of reading its weights and its KV once. The rate of reading changes
-on shared machines within a minute, so it is measured for each case by itself: by the same process and threads, over a GiB
-of anonymous memory in huge pages, the median of eight passes, once when the prompts have been read and once after the last
-step. The case's median step is divided by the time at the mean of the two rates. (In files from before, a round has one
-rate, the best of ten passes at its end.) Of several rounds the table tells the median, the least and the most.
+What a decode step of ours is held against is the time of reading its weights and its KV once. The rate of reading
+changes on shared machines within a minute, so it is measured for each case by itself: by the same process and threads,
+over a GiB of anonymous memory in huge pages, the median of eight passes, once when the prompts have been read and once
+after the last step. The case's median step is divided by the time at the mean of the two rates. (In files from before,
+a round has one rate, the best of ten passes at its end.) Of several rounds the table tells the median, the least and
+the most.
 
 vLLM wants an environment of its own:
 

@@ -130,7 +130,8 @@ class RatedEngine:
         """Of all calls."""
 
     def generate(self, prompts: list[list[int]], tokens: int) -> Steps:
-        """As `OwnEngine.generate`. Memory is read when all prompts have been, and after the last step; not for a prefill."""
+        """As `OwnEngine.generate`. Memory is read when all prompts have been, and after the last step; not where
+        there is nothing but a prefill."""
         self._rates = []
 
         def step_ended(num_tokens: int) -> None:

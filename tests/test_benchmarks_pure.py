@@ -96,13 +96,13 @@ def engine_round(step_s: float, read_bytes_s: float, **rates: float) -> dict[str
 
 
 def test_a_step_is_held_against_the_rate_around_it() -> None:
-    """A case with a rate of its own, and one of an older file, which has the round's; the table tells least and most."""
+    """A case with a rate of its own, and one of an older file, which has the round's; the table has least and most."""
     bytes_read = weight_bytes("473m") + kv_bytes("473m", 1 * (64 + 16))
     each = engine_round(0.025, 50e9, read_bytes_s_1_64=40e9)
     assert over_limit(each, 1, 64) == 0.025 / (bytes_read / 40e9)
     assert over_limit(engine_round(0.025, 50e9), 1, 64) == 0.025 / (bytes_read / 50e9)
     lines = table([engine_round(0.025, 40e9), engine_round(0.025, 40e9, read_bytes_s_16_512=60e9)]).splitlines()
-    assert [line for line in lines if "batch 1, context 64" in line][0].endswith("| 1.05 (1.05-1.05) |")
+    assert next(line for line in lines if "batch 1, context 64" in line).endswith("| 1.05 (1.05-1.05) |")
     assert "40.0 (40.0-60.0); 0.100" in lines[-1]
 
 

@@ -200,8 +200,8 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
 
 
 def test_layers_at_once_are_each_in_two_calls_and_in_parts(made: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
-    """Of three runners one goes through all layers in one call, one has a sink to tell of each and so makes two calls for
-    it, one calls each part of a layer by itself: the same bits, in scores and region."""
+    """Of three runners one goes through all layers in one call, one has a sink to tell of each and so makes two calls
+    for it, one calls each part of a layer by itself: the same bits, in scores and region."""
     config, tensors = made
     runners = [TorchRunner(config=config, tensors=tensors, block_size=16) for _ in range(3)]
     assert runners[2]._native is not None

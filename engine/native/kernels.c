@@ -296,7 +296,6 @@ static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const
 /* Of a panel that one or two groups of rows go through: 8 KiB of weights, which are in the first cache for the second group
  * while the next 8 KiB are on their way to it. */
 #define PART_PAIRS 64
-#define PARTS_AHEAD 3 /* how far weights are asked for before their turn */
 
 #define PART_CASE(R)                                                                                            \
     case R: {                                                                                                   \
@@ -330,7 +329,8 @@ static void few_groups(const Linear *l, int64_t group, int count, int64_t p, con
     }
     for (int64_t at = 0; at < l->pairs; at += PART_PAIRS) {
         int64_t pairs = l->pairs - at < PART_PAIRS ? l->pairs - at : PART_PAIRS;
-        int64_t then = at + PARTS_AHEAD * PART_PAIRS;
+        /* Of one group's, three parts are on their way: there is little to compute meanwhile. */
+        int64_t then = at + (count == 1 ? 3 : 1) * PART_PAIRS;
         const char *ahead = then < l->pairs ? (const char *)(panel + 64 * then) : next + 128 * (then - l->pairs);
         for (int g = 0; g < count; g++)
             one_part(rows[g], wide, a + (g * l->pairs + at) * wide, panel + 64 * at, pairs, kept[g],
