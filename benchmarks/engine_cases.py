@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 _QWEN3: dict[str, Any] = {
@@ -62,6 +62,8 @@ Steps = list[tuple[float, int]]
 """Of each step of an engine: when it ended, in seconds after the prompts were submitted, and the answers it went on."""
 Generate = Callable[[list[list[int]], int], Steps]
 """(prompts, tokens to write) -> the steps."""
+Rates = Callable[[], list[float]]
+"""Bytes a second at which memory was read around the steps of the last `Generate`; empty where nobody measured it."""
 
 
 def write_config(folder: Path, model: str) -> Path:
@@ -85,8 +87,9 @@ def kv_bytes(model: str, tokens: int) -> int:
     return int(2 * 2 * tokens * m["num_hidden_layers"] * m["num_key_value_heads"] * m["head_dim"])
 
 
-def measure(model: str, generate: Generate) -> dict[str, float]:
-    """Tokens a second of prefill; seconds of a step in which all answers are decoded, the median."""
+def measure(model: str, generate: Generate, rates: Rates = list) -> dict[str, float]:
+    """Tokens a second of prefill; seconds of a step in which all answers are decoded, the median, and the mean of the
+    rates at which memory was read beside it."""
     rng, repeats = random.Random(0), REPEATS[model]
 
     def prompts(batch: int, context: int) -> list[list[int]]:
@@ -97,11 +100,15 @@ def measure(model: str, generate: Generate) -> dict[str, float]:
     found = {
         "prefill_tokens_s": max(batch * context / generate(prompts(batch, context), 1)[-1][0] for _ in range(repeats))
     }
-    for case in DECODES[model]:
+    for batch, context in DECODES[model]:
         steps: list[float] = []
+        read_bytes_s: list[float] = []
         for _ in range(repeats):
-            steps += full_steps(generate(prompts(*case), 1 + STEPS[model]), case[0])
-        found[f"decode_s_{case[0]}_{case[1]}"] = median(steps)
+            steps += full_steps(generate(prompts(batch, context), 1 + STEPS[model]), batch)
+            read_bytes_s += rates()
+        found[f"decode_s_{batch}_{context}"] = median(steps)
+        if read_bytes_s:
+            found[f"read_bytes_s_{batch}_{context}"] = mean(read_bytes_s)
     return found
 
 
@@ -114,7 +121,7 @@ def full_steps(steps: Steps, batch: int) -> list[float]:
     return [after[0] - before[0] for before, after in pairwise(steps) if before[1] == after[1] == batch]
 
 
-def serve(model: str, generate: Generate, more: Callable[[], dict[str, float]] = dict) -> None:
+def serve(model: str, generate: Generate, rates: Rates = list, more: Callable[[], dict[str, float]] = dict) -> None:
     """Warm up and say so, then answer every line on the input with the figures of a round and what `more` returns."""
     rng = random.Random(1)
     size = MODELS[model]["vocab_size"]
@@ -122,4 +129,4 @@ def serve(model: str, generate: Generate, more: Callable[[], dict[str, float]] =
     generate([[rng.randrange(2, size) for _ in range(64)] for _ in range(16)], 8)
     print("{}", flush=True)
     for _ in sys.stdin:
-        print(json.dumps(measure(model, generate) | more()), flush=True)
+        print(json.dumps(measure(model, generate, rates) | more()), flush=True)

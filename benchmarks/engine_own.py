@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from engine.types import NullSink, SamplingParams
 from kvtransfer.ledger import Ledger
 
 BLOCK_SIZE, NUM_BLOCKS, TOKENS_PER_STEP = 16, 1_024, 512
-READ_BYTES = 1 << 30
+READ_BYTES, READ_PASSES = 1 << 30, 8
+"""Many times the caches, and memory as the weights lie in: anonymous, in huge pages."""
 
 
 class OwnEngine:
@@ -56,7 +58,7 @@ class OwnEngine:
         temperature: float = 0.0,
         step_ended: Callable[[int], None] | None = None,
     ) -> Steps:
-        """`step_ended` hears of each, with its number of tokens."""
+        """`step_ended` hears of each, with its number of tokens; what it takes is no part of any step."""
         blocks = BlockManager(Ledger(NUM_BLOCKS), BLOCK_SIZE, b"benchmark")
         limits = SchedulerConfig(tokens_per_step_max=TOKENS_PER_STEP, sequences_max=16, waiting_max=16)
         engine = Engine(self._runner, blocks, limits)
@@ -87,7 +89,9 @@ class OwnEngine:
             if batch.num_tokens == len(prompts):
                 self.outside_s.append(time.perf_counter() - done + ran - begun)
             if step_ended is not None:
+                told = time.perf_counter()
                 step_ended(batch.num_tokens)
+                started += time.perf_counter() - told
 
     def _sequence(
         self, blocks: BlockManager, name: str, prompt: list[int], tokens: int, temperature: float
@@ -115,26 +119,56 @@ class OwnEngine:
         )
 
 
-def read_bytes_s(block: torch.Tensor) -> float:
-    """How fast memory is read by the same threads: the best of ten passes over a block in huge pages."""
-    times = []
-    for _ in range(10):
-        started = time.perf_counter()
-        block.max()
-        times.append(time.perf_counter() - started)
-    return READ_BYTES / min(times)
+class RatedEngine:
+    """An engine whose decode steps stand between two measurements of how fast the same threads read memory."""
+
+    def __init__(self, engine: OwnEngine) -> None:
+        self._engine = engine
+        self._block = huge_pages(READ_BYTES).view(torch.int32).fill_(1)
+        self._rates: list[float] = []
+        self.all_rates: list[float] = []
+        """Of all calls."""
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> Steps:
+        """As `OwnEngine.generate`. Memory is read when all prompts have been, and after the last step; not where
+        there is nothing but a prefill."""
+        self._rates = []
+
+        def step_ended(num_tokens: int) -> None:
+            if num_tokens == len(prompts) and not self._rates:
+                self._rates.append(self._read_bytes_s())
+
+        steps = self._engine.generate(prompts, tokens, step_ended=step_ended)
+        if self._rates:
+            self._rates.append(self._read_bytes_s())
+        self.all_rates += self._rates
+        return steps
+
+    def rates(self) -> list[float]:
+        """Of the last call, bytes a second, before and after its steps."""
+        return self._rates
+
+    def _read_bytes_s(self) -> float:
+        """The median of some passes, as a step's time is the median of some steps."""
+        times = []
+        for _ in range(READ_PASSES):
+            started = time.perf_counter()
+            self._block.max()
+            times.append(time.perf_counter() - started)
+        return READ_BYTES / median(times)
 
 
 def main() -> None:
     model, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     configure_threads(threads)
     engine = OwnEngine(write_config(folder, model))
-    block = huge_pages(READ_BYTES).view(torch.int32).fill_(1)
+    rated = RatedEngine(engine)
 
     def more() -> dict[str, float]:
-        return {"read_bytes_s": read_bytes_s(block), "outside_runner_s": float(np.median(engine.outside_s))}
+        rates, rated.all_rates = rated.all_rates, []
+        return {"read_bytes_s": median(rates), "outside_runner_s": median(engine.outside_s)}
 
-    serve(model, engine.generate, more)
+    serve(model, rated.generate, rated.rates, more)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from engine.native.kernels import native_kernels
 from engine.torch_runner import configure_threads
 
 BATCH, CONTEXT, ANSWER = 16, 64, 256
-ARITHMETIC = ("_linear", "_rms_norm", "layer_open", "layer_close", "_highest")
+ARITHMETIC = ("_linear", "_rms_norm", "layers", "layer_open", "layer_close", "_highest")
 
 
 class Parts:

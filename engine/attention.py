@@ -39,6 +39,33 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """The rows that tokens are drawn from, where those are not all rows. They alone go through the last layer to its
+    end: of the others it is asked for K and V."""
+
+    rows_W: torch.Tensor
+    """int64, on the pool's device."""
+    batch: Batch
+    """These rows alone."""
+
+    def attend(self, attention: AttentionBackend, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        """Of the last layer -> [W, H, D]. Prepares a plan only now, as a backend may keep one at a time."""
+        q_WHD = q_THD[self.rows_W]
+        return attention.attend(layer, q_WHD, attention.prepare(self.batch)) if len(q_WHD) else q_WHD
+
+
+def ends_of(batch: Batch, device: torch.device) -> Ends | None:
+    """None: tokens are drawn from all rows."""
+    rows = batch.drawing_rows
+    if len(rows) == batch.num_tokens:
+        return None
+    rows_W = (
+        to_device(np.array(rows, dtype=np.int64), device) if rows else torch.empty(0, dtype=torch.int64, device=device)
+    )
+    return Ends(rows_W=rows_W, batch=batch.drawing())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _SequencePlan:
     first_row: int
     num_rows: int

@@ -11,19 +11,22 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from engine.attention import AttentionMetadata, TorchAttention
+from engine.attention import AttentionMetadata, Ends, TorchAttention, ends_of
 from engine.kv_pool import KvPool
 from engine.models.decoder import Decoder
 from engine.models.native_decoder import NativeDecoder
-from engine.native.kernels import TASK_ROWS_MAX, AttentionPlan
-from engine.types import Batch, KvSink
+from engine.native.kernels import PACKED_ROWS_MIN, TASK_ROWS_MAX, AttentionPlan
+from engine.types import Batch, KvSink, NullSink
 
 
 class Forward(Protocol):
     """One model over one pool. Called from one thread at a time, inside `torch.inference_mode`."""
 
-    def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
-        """The last layer's output for each new token -> [T, E]. See `Runner.run` for what the sink is told."""
+    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
+        """The last layer's output for `Batch.drawing_rows` -> [W, E]; with `every_row` for each new token -> [T, E].
+
+        K and V of every token are kept in any case. See `Runner.run` for what the sink is told.
+        """
         ...
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
@@ -49,22 +52,30 @@ class TorchForward:
         self._pool = pool
         self._attention = TorchAttention(pool)
 
-    def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
         """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
         pool, attention, decoder = self._pool, self._attention, self._decoder
         metadata = attention.prepare(batch)
+        last_ends = None if every_row else ends_of(batch, pool.device)
         angles = decoder.angles(metadata.positions_T)
         x_TE = decoder.embed(token_ids(batch, decoder.config.vocab_size).to(pool.device))
         for layer in range(pool.spec.num_layers):
+            ends = last_ends if layer + 1 == pool.spec.num_layers else None
 
             def attend(
-                q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int = layer
+                q_THD: torch.Tensor,
+                k_TKD: torch.Tensor,
+                v_TKD: torch.Tensor,
+                layer: int = layer,
+                ends: Ends | None = ends,
             ) -> torch.Tensor:
                 pool.store(layer, k_TKD, v_TKD, metadata.slots)
                 sink.layer_done(layer)
+                if ends is not None:
+                    return ends.attend(attention, layer, q_THD)
                 return attention.attend(layer, q_THD, metadata)
 
-            x_TE = decoder.run_layer(layer, x_TE, angles, attend)
+            x_TE = decoder.run_layer(layer, x_TE, angles, attend, None if ends is None else ends.rows_W)
         return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
@@ -83,7 +94,7 @@ class DeterministicForward:
         self._pool = pool
         self._attention = TorchAttention(pool)
 
-    def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
         pool, attention, decoder = self._pool, self._attention, self._decoder
         singles = [replace(s, start=at, stop=at + 1) for s in batch.slices for at in range(s.start, s.stop)]
         ids = token_ids(batch, decoder.config.vocab_size).to(pool.device)
@@ -105,25 +116,30 @@ class DeterministicForward:
 
                 rows[row] = decoder.run_layer(layer, rows[row], angles[row], attend)
             sink.layer_done(layer)
-        return torch.cat(rows)
+        wanted = rows if every_row else [rows[row] for row in batch.drawing_rows]
+        return torch.cat(wanted) if wanted else rows[0][:0]
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         return torch.cat([self._decoder.logits(x_BE[row : row + 1].clone()) for row in range(len(x_BE))])
 
 
 class NativeForward:
-    """kernels.c between packed matrices: bfloat16 on a CPU."""
+    """kernels.c between packed matrices: bfloat16 on a CPU. A step that nobody listens to is one call of it."""
 
     def __init__(self, decoder: NativeDecoder, pool: KvPool) -> None:
         self._decoder = decoder
         self._pool = pool
 
-    def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
         """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
         plan, positions_T = plan_attention(batch, self._pool)
+        ends = None
+        drawing = [sequence for sequence, s in enumerate(batch.slices) if s.sample]
+        if not every_row and len(drawing) < len(positions_T):
+            ends = plan.ends(np.array(drawing, dtype=np.int64))
         x_TE = self._decoder.embed(token_ids(batch, self._decoder.config.vocab_size))
-        self._decoder.run_layers(x_TE, positions_T, plan, self._pool, sink.layer_done)
-        return x_TE
+        layer_done = None if isinstance(sink, NullSink) else sink.layer_done
+        return self._decoder.run_layers(x_TE, positions_T, plan, self._pool, layer_done, ends)
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         return self._decoder.logits(x_BE)
@@ -143,9 +159,10 @@ def plan_attention(batch: Batch, pool: KvPool) -> tuple[AttentionPlan, torch.Ten
     sequence_T = np.repeat(np.arange(len(slices)), counts)
     positions_T = np.arange(rows_at[-1]) - rows_at[sequence_T] + starts[sequence_T]
     tasks = [
-        (b, first, min(TASK_ROWS_MAX, count - first))
+        (b, first, rows, rows >= PACKED_ROWS_MIN)
         for b, count in enumerate(counts.tolist())
         for first in range(0, count, TASK_ROWS_MAX)
+        if (rows := min(TASK_ROWS_MAX, count - first))
     ]
     plan = AttentionPlan(
         tables=every,

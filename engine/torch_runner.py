@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -165,26 +164,23 @@ class TorchRunner:
         assert forward is not None, "bind comes before run"
         if self.mirror is not None:
             sink = self.mirror.begin(batch, sink)
-        x_TE = forward.forward(batch, sink)
-        ends = accumulate(s.stop - s.start for s in batch.slices)
-        drawn = [(s, end - 1) for s, end in zip(batch.slices, ends, strict=True) if s.sample]
+        x_WE = forward.forward(batch, sink)
+        drawn = [s for s in batch.slices if s.sample]
         if not drawn:
             return StepResult()
-        if len(drawn) < len(x_TE):
-            x_TE = x_TE[torch.tensor([row for _, row in drawn], device=self.device)]
-        logits_BV = forward.logits(x_TE)
-        params = [s.params for s, _ in drawn]
+        logits_BV = forward.logits(x_WE)
+        params = [s.params for s in drawn]
         tokens_B = sample(
             logits_BV,
             params,
-            [s.output_index for s, _ in drawn],
-            tokens=[s.tokens for s, _ in drawn],
+            [s.output_index for s in drawn],
+            tokens=[s.tokens for s in drawn],
             eos_token_ids=self.eos_token_ids,
         )
         logprobs = token_logprobs(logits_BV, tokens_B, params)
         return StepResult(
-            sampled={s.key: token for (s, _), token in zip(drawn, tokens_B.tolist(), strict=True)},
-            logprobs={drawn[row][0].key: found for row, found in logprobs.items()},
+            sampled={s.key: token for s, token in zip(drawn, tokens_B.tolist(), strict=True)},
+            logprobs={drawn[row].key: found for row, found in logprobs.items()},
         )
 
     @torch.inference_mode()
@@ -193,7 +189,7 @@ class TorchRunner:
         assert self._forward is not None, "bind comes before score"
         if self.mirror is not None:
             sink = self.mirror.begin(batch, sink)
-        return self._forward.logits(self._forward.forward(batch, sink)).clone()
+        return self._forward.logits(self._forward.forward(batch, sink, every_row=True)).clone()
 
     def _may_be_native(self) -> bool:
         """A deterministic runner stays with the operations whose results it was compared by."""

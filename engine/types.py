@@ -3,13 +3,15 @@
 Shape suffixes used in this package:
   B sequences in the batch   T new tokens of the whole batch, concatenated   L layers   N blocks of the region
   S slots of a block (block_size)   K KV heads   H query heads   D head dimension   E hidden   V vocabulary
+  W those of the T rows whose scores are wanted
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -114,6 +116,16 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum([s.stop - s.start for s in self.slices])
+
+    @property
+    def drawing_rows(self) -> list[int]:
+        """Of the T rows, those that tokens are drawn from: the last of each slice with `sample`."""
+        ends = accumulate(s.stop - s.start for s in self.slices)
+        return [end - 1 for s, end in zip(self.slices, ends, strict=True) if s.sample]
+
+    def drawing(self) -> Batch:
+        """Those rows alone: the slices with `sample`, each cut to its last token. May be empty."""
+        return Batch(slices=tuple(replace(s, start=s.stop - 1) for s in self.slices if s.sample))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.engine_cases import full_steps
+from benchmarks.engine import over_limit, table
+from benchmarks.engine_cases import DECODES, Steps, full_steps, kv_bytes, measure, weight_bytes
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from benchmarks.interference_report import best_chunk, by_system, report
 
@@ -86,3 +87,35 @@ def test_only_steps_of_all_answers_count() -> None:
     """
     steps = [(1.0, 1), (2.5, 2), (4.0, 3), (4.5, 3), (5.25, 3), (5.5, 2), (5.75, 1)]
     assert full_steps(steps, 3) == [0.5, 0.75]
+
+
+def engine_round(step_s: float, read_bytes_s: float, **rates: float) -> dict[str, Any]:
+    cases = {f"decode_s_{batch}_{context}": step_s for batch, context in DECODES["473m"]}
+    own = {"prefill_tokens_s": 900.0, "outside_runner_s": 1e-4, "read_bytes_s": read_bytes_s} | cases
+    return {"model": "473m", "steps": 32, "own": own | rates, "vllm": {"prefill_tokens_s": 700.0} | cases}
+
+
+def test_a_step_is_held_against_the_rate_around_it() -> None:
+    """A case with a rate of its own, and one of an older file, which has the round's; the table has least and most."""
+    bytes_read = weight_bytes("473m") + kv_bytes("473m", 1 * (64 + 16))
+    each = engine_round(0.025, 50e9, read_bytes_s_1_64=40e9)
+    assert over_limit(each, 1, 64) == 0.025 / (bytes_read / 40e9)
+    assert over_limit(engine_round(0.025, 50e9), 1, 64) == 0.025 / (bytes_read / 50e9)
+    lines = table([engine_round(0.025, 40e9), engine_round(0.025, 40e9, read_bytes_s_16_512=60e9)]).splitlines()
+    assert next(line for line in lines if "batch 1, context 64" in line).endswith("| 1.05 (1.05-1.05) |")
+    assert "40.0 (40.0-60.0); 0.100" in lines[-1]
+
+
+def test_the_rates_around_a_case_are_averaged() -> None:
+    """Rates differ from call to call: each case gets the mean of its own, and none where nobody measures."""
+    calls: list[int] = []
+
+    def generate(prompts: list[list[int]], tokens: int) -> Steps:
+        calls.append(len(prompts))
+        return [(float(step), len(prompts)) for step in range(1, tokens + 1)]
+
+    found = measure("473m", generate, lambda: [10.0 * len(calls), 10.0 * len(calls) + 2])
+    # The first call is the prefill's.
+    assert [found[f"read_bytes_s_{batch}_{context}"] for batch, context in DECODES["473m"]] == [21, 31, 41, 51]
+    assert calls == [16, 1, 1, 16, 16]
+    assert not any(name.startswith("read") for name in measure("473m", generate))

@@ -14,13 +14,13 @@ import torch
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.forward import Forward, TorchForward
 from engine.kv_pool import KvPool
-from engine.model_config import ModelConfig, parse_model_config
+from engine.model_config import ModelConfig, Quantisation, parse_model_config
 from engine.models.decoder import Decoder
 from engine.models.products import NativePacking, OneDnnPacking, Packing
 from engine.models.weights import weight_shapes
 from engine.native.kernels import Workspace, native_kernels
 from engine.torch_runner import TorchRunner
-from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
+from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice
 
 NUM_BLOCKS = 96
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=64)
@@ -42,6 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "odd sizes": {},
     "one head of 128": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 128},
     "many of 64": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": False},
+    "more layers than at once": {"num_hidden_layers": 35, "hidden_size": 32},
     "biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True, "head_dim": 160},
 }
 
@@ -62,7 +63,7 @@ def model(changes: str) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     return config, tensors
 
 
-@pytest.fixture(params=list(CHANGES))
+@pytest.fixture(params=[name for name, changes in CHANGES.items() if "num_hidden_layers" not in changes])
 def made(request: pytest.FixtureRequest) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     return model(request.param)
 
@@ -93,8 +94,24 @@ class Side:
             self.forward = forward(decoder, KvPool(torch.from_numpy(self.region_U8), NUM_BLOCKS, spec))
 
     @torch.inference_mode()
-    def score(self, *slices: SequenceSlice) -> torch.Tensor:
-        return self.forward.logits(self.forward.forward(Batch(slices=slices), NullSink())).float().clone()
+    def score(self, *slices: SequenceSlice, sink: KvSink | None = None) -> torch.Tensor:
+        """Of every row."""
+        return self.forward.logits(self.output(*slices, every_row=True, sink=sink)).float().clone()
+
+    @torch.inference_mode()
+    def output(self, *slices: SequenceSlice, every_row: bool = False, sink: KvSink | None = None) -> torch.Tensor:
+        """The last layer's."""
+        return self.forward.forward(Batch(slices=slices), sink or NullSink(), every_row=every_row).clone()
+
+
+class Listening:
+    """A sink that hears of each layer."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def layer_done(self, layer: int) -> None:
+        self.heard.append(layer)
 
 
 def both(config: ModelConfig, tensors: dict[str, torch.Tensor], block_size: int) -> tuple[Side, Side]:
@@ -182,22 +199,104 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         assert torch.equal(among[-1:], alone), others
 
 
-def test_a_layer_in_two_calls_is_its_parts(made: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
-    """Of two runners one calls each part of a layer by itself: the same bits, in scores and region."""
+def test_layers_at_once_are_each_in_two_calls_and_in_parts(made: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
+    """Of three runners one goes through all layers in one call, one has a sink to tell of each and so makes two calls
+    for it, one calls each part of a layer by itself: the same bits, in scores and region."""
     config, tensors = made
-    runners = [TorchRunner(config=config, tensors=tensors, block_size=16) for _ in range(2)]
-    assert runners[1]._native is not None
-    assert runners[1]._native._decoder._whole is not None
-    runners[1]._native._decoder._whole = None
-    whole, parts = (Side(runner, None, None) for runner in runners)
-    tokens, other = text(70, 3), text(30, 4)
+    runners = [TorchRunner(config=config, tensors=tensors, block_size=16) for _ in range(3)]
+    assert runners[2]._native is not None
+    assert runners[2]._native._decoder._whole is not None
+    runners[2]._native._decoder._whole = None
+    whole, heard, parts = (Side(runner, None, None) for runner in runners)
+    tokens, other, sink = text(70, 3), text(30, 4), Listening()
     for slices in (
         [piece(0, tokens, 0, 33), piece(1, other, 0, 20)],
         [piece(0, tokens, 33, 34), piece(1, other, 20, 21)],
         [piece(1, other, 21, 22)],
     ):
-        assert torch.equal(whole.score(*slices), parts.score(*slices))
+        scores = whole.score(*slices)
+        assert torch.equal(scores, heard.score(*slices, sink=sink))
+        assert torch.equal(scores, parts.score(*slices))
+    assert sink.heard == 3 * [0, 1]
+    assert np.array_equal(whole.region_U8, heard.region_U8)
     assert np.array_equal(whole.region_U8, parts.region_U8)
+
+
+def test_any_number_of_threads_and_layers() -> None:
+    """More layers than are gone through at once, by one, two and five threads on however many cores: the same bits."""
+    config, tensors = model("more layers than at once")
+    tokens = text(40, 5)
+    side = Side(TorchRunner(config=config, tensors=tensors, block_size=16), None, None)
+    side.score(piece(0, tokens, 0, 30))
+    expected = side.score(piece(0, tokens, 30, 31))
+    for number in (1, 5):
+        torch.set_num_threads(number)
+        side.score(piece(0, tokens, 0, 30))
+        assert torch.equal(side.score(piece(0, tokens, 30, 31)), expected), number
+    steps = [piece(0, tokens, at, at + 1) for at in range(31, 40)]
+    listened = [side.score(step, sink=Listening()) for step in steps]
+    assert all(torch.equal(side.score(step), scores) for step, scores in zip(steps, listened, strict=True))
+
+
+MIXED = (
+    ((0, 0, 33, True), (1, 0, 20, False)),
+    ((0, 33, 34, True), (1, 20, 21, False), (2, 0, 3, True)),
+    ((0, 34, 35, True), (1, 21, 60, True), (2, 3, 5, False)),
+    ((0, 35, 36, True), (2, 5, 261, False)),
+    ((0, 36, 37, True), (2, 261, 264, True)),
+    ((2, 264, 265, False),),
+    ((2, 265, 266, True), (0, 37, 299, True), (1, 60, 316, True)),
+)
+"""Steps of (sequence, start, stop, whether it draws): decoding beside chunks that end, go on, or are one token; at the
+end 262 rows, whose last task has six, then 256, whose last task is full."""
+
+
+@pytest.mark.parametrize("in_two_calls", [True, False])
+def test_rows_that_draw_are_those_of_a_whole_last_layer(
+    made: tuple[ModelConfig, dict[str, torch.Tensor]], in_two_calls: bool
+) -> None:
+    """Of the last layer a step computes the rest for rows that draw alone: the same bits as when it does for all rows,
+    in scores and region."""
+    config, tensors = made
+    sides = []
+    for _ in range(2):
+        runner = TorchRunner(config=config, tensors=tensors, block_size=16)
+        assert runner._native is not None
+        if not in_two_calls:
+            runner._native._decoder._whole = None
+        sides.append(Side(runner, None, None))
+    few, every = sides
+    texts = [text(320, seed) for seed in range(3)]
+    for step in MIXED:
+        slices = [
+            replace(piece(number, texts[number], start, stop), sample=draws) for number, start, stop, draws in step
+        ]
+        rows = Batch(slices=tuple(slices)).drawing_rows
+        assert torch.equal(few.output(*slices), every.output(*slices, every_row=True)[rows])
+    assert np.array_equal(few.region_U8, every.region_U8)
+
+
+@pytest.mark.parametrize("rows", [257, 258, 259, 260])
+def test_the_last_row_of_a_short_task(rows: int) -> None:
+    """A chunk's last rows are a task of one to four: the bits are those of the way which they would be computed in."""
+    config, tensors = model("many of 64")
+    few, every = (Side(TorchRunner(config=config, tensors=tensors, block_size=16), None, None) for _ in range(2))
+    prompt = piece(0, text(rows, 5), 0, rows)
+    assert torch.equal(few.output(prompt), every.output(prompt, every_row=True)[-1:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_that_draw_with_rounded_weights(bits: int) -> None:
+    """Queries are other panels of a rounded matrix than keys and values, with other scales."""
+    config, tensors = model("odd sizes")
+    quantisation = {8: Quantisation.INT8, 4: Quantisation.INT4}[bits]
+    few, every = (
+        Side(TorchRunner(config=config, tensors=tensors, block_size=16, quantisation=quantisation), None, None)
+        for _ in range(2)
+    )
+    prompt = piece(0, text(70, 6), 0, 70)
+    assert torch.equal(few.output(prompt), every.output(prompt, every_row=True)[-1:])
+    assert np.array_equal(few.region_U8, every.region_U8)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 24, 25, 47, 300])

@@ -15,6 +15,7 @@ import transformers
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.demo_model import DemoModelParams, write_demo_model
+from engine.models import decoder
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice
 
@@ -353,6 +354,45 @@ def test_only_sampled_rows_reach_the_output_projection(
     engine.step((sequences[0], 4), (sequences[1], None), (sequences[2], 5), (sequences[3], None))
     engine.step((sequences[0], 1))
     assert rows == [2]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_that_draw_are_those_of_a_whole_last_layer(
+    folder: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes out for the rows that draw is what the same steps give for all rows; K and V of every row are kept.
+    Only such rows go through the last layer's feed-forward part, unless the runner is deterministic."""
+    runner = TorchRunner.load(folder, block_size=BLOCK_SIZE, deterministic=deterministic)
+    rows_seen: list[int] = []
+    original = decoder.swiglu
+
+    def swiglu(x_TE: torch.Tensor, *parts: Any) -> torch.Tensor:
+        rows_seen.append(len(x_TE))
+        return original(x_TE, *parts)
+
+    monkeypatch.setattr(decoder, "swiglu", swiglu)
+    engines = (Engine(runner), Engine(runner))
+    outputs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for engine, found in zip(engines, outputs, strict=True):
+        runner.bind(engine.region_U8, NUM_BLOCKS)
+        assert runner._forward is not None
+        a, b, c = (engine.add(name, prompt(13, seed)) for name, seed in (("a", 91), ("b", 92), ("c", 93)))
+        for step in (((a, 13), (b, 5)), ((b, 1), (c, 12)), ((c, 1), (b, 7))):
+            batch = Batch(slices=tuple(seq.slice(count) for seq, count in step))
+            rows_seen.clear()
+            every_row = engine is engines[1]
+            with torch.inference_mode():
+                x_WE = runner._forward.forward(batch, NullSink(), every_row=every_row)
+            found.append(x_WE[batch.drawing_rows] if every_row else x_WE)
+            for (seq, _), s in zip(step, batch.slices, strict=True):
+                seq.computed = s.stop
+            if not (every_row or deterministic):
+                rows = len(batch.drawing_rows)
+                assert rows_seen == [batch.num_tokens] * 2 + [rows] * (rows > 0)
+    assert [len(few) for few in outputs[0]] == [1, 0, 2]
+    for few, every in zip(*outputs, strict=True):
+        torch.testing.assert_close(few, every, rtol=0, atol=0 if deterministic else 1e-4)
+    np.testing.assert_array_equal(*(engine.kv_LN2KSD for engine in engines))
 
 
 def test_run_may_change_threads(demo_runner: TorchRunner) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ from tests.gpu_models import BLOCK_SIZE, DRAWN, GREEDY, NUM_BLOCKS, FakeCapture,
 # isort: split
 from baton.errors import InvalidField
 from baton.ids import BlockId
+from engine.gpu.attention import PagedAttention
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import bucket_sizes
 from engine.gpu.runner import GpuRunner
+from engine.models import decoder
 from engine.torch_runner import TorchRunner
-from engine.types import Batch, NullSink, Runner, SamplingParams, StepResult
+from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice, StepResult
 
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG, 1)
@@ -32,6 +35,20 @@ class LayerCounter:
 
     def layer_done(self, layer: int) -> None:
         self.layers.append(layer)
+
+
+class OnePlan:
+    """As FlashInfer keeps it: the plan that was made last."""
+
+    def __init__(self, inner: PagedAttention) -> None:
+        self._inner = inner
+        self._plan: Any = None
+
+    def prepare(self, slices: tuple[SequenceSlice, ...]) -> None:
+        self._plan = self._inner.prepare(slices)
+
+    def attend(self, layer: int, q_RHD: torch.Tensor, plan: None) -> torch.Tensor:
+        return self._inner.attend(layer, q_RHD, self._plan)
 
 
 def region(runner: Runner) -> np.ndarray:
@@ -127,6 +144,44 @@ def test_the_sink_is_told_of_every_layer_once_in_order() -> None:
         seq.computed = s.stop
         assert sink.layers == list(range(CONFIG.num_layers))
         assert runner.describe()["decode graphs used"].startswith(f"{graph_steps} steps")
+
+
+def test_the_last_layer_is_for_rows_that_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a prompt's chunk no row goes on behind the last layer's K and V, beside a running sequence that one's row; the
+    attention of single tokens keeps one plan at a time."""
+    runner, _ = gpu_runner(GraphConfig(graph_rows_max=0))
+    assert runner._attention is not None
+    runner._attention.decode = OnePlan(runner._attention.decode)
+    rows_seen: list[int] = []
+    original = decoder.swiglu
+
+    def swiglu(x_TE: torch.Tensor, *parts: Any) -> torch.Tensor:
+        rows_seen.append(len(x_TE))
+        return original(x_TE, *parts)
+
+    monkeypatch.setattr(decoder, "swiglu", swiglu)
+    running, reading = sequences([5, 12], GREEDY, seed=12)
+    for batch, counts in (
+        ([running], [None]),
+        ([reading], [4]),
+        ([running, reading], [None, 6]),
+        ([running, reading], [None, None]),
+    ):
+        sink = LayerCounter()
+        slices = tuple(seq.slice(count) for seq, count in zip(batch, counts, strict=True))
+        result = runner.run(Batch(slices=slices), sink)
+        assert sink.layers == list(range(CONFIG.num_layers))
+        for seq, s in zip(batch, slices, strict=True):
+            seq.computed = s.stop
+            if s.sample:
+                seq.tokens.append(result.sampled[seq.key])
+    assert rows_seen == [5, 1, 4, 7, 1, 3, 2]
+    reference = TorchRunner(config=CONFIG, tensors=TENSORS, block_size=BLOCK_SIZE)
+    reference.bind(region(reference), NUM_BLOCKS)
+    for seq, other in zip((running, reading), sequences([5, 12], GREEDY, seed=12), strict=True):
+        while len(other.tokens) < len(seq.tokens):
+            step(reference, [other], [None])
+        assert seq.tokens == other.tokens
 
 
 def test_long_contexts_and_large_batches_run_without_a_graph() -> None:

@@ -289,7 +289,8 @@ def scores(folder: Path, dtype: torch.dtype, quantisation: Quantisation = Quanti
     pool = KvPool(torch.full((spec.num_layers * 96 * record,), 0xFF, dtype=torch.uint8), 96, spec)
     forward = TorchForward(Decoder(config, tensors, weights.linears, fused_rms_norm), pool)
     tokens = random.Random(3).choices(range(2, config.vocab_size), k=480)
-    return forward.logits(forward.forward(Batch(slices=(piece(0, tokens, 0, 480),)), NullSink())).float()
+    x_TE = forward.forward(Batch(slices=(piece(0, tokens, 0, 480),)), NullSink(), every_row=True)
+    return forward.logits(x_TE).float()
 
 
 def test_quality(folder: Path) -> None:

@@ -159,6 +159,8 @@ class _StepPlan:
     """Where the decode queries are in the batch; None where they are the first ones, in order."""
     prefill_rows_R: torch.Tensor | None
     num_decode: int
+    num_prefill: int
+    """Slices of either part."""
 
 
 class GpuAttention:
@@ -192,14 +194,15 @@ class GpuAttention:
                 decode_rows_R=None if in_order else to_device(np.array(decode_rows, dtype=np.int64), device),
                 prefill_rows_R=None if in_order else to_device(np.array(prefill_rows, dtype=np.int64), device),
                 num_decode=len(short),
+                num_prefill=len(long),
             ),
         )
 
     def attend(self, layer: int, q_THD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         plan: _StepPlan = metadata.plan
-        if plan.prefill is None:
+        if not plan.num_prefill:
             return self.decode.attend(layer, q_THD, plan.decode)
-        if plan.decode is None:
+        if not plan.num_decode:
             return self.prefill.attend(layer, q_THD, plan.prefill)
         out_THD = torch.empty_like(q_THD)
         decode_rows = slice(None, plan.num_decode) if plan.decode_rows_R is None else plan.decode_rows_R

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
+from engine.attention import Ends, ends_of
 from engine.checkpoint import Progress, load_tensors
 from engine.gpu import paged
 from engine.gpu.admission import Phase, admit
@@ -287,12 +287,8 @@ class GpuRunner:
             if 0 < len(drawing) < len(batch.slices):
                 logits_BV = logits_BV[to_device(np.array(drawing, dtype=np.int64), self.device)]
             return logits_BV if drawing else None
-        x_TE = self._forward(batch, sink)
-        if not drawing:
-            return None
-        ends = list(accumulate(s.stop - s.start for s in batch.slices))
-        rows_B = to_device(np.array([ends[row] - 1 for row in drawing], dtype=np.int64), self.device)
-        return self._decoder.logits(x_TE[rows_B])
+        x_WE = self._forward(batch, sink)
+        return self._decoder.logits(x_WE) if drawing else None
 
     def _settle(self) -> None:
         """Wait for what the calling thread's stream has."""
@@ -302,7 +298,7 @@ class GpuRunner:
     @torch.inference_mode()
     def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
         """As `run` without graphs, but returns the scores of every token instead of drawing -> [T, V]."""
-        return self._decoder.logits(self._forward(batch, sink))
+        return self._decoder.logits(self._forward(batch, sink, every_row=True))
 
     def _check_tokens(self, batch: Batch) -> None:
         for s in batch.slices:
@@ -311,23 +307,32 @@ class GpuRunner:
             new = s.tokens[s.start : s.stop]
             assert min(new) >= 0 and max(new) < self.vocab_size, "token id outside the vocabulary"
 
-    def _forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+    def _forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
+        """See `engine.forward.Forward`."""
         pool, attention, decoder = self._pool, self._attention, self._decoder
         assert pool is not None and attention is not None, "bind comes before run"
         metadata = attention.prepare(batch)
+        last_ends = None if every_row else ends_of(batch, self.device)
         angles = decoder.angles(metadata.positions_T)
         x_TE = decoder.embed(self._token_ids(batch))
         slots = metadata.slots
         for layer in range(self.kv_spec.num_layers):
+            ends = last_ends if layer + 1 == self.kv_spec.num_layers else None
 
             def attend(
-                q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int = layer
+                q_THD: torch.Tensor,
+                k_TKD: torch.Tensor,
+                v_TKD: torch.Tensor,
+                layer: int = layer,
+                ends: Ends | None = ends,
             ) -> torch.Tensor:
                 q_THD = paged.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
                 sink.layer_done(layer)
+                if ends is not None:
+                    return ends.attend(attention, layer, q_THD)
                 return attention.attend(layer, q_THD, metadata)
 
-            x_TE = decoder.run_layer(layer, x_TE, None, attend)
+            x_TE = decoder.run_layer(layer, x_TE, None, attend, None if ends is None else ends.rows_W)
         return x_TE
 
     def _token_ids(self, batch: Batch) -> torch.Tensor:

@@ -71,11 +71,17 @@ class Decoder:
         return rotary_angles(positions_T, self.frequencies, factor=self.rope_factor, dtype=self.embedding_VE.dtype)
 
     def run_layer(
-        self, layer: int, x_TE: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, attend: Attend
+        self,
+        layer: int,
+        x_TE: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+        attend: Attend,
+        rows_W: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Layer `layer` of the pre-norm transformer -> [T, E]. Calls `attend` once.
 
-        Without `angles`, `attend` gets queries and keys that are not turned yet: it does that itself.
+        Without `angles`, `attend` gets queries and keys that are not turned yet: it does that itself. With `rows_W` it
+        answers for these rows alone, and the result is theirs, [W, E]; there may be none.
         """
         w, eps = self.layers[layer], self.config.rms_norm_eps
         num_tokens, head_dim = x_TE.shape[0], self.config.head_dim
@@ -90,7 +96,11 @@ class Decoder:
         if angles is not None:
             q_THD, k_TKD = rotate(q_THD, *angles), rotate(k_TKD, *angles)
         out_THD = attend(q_THD, k_TKD, v_TKD)
-        x_TE = x_TE + w.o(out_THD.reshape(num_tokens, -1))
+        if rows_W is not None:
+            x_TE = x_TE[rows_W]
+            if not len(x_TE):
+                return x_TE
+        x_TE = x_TE + w.o(out_THD.flatten(1))
 
         return x_TE + swiglu(self.norm(x_TE, w.post_attention_norm, eps), w.gate_up, w.down)
 

@@ -18,7 +18,7 @@ from engine.model_config import ModelConfig
 from engine.models import weights
 from engine.models.products import LOGITS, GatedProduct, NativeGated, NativeProduct, Packing, Product
 from engine.models.rotary import attention_factor, rotary_angles, rotary_frequencies
-from engine.native.kernels import HEAD_DIM_MAX, AttentionPlan, Kernels, Workspace
+from engine.native.kernels import HEAD_DIM_MAX, AttentionPlan, Ends, Kernels, Opening, Workspace
 from engine.native.layer import Layers, LayerWeights
 
 
@@ -85,18 +85,42 @@ class NativeDecoder:
         positions_T: torch.Tensor,
         plan: AttentionPlan,
         pool: KvPool,
-        layer_done: Callable[[int], None],
-    ) -> None:
-        """`x_TE` becomes the last layer's output. `layer_done`: the keys and values of a layer are in the pool."""
-        angles = self.angles(positions_T)
-        if self._whole is None:
-            self._run_parts(x_TE, angles, plan, pool, layer_done)
-            return
-        self._whole.begin(x_TE, angles, plan, pool.kv_LN2KSD[0])
+        layer_done: Callable[[int], None] | None,
+        ends: Ends | None = None,
+    ) -> torch.Tensor:
+        """The last layer's output -> [T, E], or that of the rows of `ends` alone -> [W, E]. Overwrites `x_TE`.
+
+        `layer_done`: the keys and values of a layer are in the pool.
+        """
+        angles, whole = self.angles(positions_T), self._whole
+        if whole is None:
+            return self._run_parts(x_TE, angles, plan, pool, layer_done, ends)
+        whole.begin(x_TE, angles, plan, pool.kv_LN2KSD[0])
+        if layer_done is None and ends is None:
+            whole.run(pool.kv_LN2KSD)
+            return x_TE
+        last = len(self._layers) - 1
         for layer, region in enumerate(pool.kv_LN2KSD):
-            self._whole.open(layer, region)
-            layer_done(layer)
-            self._whole.close(layer, region)
+            cut = layer == last and ends is not None
+            whole.open(layer, region, Opening.RECORDS if cut else Opening.WHOLE)
+            if layer_done is not None:
+                layer_done(layer)
+            if not cut:
+                whole.close(layer, region)
+        return x_TE if ends is None else self._end(whole, x_TE, angles, pool, ends)
+
+    def _end(
+        self, whole: Layers, x_TE: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], pool: KvPool, ends: Ends
+    ) -> torch.Tensor:
+        """The last layer of some rows, its keys and values being in the pool."""
+        last, rows_W = len(self._layers) - 1, ends.rows_W
+        cosines, sines = (part.index_select(0, rows_W) for part in angles)
+        x_WE, region = x_TE.index_select(0, rows_W), pool.kv_LN2KSD[last]
+        if len(x_WE):
+            whole.begin(x_WE, (cosines, sines), ends.plan, region)
+            whole.open(last, region, Opening.QUERIES)
+            whole.close(last, region)
+        return x_WE
 
     def _run_parts(
         self,
@@ -104,8 +128,9 @@ class NativeDecoder:
         angles: tuple[torch.Tensor, torch.Tensor],
         plan: AttentionPlan,
         pool: KvPool,
-        layer_done: Callable[[int], None],
-    ) -> None:
+        layer_done: Callable[[int], None] | None,
+        ends: Ends | None,
+    ) -> torch.Tensor:
         """As `run_layers`, where the products are not those of kernels.c: a call for each part."""
         kernels, config = self._kernels, self.config
         attention_TX = self._workspace.take("attended", len(x_TE), config.num_heads * config.head_dim)
@@ -113,10 +138,17 @@ class NativeDecoder:
             region = pool.kv_LN2KSD[layer]
             qkv_TX = w.qkv(self._norm(x_TE, w.input_norm))
             kernels.rotate_store(qkv_TX, w.norms, angles, region, plan, config.rms_norm_eps)
-            layer_done(layer)
+            if layer_done is not None:
+                layer_done(layer)
+            if ends is not None and w is self._layers[-1]:
+                x_TE, qkv_TX = (each.index_select(0, ends.rows_W) for each in (x_TE, qkv_TX))
+                attention_TX, plan = attention_TX[: len(x_TE)], ends.plan
+                if not len(x_TE):
+                    break
             kernels.attention(qkv_TX, region, plan, attention_TX, self._workspace)
             w.o.add_to(attention_TX, x_TE)
             w.down.add_to(w.gate_up(self._norm(x_TE, w.post_attention_norm)), x_TE)
+        return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         """Scores of the next token after each of the given rows of the last layer's output -> [B, V], a buffer."""

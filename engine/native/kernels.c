@@ -7,6 +7,7 @@
  * R rows at once   P panel: 32 columns of a packed matrix, which lie as [K/2][32][2], so that one load is 16 columns of
  * two neighbouring k   "pair": two bfloat16 of neighbouring k in 32 bits
  */
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -17,6 +18,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prfchw")
 
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern int omp_get_num_threads(void) __attribute__((weak));
 
 typedef uint16_t bf16;
 #define INLINE static inline __attribute__((always_inline))
@@ -30,6 +32,42 @@ static void parallel(void (*fn)(void *), void *arg, int threads) {
 }
 
 INLINE int64_t take(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+/* The threads of one parallel region, which meet between its parts: to begin a region costs several such meetings. */
+typedef struct {
+    int64_t arrived __attribute__((aligned(64))), round __attribute__((aligned(64)));
+} Crew;
+
+/* Memory that a thread is about to read. */
+typedef struct {
+    const char *at, *end;
+} Soon;
+
+#define SPINS_MAX 4096
+#define SOON_BYTES_MAX (256 << 10) /* of a second cache of at least 512 KiB */
+
+/* Returns when all threads of the region have come. Who waits for the others asks for what it reads next. */
+static void meet(Crew *c, Soon *soon) {
+    int threads = omp_get_num_threads ? omp_get_num_threads() : 1;
+    if (threads == 1) return;
+    int64_t round = __atomic_load_n(&c->round, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&c->arrived, 1, __ATOMIC_ACQ_REL) == threads) {
+        __atomic_store_n(&c->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&c->round, round + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int spins = 0; __atomic_load_n(&c->round, __ATOMIC_ACQUIRE) == round;) {
+        if (soon->at < soon->end) {
+            for (int i = 0; i < 256; i += 64) _mm_prefetch(soon->at + i, _MM_HINT_T1);
+            soon->at += 256;
+        } else if (spins < SPINS_MAX) {
+            spins++;
+            _mm_pause();
+        } else {
+            sched_yield();
+        }
+    }
+}
 
 INLINE float f32_of(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
@@ -80,18 +118,39 @@ INLINE __m512 exp512(__m512 x) {
     return _mm512_scalef_ps(y, n);
 }
 
+/* ---------------------------------------------------------------- norm */
+
+/* 1 / rms(x) */
+INLINE float norm_scale(const bf16 *x, int64_t n, float eps) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += 16) {
+        __m512 v = widen(load16(x + i, n - i));
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)n + eps);
+}
+
+/* out = x / rms(x) * weight, `n` of each. */
+INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, float eps) {
+    __m512 scale = _mm512_set1_ps(norm_scale(x, n, eps));
+    for (int64_t i = 0; i < n; i += 16) {
+        __m512 v = rounded(_mm512_mul_ps(widen(load16(x + i, n - i)), scale));
+        store16(out + i, n - i, narrow(_mm512_mul_ps(v, widen(load16(weight + i, n - i)))));
+    }
+}
+
 /* ---------------------------------------------------------------- products */
 
 /* acc[R][2] += A[R] * panel, over `pairs` pairs of k. Pair kp of row r is a[kp * a_k + r * a_r]. Asks for `lines` cache
- * lines of `ahead` at each pair. */
-INLINE void panel_rows(int R, int a_r, int a_k, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*acc)[2],
-                       const char *ahead, int lines) {
+ * lines at `ahead` with each pair, `step` bytes on from those before. */
+INLINE void panel_rows(int R, int a_r, int64_t a_k, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*acc)[2],
+                       const char *ahead, int lines, int64_t step) {
     _Pragma("GCC unroll 2") for (int64_t kp = 0; kp < pairs; kp++) {
         __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel), w1 = (__m512bh)_mm512_loadu_si512(panel + 32);
         if (lines) {
             _mm_prefetch(ahead, _MM_HINT_T0);
             if (lines > 1) _mm_prefetch(ahead + 64, _MM_HINT_T0);
-            ahead += 64 * lines;
+            ahead += step;
         }
         UNROLL for (int r = 0; r < R; r++) {
             __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[kp * a_k + r * a_r]);
@@ -120,8 +179,8 @@ static const bf16 NIBBLES[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
                                  0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 
 /* As panel_rows, over `pairs` pairs of quantised weights; pairs is a multiple of SCALED_PAIRS. */
-INLINE void quantised_rows(int R, int bits, const uint32_t *a, const uint8_t *panel, const float *scales, int64_t pairs,
-                           __m512 (*total)[2], const char *ahead) {
+INLINE void quantised_rows(int R, int64_t wide, int bits, const uint32_t *a, const uint8_t *panel, const float *scales,
+                           int64_t pairs, __m512 (*total)[2], const char *ahead) {
     __m512i table = _mm512_loadu_si512(NIBBLES);
     for (int64_t scaled = 0; scaled < pairs; scaled += SCALED_PAIRS) {
         __m512 acc[ROWS_MAX][2];
@@ -146,12 +205,12 @@ INLINE void quantised_rows(int R, int bits, const uint32_t *a, const uint8_t *pa
                     panel += 64;
                 }
                 UNROLL for (int r = 0; r < R; r++) {
-                    __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[j * ROWS_MAX + r]);
+                    __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[j * wide + r]);
                     acc[r][0] = _mm512_dpbf16_ps(acc[r][0], w0, x);
                     acc[r][1] = _mm512_dpbf16_ps(acc[r][1], w1, x);
                 }
             }
-            a += 4 * ROWS_MAX;
+            a += 4 * wide;
         }
         __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16);
         scales += PANEL;
@@ -165,7 +224,7 @@ INLINE void quantised_rows(int R, int bits, const uint32_t *a, const uint8_t *pa
 enum { EPILOGUE_STORE = 0, EPILOGUE_ADD = 1, EPILOGUE_SWIGLU = 2 };
 
 typedef struct {
-    const uint32_t *a;  /* [groups][pairs][ROWS_MAX] */
+    const uint32_t *a;  /* [groups][pairs][rows_per_group] */
     const uint8_t *panels; /* [n / 32][pairs][32][2] of `bits` */
     const float *scales;   /* [n / 32][pairs / 32][32], where bits is not 16 */
     const bf16 *bias;   /* [n_panels * 32], or NULL */
@@ -174,6 +233,9 @@ typedef struct {
     const bf16 *x;
     int64_t x_stride, k;
     uint32_t *a_writable;
+    const bf16 *norm; /* [k], or NULL: what rows are normed by before */
+    bf16 *normed;     /* [m][k], where norm is not NULL */
+    float eps;
     int epilogue, bits;
 } Linear;
 
@@ -208,21 +270,23 @@ INLINE void finish(const Linear *l, __m512 (*acc)[2], int R, int64_t row, int64_
 
 #define ROW_CASE(R)                                                                                             \
     case R: {                                                                                                   \
+        const int64_t wide = R == ROWS_MAX ? ROWS_MAX : l->rows_per_group;                                      \
         __m512 acc[R][2];                                                                                       \
         UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();                         \
-        if (l->bits == 8) quantised_rows(R, 8, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);          \
-        else if (l->bits == 4) quantised_rows(R, 4, a, panel, scales, l->pairs, acc, lines ? ahead : NULL);     \
-        else if (lines == 1) panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 1);       \
-        else panel_rows(R, 1, ROWS_MAX, a, (const bf16 *)panel, l->pairs, acc, ahead, 0);                       \
+        if (l->bits == 8) quantised_rows(R, wide, 8, a, panel, scales, l->pairs, acc, ahead);                   \
+        else if (l->bits == 4) quantised_rows(R, wide, 4, a, panel, scales, l->pairs, acc, ahead);              \
+        else panel_rows(R, 1, wide, a, (const bf16 *)panel, l->pairs, acc, ahead, 1, step);                     \
         finish(l, acc, R, row, p);                                                                              \
         break;                                                                                                  \
     }
 
-static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const char *ahead, int lines) {
-    const uint32_t *a = l->a + group * l->pairs * ROWS_MAX;
+static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const char *ahead, int64_t step) {
+    const uint32_t *a = l->a + group * l->pairs * l->rows_per_group;
     const uint8_t *panel = l->panels + p * l->panel_bytes;
     const float *scales = l->scales ? l->scales + p * (l->pairs / SCALED_PAIRS) * PANEL : NULL;
     int64_t row = group * l->rows_per_group;
+    if (l->epilogue != EPILOGUE_SWIGLU) /* as likely as not another thread, or nobody of late, wrote there */
+        for (int r = 0; r < rows; r++) __builtin_prefetch(l->out + (row + r) * l->stride + p * PANEL, 1, 3);
     switch (rows) {
         ROW_CASE(1) ROW_CASE(2) ROW_CASE(3) ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
         ROW_CASE(7) ROW_CASE(8) ROW_CASE(9) ROW_CASE(10) ROW_CASE(11) ROW_CASE(12)
@@ -237,14 +301,14 @@ static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const
     case R: {                                                                                                   \
         __m512 acc[R][2];                                                                                       \
         UNROLL for (int r = 0; r < R; r++) acc[r][0] = kept[r][0], acc[r][1] = kept[r][1];                      \
-        if (lines == 2) panel_rows(R, 1, ROWS_MAX, a, panel, pairs, acc, ahead, 2);                             \
-        else panel_rows(R, 1, ROWS_MAX, a, panel, pairs, acc, ahead, 1);                                        \
+        if (lines == 2) panel_rows(R, 1, wide, a, panel, pairs, acc, ahead, 2, 128);                            \
+        else panel_rows(R, 1, wide, a, panel, pairs, acc, ahead, 1, 64);                                        \
         UNROLL for (int r = 0; r < R; r++) kept[r][0] = acc[r][0], kept[r][1] = acc[r][1];                      \
         break;                                                                                                  \
     }
 
-static void one_part(int rows, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*kept)[2], const char *ahead,
-                     int lines) {
+static void one_part(int rows, int64_t wide, const uint32_t *a, const bf16 *panel, int64_t pairs, __m512 (*kept)[2],
+                     const char *ahead, int lines) {
     switch (rows) {
         PART_CASE(1) PART_CASE(2) PART_CASE(3) PART_CASE(4) PART_CASE(5) PART_CASE(6)
         PART_CASE(7) PART_CASE(8) PART_CASE(9) PART_CASE(10) PART_CASE(11) PART_CASE(12)
@@ -253,7 +317,8 @@ static void one_part(int rows, const uint32_t *a, const bf16 *panel, int64_t pai
 
 /* One or two groups through a panel of bfloat16, part by part; each sum runs in the same order as in one go. */
 static void few_groups(const Linear *l, int64_t group, int count, int64_t p, const char *next) {
-    const uint32_t *a = l->a + group * l->pairs * ROWS_MAX;
+    int64_t wide = l->rows_per_group;
+    const uint32_t *a = l->a + group * l->pairs * wide;
     const bf16 *panel = (const bf16 *)(l->panels + p * l->panel_bytes);
     __m512 kept[2][ROWS_MAX][2];
     memset(kept, 0, sizeof kept);
@@ -264,37 +329,54 @@ static void few_groups(const Linear *l, int64_t group, int count, int64_t p, con
     }
     for (int64_t at = 0; at < l->pairs; at += PART_PAIRS) {
         int64_t pairs = l->pairs - at < PART_PAIRS ? l->pairs - at : PART_PAIRS;
-        const char *ahead = at + PART_PAIRS < l->pairs ? (const char *)(panel + 64 * (at + PART_PAIRS)) : next;
+        /* Of one group's, three parts are on their way: there is little to compute meanwhile. */
+        int64_t then = at + (count == 1 ? 3 : 1) * PART_PAIRS;
+        const char *ahead = then < l->pairs ? (const char *)(panel + 64 * then) : next + 128 * (then - l->pairs);
         for (int g = 0; g < count; g++)
-            one_part(rows[g], a + (g * l->pairs + at) * ROWS_MAX, panel + 64 * at, pairs, kept[g],
+            one_part(rows[g], wide, a + (g * l->pairs + at) * wide, panel + 64 * at, pairs, kept[g],
                      ahead + 64 * g * pairs, 3 - count);
     }
     for (int g = 0; g < count; g++) finish(l, kept[g], rows[g], (group + g) * l->rows_per_group, p);
 }
 
-/* One task is one panel for a block of groups, whose rows stay in the cache meanwhile. */
-static void linear_tasks(void *arg) {
-    Linear *l = arg;
-    int64_t blocks = (l->groups + l->groups_per_block - 1) / l->groups_per_block, tasks = blocks * l->n_panels;
-    int64_t panel_bytes = l->panel_bytes, task = take(&l->counter);
+/* A panel for the groups from `first` to `end`. Memory is read while there is arithmetic to do: `ahead` is asked for during
+ * all of it, `bytes` for each pair, a share with each group. */
+static void one_panel(const Linear *l, int64_t first, int64_t end, int64_t p, const char *ahead, int64_t bytes) {
+    int64_t step = (bytes + end - first - 1) / (end - first);
+    for (int64_t group = first; group < end; group++) {
+        int64_t rows = l->m - group * l->rows_per_group;
+        if (rows > l->rows_per_group) rows = l->rows_per_group;
+        one_group(l, group, p, (int)rows, ahead, step);
+        ahead = l->bits == 16 ? ahead + step * l->pairs : NULL;
+    }
+}
+
+/* One task is one panel for a block of groups, whose rows stay in the cache meanwhile; or two, where each of them gives half
+ * a cache line of the result, which two threads would write to in turn. */
+INLINE int64_t panels_of_task(const Linear *l) { return l->epilogue == EPILOGUE_SWIGLU && l->groups > 2 ? 2 : 1; }
+
+/* Begins with `task`, taken before. */
+static void linear_tasks(Linear *l, int64_t task) {
+    int64_t wide = panels_of_task(l), per_block = (l->n_panels + wide - 1) / wide;
+    int64_t blocks = (l->groups + l->groups_per_block - 1) / l->groups_per_block, tasks = blocks * per_block;
     while (task < tasks) {
-        int64_t next = take(&l->counter);
-        int64_t block = task / l->n_panels, p = task % l->n_panels;
+        int64_t next = take(&l->counter), block = task / per_block;
         int64_t first = block * l->groups_per_block, end = first + l->groups_per_block;
         if (end > l->groups) end = l->groups;
-        int64_t count = end - first;
-        /* Memory is read while there is arithmetic to do: the next panel's lines are asked for during all of this one. */
-        const char *ahead = (const char *)l->panels + (next < tasks ? next % l->n_panels : p) * panel_bytes;
-        if (count <= 2 && l->bits == 16) {
-            few_groups(l, first, (int)count, p, ahead);
-            task = next;
-            continue;
-        }
-        for (int64_t group = first; group < end; group++) {
-            int64_t rows = l->m - group * l->rows_per_group;
-            if (rows > l->rows_per_group) rows = l->rows_per_group;
-            int lines = l->bits != 16 ? group == first : group - first < 2;
-            one_group(l, group, p, (int)rows, ahead + (group - first < 2 ? (group - first) * (panel_bytes / 2) : 0), lines);
+        int64_t p = task % per_block * wide, p_end = p + wide < l->n_panels ? p + wide : l->n_panels;
+        for (; p < p_end; p++) {
+            int64_t then = p + 1 < p_end ? p + 1 : next < tasks ? next % per_block * wide : p, bytes = 4 * PANEL;
+            const char *ahead = (const char *)l->panels + then * l->panel_bytes;
+            if (end - first <= 2 && l->bits == 16) {
+                few_groups(l, first, (int)(end - first), p, ahead);
+                continue;
+            }
+            if (l->bits == 16 && p + 1 == p_end && next < tasks && next / per_block > block) {
+                /* Another block's rows, which are many more than a panel. */
+                int64_t groups = l->groups - end < l->groups_per_block ? l->groups - end : l->groups_per_block;
+                ahead = (const char *)(l->a + end * l->pairs * l->rows_per_group), bytes = 4 * l->rows_per_group * groups;
+            }
+            one_panel(l, first, end, p, ahead, bytes);
         }
         task = next;
     }
@@ -322,44 +404,79 @@ INLINE void transpose16(__m512i *v) {
     UNROLL for (int i = 0; i < 16; i++) v[i] = t[i];
 }
 
-/* Rows of words at `x + r * stride`, `rows` of them at most 16 -> to[i * wide + r] for the words i of `from` to `words`.
- * Writes zeros, or what comes next, behind the rows: groups are packed in order, and the last has room behind it. */
+/* Rows of words at `x + r * stride`, `rows` of them at most ROWS_MAX -> to[i * wide + r] for the first `words` words i, and
+ * zeros from `rows` to `wide`. */
 INLINE void pack_words(const bf16 *x, int64_t stride, int64_t rows, int64_t words, uint32_t *to, int64_t wide) {
+    __mmask16 lanes = (__mmask16)((1u << wide) - 1);
     int64_t i = 0;
     for (; i + 16 <= words; i += 16) {
         __m512i v[16];
         UNROLL for (int r = 0; r < 16; r++)
             v[r] = r < rows ? _mm512_loadu_si512(x + r * stride + 2 * i) : _mm512_setzero_si512();
         transpose16(v);
-        UNROLL for (int j = 0; j < 16; j++) {
-            if (wide >= 16) _mm512_storeu_si512(to + (i + j) * wide, v[j]);
-            else _mm512_mask_storeu_epi32(to + (i + j) * wide, 0xfff, v[j]);
-        }
+        UNROLL for (int j = 0; j < 16; j++) _mm512_mask_storeu_epi32(to + (i + j) * wide, lanes, v[j]);
     }
     for (; i < words; i++)
         for (int64_t r = 0; r < rows; r++) memcpy(to + i * wide + r, x + r * stride + 2 * i, 4);
 }
 
 static void pack_group(const Linear *l, int64_t group) {
-    uint32_t *to = l->a_writable + group * l->pairs * ROWS_MAX;
-    int64_t row = group * l->rows_per_group, rows = l->m - row;
-    if (rows > l->rows_per_group) rows = l->rows_per_group;
-    const bf16 *x = l->x + row * l->x_stride;
-    pack_words(x, l->x_stride, rows, l->k / 2, to, ROWS_MAX);
+    int64_t wide = l->rows_per_group, row = group * wide, rows = l->m - row, stride = l->x_stride;
+    uint32_t *to = l->a_writable + group * l->pairs * wide;
+    const bf16 *x = l->x + row * stride;
+    if (rows > wide) rows = wide;
+    if (l->norm) {
+        bf16 *normed = l->normed + row * l->k;
+        for (int64_t r = 0; r < rows; r++) norm_row(x + r * stride, l->norm, normed + r * l->k, l->k, l->eps);
+        x = normed, stride = l->k;
+    }
+    if (wide == 1) memcpy(to, x, (size_t)l->k / 2 * 4);
+    else pack_words(x, stride, rows, l->k / 2, to, wide);
     if (l->k & 1)
-        for (int64_t r = 0; r < rows; r++) to[l->k / 2 * ROWS_MAX + r] = x[r * l->x_stride + l->k - 1];
+        for (int64_t r = 0; r < rows; r++) to[l->k / 2 * wide + r] = x[r * stride + l->k - 1];
     int64_t words = (l->k + 1) / 2;
-    memset(to + words * ROWS_MAX, 0, (size_t)(l->pairs - words) * ROWS_MAX * 4);
+    memset(to + words * wide, 0, (size_t)(l->pairs - words) * wide * 4);
 }
 
-static void pack_tasks(void *arg) {
-    Linear *l = arg;
+/* A part of a region: when all threads have come, `l` is computed. Its first panels are read from memory meanwhile. */
+static void multiply(Crew *crew, Linear *l) {
+    int64_t task = take(&l->counter);
+    int64_t wide = panels_of_task(l), panel = task % ((l->n_panels + wide - 1) / wide) * wide;
+    const char *first = (const char *)l->panels + panel * l->panel_bytes;
+    Soon soon = {first, first + (l->panel_bytes < SOON_BYTES_MAX ? l->panel_bytes : SOON_BYTES_MAX)};
+    meet(crew, &soon);
     for (int64_t group; (group = take(&l->pack_counter)) < l->groups;) pack_group(l, group);
+    meet(crew, &soon);
+    linear_tasks(l, task);
 }
 
 INLINE int64_t pairs_of(int64_t k, int bits) {
     int64_t pairs = (k + 1) / 2;
     return bits == 16 ? pairs : (pairs + SCALED_PAIRS - 1) / SCALED_PAIRS * SCALED_PAIRS;
+}
+
+static Linear linear_of(const bf16 *x, int64_t x_stride, const uint8_t *panels, const float *scales, int bits,
+                        const bf16 *bias, bf16 *out, int64_t stride, int64_t m, int64_t n, int64_t k, int epilogue,
+                        uint32_t *scratch) {
+    int64_t pairs = pairs_of(k, bits), groups = (m + ROWS_MAX - 1) / ROWS_MAX;
+    int64_t per_group = (m + groups - 1) / groups;
+    groups = (m + per_group - 1) / per_group;
+    int64_t per_block = (384 << 10) / (per_group * pairs * 4);
+    return (Linear){.a = scratch, .a_writable = scratch, .panels = panels, .scales = scales, .bits = bits, .bias = bias,
+                    .out = out, .m = m, .pairs = pairs, .panel_bytes = pairs * PANEL * bits / 4,
+                    .n_panels = (n + PANEL - 1) / PANEL, .n = n, .stride = stride, .groups = groups,
+                    .rows_per_group = per_group, .groups_per_block = per_block < 1 ? 1 : per_block, .x = x,
+                    .x_stride = x_stride, .k = k, .epilogue = epilogue};
+}
+
+typedef struct {
+    Crew crew;
+    Linear linear;
+} Product;
+
+static void product_tasks(void *arg) {
+    Product *p = arg;
+    multiply(&p->crew, &p->linear);
 }
 
 /* out[m][n] = x[m][k] * W^T (+ bias); EPILOGUE_ADD adds to what `out` holds; EPILOGUE_SWIGLU takes panels of 16 columns
@@ -368,44 +485,16 @@ INLINE int64_t pairs_of(int64_t k, int bits) {
 API void baton_linear(const bf16 *x, int64_t x_stride, const uint8_t *panels, const float *scales, int bits,
                       const bf16 *bias, bf16 *out, int64_t stride, int64_t m, int64_t n, int64_t k, int epilogue,
                       uint32_t *scratch, int threads) {
-    int64_t pairs = pairs_of(k, bits), groups = (m + ROWS_MAX - 1) / ROWS_MAX;
-    int64_t per_group = (m + groups - 1) / groups;
-    groups = (m + per_group - 1) / per_group;
-    int64_t per_block = (384 << 10) / (per_group * pairs * 4);
-    Linear l = {.a = scratch, .a_writable = scratch, .panels = panels, .scales = scales, .bits = bits, .bias = bias,
-                .out = out, .m = m, .pairs = pairs, .panel_bytes = pairs * PANEL * bits / 4,
-                .n_panels = (n + PANEL - 1) / PANEL, .n = n, .stride = stride, .groups = groups,
-                .rows_per_group = per_group, .groups_per_block = per_block < 1 ? 1 : per_block, .x = x,
-                .x_stride = x_stride, .k = k, .epilogue = epilogue};
-    parallel(pack_tasks, &l, groups > 4 ? threads : 1);
-    parallel(linear_tasks, &l, threads);
+    Product p = {.linear = linear_of(x, x_stride, panels, scales, bits, bias, out, stride, m, n, k, epilogue, scratch)};
+    parallel(product_tasks, &p, threads);
 }
 
 API int64_t baton_linear_scratch(int64_t m, int64_t k, int bits) {
     int64_t groups = (m + ROWS_MAX - 1) / ROWS_MAX;
-    return (groups + 1) * pairs_of(k, bits) * ROWS_MAX;
+    return groups * pairs_of(k, bits) * ROWS_MAX;
 }
 
-/* ---------------------------------------------------------------- norm, rotation */
-
-/* 1 / rms(x) */
-INLINE float norm_scale(const bf16 *x, int64_t n, float eps) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < n; i += 16) {
-        __m512 v = widen(load16(x + i, n - i));
-        sum = _mm512_fmadd_ps(v, v, sum);
-    }
-    return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)n + eps);
-}
-
-/* out = x / rms(x) * weight, `n` of each. */
-INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, float eps) {
-    __m512 scale = _mm512_set1_ps(norm_scale(x, n, eps));
-    for (int64_t i = 0; i < n; i += 16) {
-        __m512 v = rounded(_mm512_mul_ps(widen(load16(x + i, n - i)), scale));
-        store16(out + i, n - i, narrow(_mm512_mul_ps(v, widen(load16(weight + i, n - i)))));
-    }
-}
+/* ---------------------------------------------------------------- norm alone, rotation */
 
 typedef struct {
     const bf16 *x, *weight;
@@ -446,6 +535,8 @@ INLINE void turn_head(const bf16 *x, const bf16 *norm, float scale, const bf16 *
     }
 }
 
+enum { QUERIES = 1, RECORDS = 2, WHOLE = 3 };
+
 typedef struct {
     bf16 *qkv; /* [t][(heads + 2 * kv_heads) * d] */
     const bf16 *q_norm, *k_norm; /* [d] or NULL */
@@ -454,6 +545,7 @@ typedef struct {
     const int64_t *blocks, *slots; /* [t] */
     int64_t t, heads, kv_heads, block_size, d, counter;
     float eps;
+    int opening;
 } Store;
 
 INLINE bf16 *record_of(const Store *s, int64_t t) {
@@ -462,6 +554,7 @@ INLINE bf16 *record_of(const Store *s, int64_t t) {
 
 /* The lines that a token's keys and values will be written to, asked for with the right to write. */
 INLINE void own_record(const Store *s, int64_t t, int64_t d) {
+    if (!(s->opening & RECORDS)) return;
     const char *row = (const char *)record_of(s, t);
     for (int64_t h = 0; h < 2 * s->kv_heads; h++, row += s->block_size * d * 2)
         for (int64_t i = 0; i < 2 * d; i += 64) __builtin_prefetch(row + i, 1, 3);
@@ -471,10 +564,11 @@ INLINE void store_token(const Store *s, int64_t t, int64_t d) {
     bf16 *row = s->qkv + t * (s->heads + 2 * s->kv_heads) * d, *record = record_of(s, t);
     const bf16 *cosines = s->cosines + t * (d / 2), *sines = s->sines + t * (d / 2);
     int64_t run = s->block_size * d;
-    for (int64_t h = 0; h < s->heads; h++) {
+    for (int64_t h = 0; h < (s->opening & QUERIES ? s->heads : 0); h++) {
         float scale = s->q_norm ? norm_scale(row + h * d, d, s->eps) : 1.0f;
         turn_head(row + h * d, s->q_norm, scale, cosines, sines, row + h * d, d);
     }
+    if (!(s->opening & RECORDS)) return;
     row += s->heads * d;
     for (int64_t h = 0; h < s->kv_heads; h++) {
         float scale = s->k_norm ? norm_scale(row + h * d, d, s->eps) : 1.0f;
@@ -499,13 +593,14 @@ static void store_tasks(void *arg) {
     }
 }
 
-/* Norms and turns q and k, q in place, and writes k and v of each token to its slot of the layer. */
-API void baton_rotate_store(bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines, const bf16 *sines,
-                            bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t, int64_t heads,
-                            int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
+/* Norms and turns q and k, q in place, and writes k and v of each token to its slot of the layer; `opening`: q alone, or
+ * k and v alone, or both. */
+API void baton_rotate_store(int opening, bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines,
+                            const bf16 *sines, bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t,
+                            int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
     Store s = {.qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .cosines = cosines, .sines = sines, .layer = layer,
                .blocks = blocks, .slots = slots, .t = t, .heads = heads, .kv_heads = kv_heads,
-               .block_size = block_size, .d = d, .eps = eps};
+               .block_size = block_size, .d = d, .eps = eps, .opening = opening};
     parallel(store_tasks, &s, t > 3 ? threads : 1);
 }
 
@@ -522,7 +617,7 @@ typedef struct {
     const int64_t *tables, *table_at; /* block ids of all sequences; where those of sequence b start */
     const int64_t *rows_at;           /* [b + 1] first row of each sequence */
     const int64_t *contexts;          /* [b] tokens up to and with the last row's */
-    const int64_t *tasks;             /* [tasks][3] sequence, first row of it, number of rows */
+    const int64_t *tasks;             /* [tasks][4] sequence, first row of it, number of rows, whether keys are packed */
     int64_t q_stride, heads, kv_heads, block_size, d, num_tasks, counter;
     char *scratch;
     int64_t scratch_bytes, next_scratch;
@@ -591,11 +686,7 @@ INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *
                 UNROLL for (int i = 0; i < parts; i++)
                     dot = _mm512_dpbf16_ps(dot, (__m512bh)query[g][i], (__m512bh)load32(key + 32 * i, d - 32 * i));
                 dots[j] = dot;
-                if (g > 0 || !ahead) continue;
-                UNROLL for (int i = 0; i < parts; i++) {
-                    _mm_prefetch(ahead + j * d + 32 * i, _MM_HINT_T0);
-                    _mm_prefetch(ahead + value_off + j * d + 32 * i, _MM_HINT_T0);
-                }
+                if (ahead && g < parts) _mm_prefetch(ahead + j * d + 32 * g, _MM_HINT_T0);
             }
             __m512 scores = _mm512_mul_ps(sums16(dots), _mm512_set1_ps(a->scale));
             float best = _mm512_mask_reduce_max_ps(mask, scores);
@@ -614,6 +705,10 @@ INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *
             _mm512_storeu_ps(weights[g], p);
         }
         for (int64_t j = 0; j < n; j++) {
+            if (ahead) {
+                UNROLL for (int i = G; i < parts; i++) _mm_prefetch(ahead + j * d + 32 * i, _MM_HINT_T0);
+                UNROLL for (int i = 0; i < parts; i++) _mm_prefetch(ahead + value_off + j * d + 32 * i, _MM_HINT_T0);
+            }
             UNROLL for (int i = 0; i < parts; i++) {
                 __m512i v = load32(values + j * d + 32 * i, d - 32 * i);
                 __m512 v0 = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
@@ -683,26 +778,26 @@ INLINE void pack_rows(const bf16 *const *rows, int64_t d, uint32_t *to, int64_t 
 
 /* Keys packed as panels of 32 keys over pairs of d; values as panels of 32 d over pairs of keys. Keys past the context
  * are zero, so that unused memory is never multiplied, not even by zero. */
-static void pack_keys(const Attention *a, const int64_t *table, int64_t head, int64_t context, bf16 *keys, bf16 *values) {
-    int64_t d = a->d, d_panels = (d + 31) / 32, value_off = a->kv_heads * a->block_size * d;
+INLINE void pack_keys(const Attention *a, const int64_t *table, int64_t head, int64_t context, bf16 *keys, bf16 *values,
+                      int64_t d) {
+    int64_t d_panels = (d + 31) / 32, value_off = a->kv_heads * a->block_size * d;
     int64_t padded = (context + 31) / 32 * 32;
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t j = 0; j < padded; j += 16) {
         const bf16 *rows[16];
         for (int r = 0; r < 16; r++) rows[r] = j + r < context ? key_at(a, table, head, j + r) : ZEROS;
         pack_rows(rows, d, (uint32_t *)keys + j / 32 * (d / 2) * 32 + j % 32, 32, 16);
-    }
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int64_t j = 0; j < padded; j += 2) {
-        const bf16 *v0 = j < context ? key_at(a, table, head, j) + value_off : NULL;
-        const bf16 *v1 = j + 1 < context ? key_at(a, table, head, j + 1) + value_off : NULL;
-        for (int64_t p = 0; p < d_panels; p++) {
-            __m512i x = v0 ? load32(v0 + 32 * p, d - 32 * p) : _mm512_setzero_si512();
-            __m512i y = v1 ? load32(v1 + 32 * p, d - 32 * p) : _mm512_setzero_si512();
-            bf16 *panel = values + (p * (padded / 2) + j / 2) * 64;
-            _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(x, low, y));
-            _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(x, high, y));
+        for (int r = 0; r < 16; r++)
+            if (j + r < context) rows[r] += value_off;
+        for (int r = 0; r < 16; r += 2) {
+            for (int64_t p = 0; p < d_panels; p++) {
+                __m512i x = load32(rows[r] + 32 * p, d - 32 * p), y = load32(rows[r + 1] + 32 * p, d - 32 * p);
+                bf16 *panel = values + (p * (padded / 2) + (j + r) / 2) * 64;
+                _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(x, low, y));
+                _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(x, high, y));
+            }
         }
     }
 }
@@ -717,11 +812,11 @@ typedef struct {
 } Tile;
 
 /* Scores of the tile's rows for the keys [first, first + n); n is a multiple of 32. */
-static void tile_scores(Tile *t, const bf16 *keys, int64_t first, int64_t n, int64_t pairs) {
+INLINE void tile_scores(Tile *t, const bf16 *keys, int64_t first, int64_t n, int64_t pairs) {
     for (int64_t c = 0; c < n; c += 32) {
         __m512 acc[ROWS_MAX][2];
         UNROLL for (int r = 0; r < ROWS_MAX; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
-        panel_rows(ROWS_MAX, 1, ROWS_MAX, t->q, keys + (first + c) * pairs * 2, pairs, acc, NULL, 0);
+        panel_rows(ROWS_MAX, 1, ROWS_MAX, t->q, keys + (first + c) * pairs * 2, pairs, acc, NULL, 0, 0);
         UNROLL for (int r = 0; r < ROWS_MAX; r++) {
             _mm512_storeu_ps(t->s[r] + c, acc[r][0]);
             _mm512_storeu_ps(t->s[r] + c + 16, acc[r][1]);
@@ -743,7 +838,7 @@ INLINE __m512 exp2_512(__m512 x) {
 
 /* Scores -> weights in bfloat16, with what was summed so far scaled to the new maximum (Milakov & Gimelshein 2018).
  * `scale` is that of the scores times log2(e): powers are of two. */
-static void tile_softmax(Tile *t, int rows, int64_t first, int64_t n, float scale, int64_t d) {
+INLINE void tile_softmax(Tile *t, int rows, int64_t first, int64_t n, float scale, int64_t d) {
     for (int r = 0; r < rows; r++) {
         int64_t seen = t->sees[r] - first;
         if (seen > n) seen = n;
@@ -783,14 +878,14 @@ static void tile_softmax(Tile *t, int rows, int64_t first, int64_t n, float scal
     }
 }
 
-static void tile_values(Tile *t, const bf16 *values, int64_t first, int64_t n, int64_t padded, int64_t d) {
+INLINE void tile_values(Tile *t, const bf16 *values, int64_t first, int64_t n, int64_t padded, int64_t d) {
     for (int64_t c = 0; c < d; c += 32) {
         __m512 acc[ROWS_MAX][2];
         UNROLL for (int r = 0; r < ROWS_MAX; r++) {
-            acc[r][0] = _mm512_loadu_ps(t->o[r] + c);
-            acc[r][1] = _mm512_loadu_ps(t->o[r] + c + 16);
+            acc[r][0] = first ? _mm512_loadu_ps(t->o[r] + c) : _mm512_setzero_ps();
+            acc[r][1] = first ? _mm512_loadu_ps(t->o[r] + c + 16) : _mm512_setzero_ps();
         }
-        panel_rows(ROWS_MAX, P_STRIDE, 1, t->p, values + (c / 32 * (padded / 2) + first / 2) * 64, n / 2, acc, NULL, 0);
+        panel_rows(ROWS_MAX, P_STRIDE, 1, t->p, values + (c / 32 * (padded / 2) + first / 2) * 64, n / 2, acc, NULL, 0, 0);
         UNROLL for (int r = 0; r < ROWS_MAX; r++) {
             _mm512_storeu_ps(t->o[r] + c, acc[r][0]);
             _mm512_storeu_ps(t->o[r] + c + 16, acc[r][1]);
@@ -799,15 +894,14 @@ static void tile_values(Tile *t, const bf16 *values, int64_t first, int64_t n, i
 }
 
 /* Many rows of one sequence for one KV head, 12 (token, query head) at a time, by the products that weights go through. */
-static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head, char *scratch) {
-    int64_t d = a->d, group = a->heads / a->kv_heads, rows = a->rows_at[b + 1] - a->rows_at[b];
+INLINE void attend_many(const Attention *a, int64_t b, int64_t first, int64_t count, int64_t head, char *scratch,
+                        int64_t d) {
+    int64_t group = a->heads / a->kv_heads, rows = a->rows_at[b + 1] - a->rows_at[b];
     int64_t start = a->contexts[b] - rows, context = start + first + count, padded = (context + 31) / 32 * 32;
-    int64_t wide = (d + 31) / 32 * 32;
     Tile *t = (Tile *)scratch;
     bf16 *keys = (bf16 *)(scratch + (sizeof(Tile) + 63) / 64 * 64), *values = keys + padded * d;
-    pack_keys(a, a->tables + a->table_at[b], head, context, keys, values);
+    pack_keys(a, a->tables + a->table_at[b], head, context, keys, values, d);
     memset(t->p, 0, sizeof t->p);
-    memset(t->o, 0, sizeof t->o);
     for (int64_t at = 0; at < count * group; at += ROWS_MAX) {
         int n_rows = count * group - at < ROWS_MAX ? (int)(count * group - at) : ROWS_MAX;
         int64_t most = 0;
@@ -819,7 +913,6 @@ static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t co
             t->sees[r] = most = start + token + 1;
             t->top[r] = -__builtin_inff();
             t->sum[r] = 0.0f;
-            memset(t->o[r], 0, (size_t)wide * 4);
         }
         pack_rows(queries, d, t->q, ROWS_MAX, ROWS_MAX);
         for (int64_t key = 0; key < most; key += CHUNK) {
@@ -840,16 +933,28 @@ static void attend_many(const Attention *a, int64_t b, int64_t first, int64_t co
     }
 }
 
+#define MANY(NAME, D)                                                                                           \
+    static __attribute__((noinline)) void NAME(const Attention *a, const int64_t *task, int64_t head, char *scratch) { \
+        attend_many(a, task[0], task[1], task[2], head, scratch, D);                                            \
+    }
+MANY(many_of_64, 64)
+MANY(many_of_128, 128)
+MANY(many_of_any, a->d)
+
 static void attention_tasks(void *arg) {
     Attention *a = arg;
     char *scratch = a->scratch + take(&a->next_scratch) * a->scratch_bytes;
     int64_t tasks = a->num_tasks * a->kv_heads;
     for (int64_t task = take(&a->counter), after; task < tasks; task = after) {
         after = take(&a->counter);
-        const int64_t *t = a->tasks + task / a->kv_heads * 3, *n = a->tasks + after / a->kv_heads * 3;
+        const int64_t *t = a->tasks + task / a->kv_heads * 4, *n = a->tasks + after / a->kv_heads * 4;
         int64_t head = task % a->kv_heads;
-        if (t[2] >= 4) {
-            attend_many(a, t[0], t[1], t[2], head, scratch);
+        if (t[3]) {
+            switch (a->d) { /* two sizes known to the compiler */
+                case 64: many_of_64(a, t, head, scratch); break;
+                case 128: many_of_128(a, t, head, scratch); break;
+                default: many_of_any(a, t, head, scratch);
+            }
             continue;
         }
         Reading next;
@@ -876,7 +981,7 @@ API void baton_attention(const bf16 *q, int64_t q_stride, bf16 *out, const bf16 
     parallel(attention_tasks, &a, threads);
 }
 
-/* ---------------------------------------------------------------- a layer in two calls */
+/* ---------------------------------------------------------------- a layer in two calls, or all layers in one */
 
 /* The structs are those of layer.py. */
 typedef struct {
@@ -901,31 +1006,110 @@ typedef struct {
     double eps, scale;
 } Step;
 
-INLINE void product(const Operand *o, const bf16 *x, bf16 *out, int64_t stride, int epilogue, const Step *s) {
-    baton_linear(x, o->inputs, o->panels, o->scales, (int)o->bits, o->bias, out, stride, s->rows, o->columns, o->inputs,
-                 epilogue, s->product_scratch, (int)s->threads);
+/* One layer of a step, shared by the threads of a region. */
+typedef struct {
+    Linear qkv, o, gate_up, down;
+    Store store;
+    Attention attention;
+} Parts;
+
+static Linear part_of(const Operand *o, const bf16 *x, const bf16 *norm, bf16 *out, int64_t stride, int epilogue,
+                      const Step *s) {
+    Linear l = linear_of(x, o->inputs, o->panels, o->scales, (int)o->bits, o->bias, out, stride, s->rows, o->columns,
+                         o->inputs, epilogue, s->product_scratch);
+    l.norm = norm, l.normed = s->normed, l.eps = (float)s->eps;
+    return l;
 }
 
-/* Up to the new keys and values in their slots of `region`, the layer's. */
-API void baton_layer_open(const Layer *l, const Step *s, bf16 *region) {
-    float eps = (float)s->eps;
-    int threads = (int)s->threads;
-    baton_rms_norm(s->x, l->input_norm, s->normed, s->rows, s->hidden, eps, threads);
-    product(&l->qkv, s->normed, s->qkv, l->qkv.columns, EPILOGUE_STORE, s);
-    baton_rotate_store(s->qkv, l->q_norm, l->k_norm, s->cosines, s->sines, region, s->blocks, s->slots, s->rows, s->heads,
-                       s->kv_heads, s->block_size, s->d, eps, threads);
+static Parts parts_of(const Layer *l, const Step *s, bf16 *region) {
+    return (Parts){
+        .qkv = part_of(&l->qkv, s->x, l->input_norm, s->qkv, l->qkv.columns, EPILOGUE_STORE, s),
+        .o = part_of(&l->o, s->attended, NULL, s->x, s->hidden, EPILOGUE_ADD, s),
+        .gate_up = part_of(&l->gate_up, s->x, l->attended_norm, s->gated, l->gate_up.columns / 2, EPILOGUE_SWIGLU, s),
+        .down = part_of(&l->down, s->gated, NULL, s->x, s->hidden, EPILOGUE_ADD, s),
+        .store = {.qkv = s->qkv, .q_norm = l->q_norm, .k_norm = l->k_norm, .cosines = s->cosines, .sines = s->sines,
+                  .layer = region, .blocks = s->blocks, .slots = s->slots, .t = s->rows, .heads = s->heads,
+                  .kv_heads = s->kv_heads, .block_size = s->block_size, .d = s->d, .eps = (float)s->eps, .opening = QUERIES | RECORDS},
+        .attention = {.q = s->qkv, .q_stride = l->qkv.columns, .out = s->attended, .layer = region,
+                      .tables = s->tables, .table_at = s->table_at, .rows_at = s->rows_at, .contexts = s->contexts,
+                      .tasks = s->tasks, .num_tasks = s->num_tasks, .heads = s->heads, .kv_heads = s->kv_heads,
+                      .block_size = s->block_size, .d = s->d, .scale = (float)s->scale,
+                      .scratch = s->attention_scratch, .scratch_bytes = s->attention_scratch_bytes}};
+}
+
+/* Layers in one region, or a half of one. */
+typedef struct {
+    Crew crew;
+    Parts *parts;
+    int64_t count;
+} Run;
+
+static void open_tasks(void *arg) {
+    Run *run = arg;
+    multiply(&run->crew, &run->parts->qkv);
+    meet(&run->crew, &(Soon){NULL, NULL});
+    store_tasks(&run->parts->store);
+}
+
+static void close_tasks(void *arg) {
+    Run *run = arg;
+    attention_tasks(&run->parts->attention);
+    multiply(&run->crew, &run->parts->o);
+    multiply(&run->crew, &run->parts->gate_up);
+    multiply(&run->crew, &run->parts->down);
+}
+
+static void layers_tasks(void *arg) {
+    Run *run = arg;
+    for (Parts *p = run->parts; p < run->parts + run->count; p++) {
+        multiply(&run->crew, &p->qkv);
+        meet(&run->crew, &(Soon){NULL, NULL});
+        store_tasks(&p->store);
+        meet(&run->crew, &(Soon){NULL, NULL});
+        attention_tasks(&p->attention);
+        multiply(&run->crew, &p->o);
+        multiply(&run->crew, &p->gate_up);
+        multiply(&run->crew, &p->down);
+    }
+}
+
+/* Some columns of o: those from a panel's first one on. */
+static Operand columns_of(const Operand *o, int64_t first, int64_t end) {
+    int64_t panel = first / PANEL, pairs = pairs_of(o->inputs, (int)o->bits);
+    return (Operand){.panels = o->panels + panel * pairs * PANEL * o->bits / 4,
+                     .scales = o->scales ? o->scales + panel * (pairs / SCALED_PAIRS) * PANEL : NULL,
+                     .bias = o->bias ? o->bias + first : NULL, .bits = o->bits, .columns = end - first, .inputs = o->inputs};
+}
+
+/* Up to the new keys and values in their slots of `region`, the layer's, and the queries; or one of the two. */
+API void baton_layer_open(int opening, const Layer *l, const Step *s, bf16 *region) {
+    Parts parts = parts_of(l, s, region);
+    int64_t queries = s->heads * s->d, first = opening & QUERIES ? 0 : queries / PANEL * PANEL;
+    Operand wanted = columns_of(&l->qkv, first, opening & RECORDS ? l->qkv.columns : queries);
+    parts.qkv = part_of(&wanted, s->x, l->input_norm, s->qkv + first, l->qkv.columns, EPILOGUE_STORE, s);
+    parts.store.opening = opening;
+    Run run = {.parts = &parts, .count = 1};
+    parallel(open_tasks, &run, (int)s->threads);
 }
 
 /* The rest: `x` becomes the layer's output. */
-API void baton_layer_close(const Layer *l, const Step *s, const bf16 *region) {
-    int threads = (int)s->threads;
-    baton_attention(s->qkv, l->qkv.columns, s->attended, region, s->tables, s->table_at, s->rows_at, s->contexts,
-                    s->tasks, s->num_tasks, s->heads, s->kv_heads, s->block_size, s->d, (float)s->scale,
-                    s->attention_scratch, s->attention_scratch_bytes, threads);
-    product(&l->o, s->attended, s->x, s->hidden, EPILOGUE_ADD, s);
-    baton_rms_norm(s->x, l->attended_norm, s->normed, s->rows, s->hidden, (float)s->eps, threads);
-    product(&l->gate_up, s->normed, s->gated, l->gate_up.columns / 2, EPILOGUE_SWIGLU, s);
-    product(&l->down, s->gated, s->x, s->hidden, EPILOGUE_ADD, s);
+API void baton_layer_close(const Layer *l, const Step *s, bf16 *region) {
+    Parts parts = parts_of(l, s, region);
+    Run run = {.parts = &parts, .count = 1};
+    parallel(close_tasks, &run, (int)s->threads);
+}
+
+#define LAYERS_AT_ONCE 32
+
+/* All layers: `x` becomes the last one's output. `region` is the first one's, the next lies `stride` elements on. */
+API void baton_layers(const Layer *layers, int64_t count, const Step *s, bf16 *region, int64_t stride) {
+    Parts parts[LAYERS_AT_ONCE];
+    for (int64_t first = 0; first < count; first += LAYERS_AT_ONCE) {
+        Run run = {.parts = parts, .count = count - first < LAYERS_AT_ONCE ? count - first : LAYERS_AT_ONCE};
+        for (int64_t i = 0; i < run.count; i++)
+            parts[i] = parts_of(layers + first + i, s, region + (first + i) * stride);
+        parallel(layers_tasks, &run, (int)s->threads);
+    }
 }
 
 /* ---------------------------------------------------------------- sampling */

@@ -24,6 +24,8 @@ log = get_log("native")
 HEAD_DIM_MAX = 256
 TASK_ROWS_MAX = 256
 """Rows of one sequence that one thread computes the attention of; beyond it the work is shared."""
+PACKED_ROWS_MIN = 4
+"""From so many rows on, keys and values are packed for them; fewer read both where they lie, one row after another."""
 
 
 class Epilogue(IntEnum):
@@ -32,6 +34,14 @@ class Epilogue(IntEnum):
     STORE = 0
     ADD = 1
     SWIGLU = 2
+
+
+class Opening(IntEnum):
+    """What a layer is opened for: the numbers are those of kernels.c."""
+
+    QUERIES = 1
+    RECORDS = 2
+    WHOLE = 3
 
 
 class Workspace:
@@ -69,9 +79,37 @@ class AttentionPlan:
     """[B + 1] first row of each sequence, and the number of rows."""
     contexts_B: np.ndarray
     tasks: np.ndarray
-    """[tasks, 3] sequence, its first row, number of rows."""
+    """[tasks, 4] sequence, its first row, number of rows, whether keys and values are packed for them."""
     blocks_T: np.ndarray
     slots_T: np.ndarray
+
+    def ends(self, sequences: np.ndarray) -> Ends:
+        """The last row of each of some sequences.
+
+        Keys are packed where they would be for the row among the others: the same sums, in the same order.
+        """
+        count, first_W, rows_W = len(sequences), self.rows_at[sequences], self.rows_at[sequences + 1] - 1
+        tasks = np.zeros((count, 4), dtype=np.int64)
+        tasks[:, 0], tasks[:, 2] = np.arange(count), 1
+        tasks[:, 3] = (rows_W - first_W) % TASK_ROWS_MAX + 1 >= PACKED_ROWS_MIN
+        plan = AttentionPlan(
+            tables=self.tables,
+            table_at_B=self.table_at_B[sequences],
+            rows_at=np.arange(count + 1),
+            contexts_B=self.contexts_B[sequences],
+            tasks=tasks,
+            blocks_T=self.blocks_T[rows_W],
+            slots_T=self.slots_T[rows_W],
+        )
+        return Ends(rows_W=torch.from_numpy(rows_W), plan=plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Rows that go through the last layer to its end, where the others end with K and V; and how these rows attend."""
+
+    rows_W: torch.Tensor
+    plan: AttentionPlan
 
 
 class Kernels:
@@ -98,7 +136,7 @@ class Kernels:
         )
         self._linear_scratch = function("baton_linear_scratch", integer, integer, integer, flag)
         self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real, flag)
-        self._rotate_store = function("baton_rotate_store", None, *[pointer] * 8, *[integer] * 5, real, flag)
+        self._rotate_store = function("baton_rotate_store", None, flag, *[pointer] * 8, *[integer] * 5, real, flag)
         self._attention = function(
             "baton_attention",
             None,
@@ -110,8 +148,9 @@ class Kernels:
         self.attention_scratch = function("baton_attention_scratch", integer, integer, integer)
         """Bytes for each thread: the longest context, the head's size."""
         self._highest = function("baton_highest", None, *[pointer] * 2, *[integer] * 2, flag)
-        self.layer_open = function("baton_layer_open", None, *[pointer] * 3)
+        self.layer_open = function("baton_layer_open", None, flag, *[pointer] * 3)
         self.layer_close = function("baton_layer_close", None, *[pointer] * 3)
+        self.layers = function("baton_layers", None, pointer, integer, pointer, pointer, integer)
 
     def highest(self, scores_BV: torch.Tensor) -> torch.Tensor:
         """The first column of each row's highest value -> int64 [B]. Contiguous bfloat16; NaN is no value."""
@@ -170,6 +209,7 @@ class Kernels:
         """Norm and turn the queries of `qkv_TX` in place, and its keys; write keys and values to their slots."""
         _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
         self._rotate_store(
+            Opening.WHOLE,
             qkv_TX.data_ptr(),
             None if norms is None else norms[0].data_ptr(),
             None if norms is None else norms[1].data_ptr(),

@@ -1,4 +1,4 @@
-"""A decoder layer in two calls of kernels.c: a call from Python costs as much as a small product.
+"""A decoder layer in two calls of kernels.c, or all layers in one: a call from Python costs as much as a small product.
 
 Shape suffixes as in engine/types.py; X the width of query, key and value together.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.native.kernels import AttentionPlan, Kernels, Operand, Workspace
+from engine.native.kernels import AttentionPlan, Kernels, Opening, Operand, Workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,10 @@ class _Step(Structure):
 
 
 class Layers:
-    """All layers of a model. One step at a time: `begin`, then `open` and `close` of each layer in order."""
+    """All layers of a model. One step at a time: `begin`, then `open` and `close` of each layer in order, or `run`.
+
+    `begin` again, between them, goes on with other rows.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class Layers:
     ) -> None:
         """Keeps the weights alive: the kernel has nothing but their addresses."""
         self._weights = weights
-        self._layers = [_layer(each) for each in weights]
+        self._layers = (_Layer * len(weights))(*[_layer(each) for each in weights])
         self._at = [addressof(each) for each in self._layers]
         self._kernels = kernels
         self._workspace = workspace
@@ -110,9 +113,16 @@ class Layers:
         )  # fmt: skip
         self._alive = (tensors, plan)
 
-    def open(self, layer: int, region_N2KSD: torch.Tensor) -> None:
-        """Write the new tokens' keys and values of one layer to their slots."""
-        self._kernels.layer_open(self._at[layer], self._step_at, region_N2KSD.data_ptr())
+    def run(self, kv_LN2KSD: torch.Tensor) -> None:
+        """All layers, for a step whose keys and values nobody waits for: the threads go through it together."""
+        assert len(kv_LN2KSD) == len(self._weights), len(kv_LN2KSD)
+        at, stride = kv_LN2KSD.data_ptr(), kv_LN2KSD.stride(0)
+        self._kernels.layers(self._at[0], len(self._weights), self._step_at, at, stride)
+
+    def open(self, layer: int, region_N2KSD: torch.Tensor, opening: Opening = Opening.WHOLE) -> None:
+        """Write the new tokens' keys and values of one layer to their slots, and make the queries that `close` asks
+        for; or one of the two."""
+        self._kernels.layer_open(opening, self._at[layer], self._step_at, region_N2KSD.data_ptr())
 
     def close(self, layer: int, region_N2KSD: torch.Tensor) -> None:
         """The rest of the layer that was opened last."""
