@@ -1,6 +1,6 @@
 """Does a cluster's memory grow while it works? Resident memory of every process, each second, under full load.
 
-    python -m benchmarks.memory --seconds 600 --json memory.json       # eleven minutes with the warm-up
+    python -m benchmarks.memory --seconds 600 --json memory.json       # twelve minutes with the warm-up
     python -m benchmarks.memory --engine mock --seconds 180
 
 One router, one prefill and one decode node. Prompts and answers of random lengths, some with a common beginning,
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--model-dir", type=Path, default=Path("build/memory-model"))
     parser.add_argument("--requests", type=int, default=32, help="at a time")
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--warm-up-s", type=float, default=60.0)
+    parser.add_argument("--warm-up-s", type=float, default=120.0)
     parser.add_argument("--every-s", type=float, default=1.0)
     parser.add_argument("--growth-max", type=float, default=0.02)
     parser.add_argument("--seed", default="0")

@@ -1,6 +1,7 @@
 """Which bytes of a region a grant opens. Pure.
 
-Shape suffixes: B = blocks of the grant, rising; S = segments of a write.
+Shape suffixes: B = blocks of the grant, rising; S = segments of a write;
+R = those that run over several records.
 """
 
 from __future__ import annotations
@@ -38,9 +39,14 @@ class RecordRanges:
             return all(map(self._covers, dst_S.tolist(), nbytes_S.tolist()))
         if ((nbytes_S <= 0) | (nbytes_S > total_bytes) | (dst_S < 0) | (dst_S > total_bytes - nbytes_S)).any():
             return False
-        first_S = dst_S // self._record_bytes
-        end_S = (dst_S + nbytes_S - 1) // self._record_bytes + 1
-        return bool((self._open_below(end_S) - self._open_below(first_S) == end_S - first_S).all())
+        first_S, last_S = dst_S // self._record_bytes, (dst_S + nbytes_S - 1) // self._record_bytes
+        block_S = first_S % self._num_blocks
+        at_S = np.searchsorted(self._blocks_B, block_S)
+        if len(self._blocks_B) == 0 or (self._blocks_B.take(at_S, mode="clip") != block_S).any():
+            return False
+        run_S = last_S > first_S
+        end_R, first_R = last_S[run_S] + 1, first_S[run_S]
+        return bool((self._open_below(end_R) - self._open_below(first_R) == end_R - first_R).all())
 
     def _covers(self, dst: int, nbytes: int) -> bool:
         if nbytes <= 0 or dst < 0 or dst + nbytes > self._num_records * self._record_bytes:

@@ -18,7 +18,7 @@ from kvtransfer.transports.posted_writes import Completed
 
 SHARED_BYTES_MIN = 1 << 20
 """A batch of more is shared between the streams: no frame of less is cut for that."""
-SHARES_OF_A_STREAM = 2
+SHARES_OF_A_STREAM = 1.25
 """Frames are cut so that at least so many for each stream are left, for the streams to end at about the same time."""
 
 
@@ -74,7 +74,7 @@ def frame_starts(total_bytes: int, bytes_max: int, streams: int) -> list[int]:
     shared_bytes_min = min(SHARED_BYTES_MIN, bytes_max)
     while at < total_bytes:
         starts.append(at)
-        at += min(bytes_max, max(shared_bytes_min, (total_bytes - at) // (SHARES_OF_A_STREAM * streams)))
+        at += min(bytes_max, max(shared_bytes_min, int((total_bytes - at) / (SHARES_OF_A_STREAM * streams))))
     return starts
 
 
@@ -93,10 +93,14 @@ def cut_frames(batch: Batch, bytes_max: int, segments_max: int, streams: int = 1
     total_bytes = int(ends_W[-1])
     starts_F = np.array(frame_starts(total_bytes, bytes_max, streams), np.int64)
     # Segments that run across the border of two frames are split there.
-    at_S = np.union1d(ends_W - merged.nbytes, starts_F)
-    whole_S = np.searchsorted(ends_W, at_S, side="right")
-    within_S = at_S - (ends_W - merged.nbytes)[whole_S]
-    src_S, dst_S = merged.src[whole_S] + within_S, merged.dst[whole_S] + within_S
+    begins_W = ends_W - merged.nbytes
+    whole_F = np.searchsorted(ends_W, starts_F, side="right")
+    splits = starts_F > begins_W[whole_F]
+    whole_X, at_X = whole_F[splits], starts_F[splits]
+    within_X = at_X - begins_W[whole_X]
+    at_S = np.insert(begins_W, whole_X + 1, at_X)
+    src_S = np.insert(merged.src, whole_X + 1, merged.src[whole_X] + within_X)
+    dst_S = np.insert(merged.dst, whole_X + 1, merged.dst[whole_X] + within_X)
     nbytes_S = np.diff(at_S, append=total_bytes)
     table_S2 = np.stack([dst_S, nbytes_S], axis=1).astype("<i8")
     borders = [*np.searchsorted(at_S, starts_F).tolist(), len(at_S)]

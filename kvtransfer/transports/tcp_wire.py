@@ -35,7 +35,7 @@ PROOF_BYTES = 32
 GRANT_BYTES = 16
 SEGMENT_BYTES = 16
 """Of one entry of a DATA message's table."""
-FRAME_BYTES_MAX = 1 << 23
+FRAME_BYTES_MAX = 1 << 25
 """A frame's payload, which takes several system calls: what a frame costs beside them is to be little."""
 FRAME_SEGMENTS_MAX = 4096
 STREAMS_MAX = 64
