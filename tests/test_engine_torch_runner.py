@@ -15,7 +15,7 @@ import transformers
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.demo_model import DemoModelParams, write_demo_model
-from engine.models import decoder
+from engine.models import decoder, layers
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice
 
@@ -364,7 +364,7 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
     Only such rows go through the last layer's feed-forward part, unless the runner is deterministic."""
     runner = TorchRunner.load(folder, block_size=BLOCK_SIZE, deterministic=deterministic)
     rows_seen: list[int] = []
-    original = decoder.swiglu
+    original = layers.swiglu
 
     def swiglu(x_TE: torch.Tensor, *parts: Any) -> torch.Tensor:
         rows_seen.append(len(x_TE))
@@ -392,7 +392,7 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
     assert [len(few) for few in outputs[0]] == [1, 0, 2]
     for few, every in zip(*outputs, strict=True):
         torch.testing.assert_close(few, every, rtol=0, atol=0 if deterministic else 1e-4)
-    np.testing.assert_array_equal(*(engine.kv_LN2KSD for engine in engines))
+    np.testing.assert_array_equal(engines[0].kv_LN2KSD, engines[1].kv_LN2KSD)
 
 
 def test_run_may_change_threads(demo_runner: TorchRunner) -> None:

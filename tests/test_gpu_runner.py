@@ -20,7 +20,7 @@ from engine.gpu.attention import PagedAttention
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import bucket_sizes
 from engine.gpu.runner import GpuRunner
-from engine.models import decoder
+from engine.models import decoder, layers
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice, StepResult
 
@@ -153,7 +153,7 @@ def test_the_last_layer_is_for_rows_that_draw(monkeypatch: pytest.MonkeyPatch) -
     assert runner._attention is not None
     runner._attention.decode = OnePlan(runner._attention.decode)
     rows_seen: list[int] = []
-    original = decoder.swiglu
+    original = layers.swiglu
 
     def swiglu(x_TE: torch.Tensor, *parts: Any) -> torch.Tensor:
         rows_seen.append(len(x_TE))
