@@ -26,7 +26,7 @@ from engine.torch_runner import TorchRunner, configure_threads
 from engine.types import NullSink, SamplingParams
 from kvtransfer.ledger import Ledger
 
-BLOCK_SIZE, NUM_BLOCKS, TOKENS_PER_STEP = 16, 1_024, 512
+BLOCK_SIZE, NUM_BLOCKS, TOKENS_PER_STEP = 16, 1_024, 2_048
 READ_BYTES, READ_PASSES = 1 << 30, 8
 """Many times the caches, and memory as the weights lie in: anonymous, in huge pages."""
 
