@@ -13,14 +13,18 @@ T = TypeVar("T")
 async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
     """Run it to its end, also where the caller is cancelled: it uses the region, which is closed next. What it made is
     dropped then."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # told to nobody: whoever asked has been cancelled
-        raise
+    # A future of the thread, no task: what cancels every task does not cancel it. Whoever cancels again waits as well.
+    thread = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
+    cancelled: asyncio.CancelledError | None = None
+    while not thread.done():
+        try:
+            await asyncio.wait([thread])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        thread.exception()  # told to nobody: whoever asked has been cancelled
+        raise cancelled
+    return thread.result()
 
 
 def let_go(error: BaseException | None) -> None:

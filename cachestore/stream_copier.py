@@ -135,8 +135,10 @@ class StreamCopier:
                     self._land()
         except Exception as error:
             log.exception("blocks cannot be copied to host memory or back any more")
-            self._settle()
-            self._fail(error)
+            try:
+                self._settle()
+            finally:
+                self._fail(error)
 
     def _next(self) -> _Asked | None:
         """What is to be queued on the device now, if there is anything; it stays in `_waiting`. Waits for work.

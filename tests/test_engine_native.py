@@ -77,6 +77,12 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def products_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU has AMX they would be oneDNN's, whose bits depend on the number of rows."""
+    monkeypatch.setattr(native_kernels(), "level", 1)
+
+
 class Side:
     """One way of computing, over a region of its own."""
 
@@ -342,3 +348,24 @@ def test_other_types_and_modes_stay_with_torch() -> None:
     assert not TorchRunner(config=config, tensors=floats, block_size=16).uses_kernels
     assert not TorchRunner(config=config, tensors=tensors, block_size=16, deterministic=True).uses_kernels
     assert not TorchRunner(config=replace(config, head_dim=258), tensors=tensors, block_size=16).uses_kernels
+
+
+@pytest.mark.parametrize("in_two_calls", [True, False])
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_layer_is_told_of_when_its_records_are_there(in_two_calls: bool, draws: bool) -> None:
+    """What the region has of a layer when the sink hears of it is what it has at the end, in the last layer too, which
+    most rows leave there."""
+    runner = TorchRunner(config=model("odd sizes")[0], tensors=model("odd sizes")[1], block_size=16)
+    assert runner._native is not None
+    if not in_two_calls:
+        runner._native._decoder._whole = None
+    side, seen = Side(runner, None, None), []
+
+    class Looking:
+        def layer_done(self, layer: int) -> None:
+            seen.append((layer, side.region_U8.reshape(2, -1)[layer].copy()))
+
+    side.output(replace(piece(0, text(70, 3), 0, 70), sample=draws), sink=Looking())
+    assert [layer for layer, _ in seen] == [0, 1]
+    for layer, records in seen:
+        assert np.array_equal(records, side.region_U8.reshape(2, -1)[layer])

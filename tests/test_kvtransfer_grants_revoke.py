@@ -21,6 +21,7 @@ from kvtransfer.receiver_messages import (
     CountRefused,
     FencePair,
     ForgetGrant,
+    PairFenced,
     Refusal,
     RenewAsked,
     RequestCancelled,
@@ -304,6 +305,20 @@ def test_a_writer_that_was_forgotten_and_comes_back_gets_an_epoch_that_it_has_no
     r.reserve(1)
     w.granted(1, epoch=r.machine.epoch(PAIR))
     assert w.machine.lowest_live == nth(1)
+
+
+def test_the_latest_epoch_of_all_that_were_forgotten_counts() -> None:
+    """One pair was fenced five times, another once and forgotten last: the first still gets none that it has had."""
+    r = Receiver()
+    r.reserve()
+    r.let_go()
+    r.machine.handle(WriterSuspected(pair=OTHER_PAIR))
+    for epoch in range(5):
+        r.fenced(epoch)
+    r.machine.handle(PairFenced(pair=OTHER_PAIR, epoch=EPOCH_0))
+    for pair in (PAIR, OTHER_PAIR):
+        r.machine.forget_pair(pair)
+    assert r.machine.epoch(PAIR) == 5
 
 
 def test_cached_prefix_is_held_by_the_grant() -> None:

@@ -5,6 +5,7 @@ arrays."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,10 +24,11 @@ from kvtransfer.transports.rdma_offer import register_if_usable
 from tests.fake_device import FakeDriver
 from tests.rdma_double import DoubleQueuePairs
 from tests.rdma_harness import CONFIG, EPOCH, GRANT, PAIR, Receiving, double, linked, receiving, seal_of
-from tests.shm_harness import REGION_NBYTES, Recorder, run
+from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, run
 from tests.shm_peer import source_bytes
 from tests.transport_kits import RDMA_KITS, Kit
 from tests.transport_suite import (
+    Everything,
     a_closed_port_lets_go_of_everything,
     an_abandoned_grant_completes_and_others_go_on,
     an_orderly_close_is_no_reason_for_a_fence,
@@ -49,9 +51,11 @@ SOURCE_U8 = source_bytes(1, REGION_NBYTES)
 
 
 class LooseDriver(FakeDriver):
-    """Of a device that sees what a card has written when it is flushed, and not before. `broken`: why it is not."""
+    """Of a device that sees what a card has written when it is flushed, and not before. `broken`: why it is not;
+    `fails`: so many times."""
 
     broken = ""
+    fails = 0
 
     def allocate(self, nbytes: int) -> int:
         self.seen_U8 = np.zeros(nbytes, np.uint8)
@@ -62,8 +66,9 @@ class LooseDriver(FakeDriver):
         return self.seen_U8
 
     def flush_remote_writes(self) -> None:
-        if self.broken:
-            raise DeviceError(self.broken)
+        if self.broken or self.fails:
+            self.fails = max(0, self.fails - 1)
+            raise DeviceError(self.broken or "not now")
         self.seen_U8[:] = super().memory(self._address, len(self.seen_U8))
 
 
@@ -190,17 +195,46 @@ def test_a_fence_has_its_evidence_when_the_device_sees_what_came_before() -> Non
     run(test())
 
 
+def test_a_fence_that_is_tried_again_leaves_the_descriptors_of_others_alone() -> None:
+    """Its completion channel is closed with its queue pairs: what is opened next gets the number, and is heard."""
+
+    async def test() -> None:
+        driver, loop, came = LooseDriver(), asyncio.get_running_loop(), asyncio.Event()
+        async with on(driver) as (r, _), linked(r, SOURCE_U8):
+            fd = r.qps.fd
+            driver.fails = 3
+            r.port.fence(PAIR, EPOCH)
+            taken = [os.eventfd(0)]
+            while taken[-1] != fd:
+                taken.append(os.eventfd(0))
+            loop.add_reader(fd, came.set)
+            await r.events.until(lambda e: bool(e.gone))
+            os.eventfd_write(fd, 1)
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    await came.wait()
+            finally:
+                loop.remove_reader(fd)
+                for each in taken:
+                    os.close(each)
+
+    run(test())
+
+
 def test_a_port_closes_though_its_device_cannot_be_flushed() -> None:
     """Nobody is told of anything any more; the queue pairs are destroyed, and the card is let go of."""
 
     async def test() -> None:
         driver = LooseDriver()
         async with on(driver) as (r, _), linked(r, SOURCE_U8):
+            device: Any = r.memory.device
             driver.broken = "the device is lost"
             r.port.fence(PAIR, EPOCH)
             await r.port.close()
             assert not any(not qps.sends for qps in DoubleQueuePairs.alive.values())
             assert r.events.gone == []
+            await r.memory.close()
+            assert device.closed
 
     run(test())
 
@@ -245,3 +279,42 @@ def test_from_a_source_that_is_computed_late_all_is_as_elsewhere(
 ) -> None:
     """The cases of all transports that need no second process, from the stand-in device to the stand-in device."""
     run(case(RDMA_KITS[1]))
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_what_a_writer_lets_go_of_by_its_own_word_is_flushed(sealed: bool) -> None:
+    """Posted and completed. With a seal of it the device has been flushed already; without one the end of the grant
+    does it, so that nothing of it is on its way to a block that is free from then on."""
+
+    async def test() -> None:
+        driver, ops = LooseDriver(), record_ops(2, 20)
+        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, told):
+            r.port.allow(PAIR, EPOCH, GRANT, Everything())
+            link.post(GRANT, ops)
+            await told.until(lambda e: bool(e.completed))
+            if sealed:
+                link.seal(seal_of(1))
+                await r.events.until(lambda e: bool(e.seals))
+            assert figures(r)[:3] == (int(sealed), int(sealed), 0)
+            r.port.forbid(GRANT)
+            assert figures(r)[:3] == (int(sealed), 1, 0)
+            assert np.array_equal(driver.seen_U8, expected_region(SOURCE_U8, ops))
+            r.port.forbid(GRANT)
+            assert figures(r)[:3] == (int(sealed), 1, 0)
+
+    run(test())
+
+
+def test_a_grant_that_ends_on_a_device_that_cannot_be_flushed_ends_its_link() -> None:
+    async def test() -> None:
+        driver = LooseDriver()
+        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, told):
+            r.port.allow(PAIR, EPOCH, GRANT, Everything())
+            link.post(GRANT, record_ops(2, 20))
+            await told.until(lambda e: bool(e.completed))
+            driver.fails = 1
+            r.port.forbid(GRANT)
+            await told.until(lambda e: bool(e.lost))
+            assert (r.port.describe()["refused"], figures(r)[2]) == ({"FLUSH": 1}, 1)
+
+    run(test())

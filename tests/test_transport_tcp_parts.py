@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidField
@@ -111,9 +111,16 @@ def test_neighbouring_records_travel_as_one_segment() -> None:
     assert (frame.src_S.tolist(), frame.table_S2.tolist()) == ([0, 80], [[40, 32], [0, 8]])
 
 
+NEAR_RECORDS = st.builds(
+    lambda record, into, nbytes: (8 * record + into, nbytes), st.integers(0, 17), st.integers(0, 7), st.integers(1, 20)
+)
+"""Within the region but for its end; as likely in one record as over two or three."""
+
+
+@settings(max_examples=1_000)
 @given(
-    st.sets(st.integers(0, 5)),
-    st.lists(st.tuples(st.integers(-5, 160), st.integers(-3, 160)), min_size=1, max_size=4),
+    st.sets(st.integers(0, 5), min_size=3) | st.sets(st.integers(0, 5)),
+    st.lists(NEAR_RECORDS | st.tuples(st.integers(-5, 160), st.integers(-3, 160)), min_size=1, max_size=3),
     st.sampled_from([1, LOOPED_SEGMENTS_MAX + 1]),
 )
 def test_ranges_cover_exactly_the_granted_records(

@@ -7,6 +7,7 @@
  * R rows at once   P panel: 32 columns of a packed matrix, which lie as [K/2][32][2], so that one load is 16 columns of
  * two neighbouring k   "pair": two bfloat16 of neighbouring k in 32 bits
  */
+#define _GNU_SOURCE /* CPU_COUNT */
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
@@ -27,7 +28,7 @@ typedef uint16_t bf16;
 #define PANEL 32
 
 static void parallel(void (*fn)(void *), void *arg, int threads) {
-    if (threads > 1 && GOMP_parallel) GOMP_parallel(fn, arg, (unsigned)threads, 0);
+    if (threads > 1 && GOMP_parallel && omp_get_num_threads) GOMP_parallel(fn, arg, (unsigned)threads, 0);
     else fn(arg);
 }
 
@@ -46,6 +47,19 @@ typedef struct {
 #define SPINS_MAX 4096
 #define SOON_BYTES_MAX (256 << 10) /* of a second cache of at least 512 KiB */
 
+/* Looks that a thread takes before it gives its core away: none where there are more threads than cores, since whom it
+ * waits for may be waiting for the core. */
+static int spins_of(int threads) {
+    static int cores;
+    int known = __atomic_load_n(&cores, __ATOMIC_RELAXED);
+    if (!known) {
+        cpu_set_t set;
+        known = sched_getaffinity(0, sizeof set, &set) ? INT16_MAX : CPU_COUNT(&set);
+        __atomic_store_n(&cores, known, __ATOMIC_RELAXED);
+    }
+    return threads > known ? 0 : SPINS_MAX;
+}
+
 /* Returns when all threads of the region have come. Who waits for the others asks for what it reads next. */
 static void meet(Crew *c, Soon *soon) {
     int threads = omp_get_num_threads ? omp_get_num_threads() : 1;
@@ -56,12 +70,12 @@ static void meet(Crew *c, Soon *soon) {
         __atomic_store_n(&c->round, round + 1, __ATOMIC_RELEASE);
         return;
     }
-    for (int spins = 0; __atomic_load_n(&c->round, __ATOMIC_ACQUIRE) == round;) {
+    for (int spins = spins_of(threads); __atomic_load_n(&c->round, __ATOMIC_ACQUIRE) == round;) {
         if (soon->at < soon->end) {
             for (int i = 0; i < 256; i += 64) _mm_prefetch(soon->at + i, _MM_HINT_T1);
             soon->at += 256;
-        } else if (spins < SPINS_MAX) {
-            spins++;
+        } else if (spins > 0) {
+            spins--;
             _mm_pause();
         } else {
             sched_yield();

@@ -18,10 +18,10 @@ import socket
 from collections.abc import Callable
 from typing import ClassVar
 
-from baton.ids import Epoch, Pair
+from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from kvtransfer.device.driver import DeviceError
-from kvtransfer.transport import ReceiverEvents, TransportName
+from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.base_port import ListeningPort
 from kvtransfer.transports.pair_fence import Evidence
@@ -80,6 +80,8 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         self._memory = memory
         self._offered = offered
         self._hold: Hold | None = None
+        self._unsealed: dict[GrantId, Pair] = {}
+        """Grants that may be written to, and no seal of theirs has come."""
         memory.when_returned(self._device_back)
         self._device_back()
 
@@ -88,6 +90,24 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         # Without a device the address leads to a refusal, which says so.
         base, rkey = (device.base, device.rkey) if device is not None else (0, 0)
         return RegionAddress(listens=self.address, base=base, rkey=rkey).encode()
+
+    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
+        """Forbids nobody anything: a writer that has the key is bounded by its own library alone."""
+        self._unsealed[grant] = pair
+
+    def forbid(self, grant: GrantId) -> None:
+        """The writer says that it is through, and no seal of this grant has had the device flushed: that is done now.
+        Where it fails, the link ends."""
+        pair = self._unsealed.pop(grant, None)
+        for connection in list(self._connections.values()):
+            if connection.qps is None or connection.hello is None or connection.hello.pair != pair:
+                continue
+            try:
+                self._memory.flush()
+            except DeviceError as error:
+                self._counts["flush_failed"] += 1
+                log.error("a grant is over, and the device's memory cannot be flushed", reason=str(error))
+                self._refuse(connection, RefusalReason.FLUSH)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. Nothing lands any more when this returns."""
@@ -292,6 +312,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         if whole is None or hello is None:
             return
         self._memory.flush()
+        self._unsealed.pop(whole.seal.grant, None)
         self._counts["seals"] += 1
         connection.send(wire.Sealed(number=whole.number))
         if not self._closed:
@@ -331,7 +352,10 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         """The one place where a connection stops counting as one that may write: its queue pairs are destroyed, and
         what has come through them is where it belongs."""
         connection.cancel_timer()
-        if connection.qps is not None:
+        again = connection.destroy_timer is not None
+        connection.cancel_destroy()
+        if connection.qps is not None and not again:
+            # Once: from then on its descriptor may be closed, and the number another's.
             self._loop.remove_reader(connection.qps.fd)
         connection.close_sock(self._loop)
         if connection.qps is not None:
@@ -342,7 +366,6 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
             except (QueuePairFailed, DeviceError) as error:
                 self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
                 log.error("a fence has no evidence yet", reason=str(error))
-                connection.cancel_destroy()
                 connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._drop, connection)
                 return
             assert connection.hello is not None and connection.hold is not None
