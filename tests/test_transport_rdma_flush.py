@@ -293,7 +293,7 @@ def test_what_a_writer_lets_go_of_by_its_own_word_is_flushed(sealed: bool) -> No
             link.post(GRANT, ops)
             await told.until(lambda e: bool(e.completed))
             if sealed:
-                link.seal(seal_of(1))
+                link.seal(replace(seal_of(), grant=GRANT))
                 await r.events.until(lambda e: bool(e.seals))
             assert figures(r)[:3] == (int(sealed), int(sealed), 0)
             r.port.forbid(GRANT)

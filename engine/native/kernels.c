@@ -418,8 +418,8 @@ INLINE void transpose16(__m512i *v) {
     UNROLL for (int i = 0; i < 16; i++) v[i] = t[i];
 }
 
-/* Rows of words at `x + r * stride`, `rows` of them at most ROWS_MAX -> to[i * wide + r] for the first `words` words i, and
- * zeros from `rows` to `wide`. */
+/* Rows of words at `x + r * stride`, `rows` of them at most ROWS_MAX -> to[i * wide + r] for the first `words` words i;
+ * what lies from `rows` to `wide` is read by nobody. */
 INLINE void pack_words(const bf16 *x, int64_t stride, int64_t rows, int64_t words, uint32_t *to, int64_t wide) {
     __mmask16 lanes = (__mmask16)((1u << wide) - 1);
     int64_t i = 0;

@@ -93,6 +93,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """Forbids nobody anything: a writer that has the key is bounded by its own library alone."""
+        super().allow(pair, epoch, grant, ranges)
         self._unsealed[grant] = pair
 
     def forbid(self, grant: GrantId) -> None:
