@@ -26,9 +26,8 @@ from tests.rdma_double import DoubleQueuePairs
 from tests.rdma_harness import CONFIG, EPOCH, GRANT, PAIR, Receiving, double, linked, receiving, seal_of
 from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, run
 from tests.shm_peer import source_bytes
-from tests.transport_kits import RDMA_KITS, Kit
+from tests.transport_kits import RDMA_KITS, Everything, Kit
 from tests.transport_suite import (
-    Everything,
     a_closed_port_lets_go_of_everything,
     an_abandoned_grant_completes_and_others_go_on,
     an_orderly_close_is_no_reason_for_a_fence,
