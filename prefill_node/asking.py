@@ -161,10 +161,7 @@ class DecodeNodes:
                 refusals.append(_named(record, error))
                 if error.reason is Reason.DECODE_FULL:
                     without_room.append(record)
-        # A full node is worth another try later, so that answer is preferred over "unreachable" and the like; of
-        # several, the one that expects room first.
-        full = [e for e in refusals if e.reason is Reason.DECODE_FULL]
-        told = min(full, key=lambda e: e.retry_after_ms or 0) if full else refusals[-1]
+        told = most_hopeful(refusals)
         if told.reason in NOT_REACHED:
             told = _nobody_reached(told)
         return Refused(error=told, reasons=frozenset(e.reason for e in refusals), full=without_room)
@@ -195,6 +192,19 @@ class DecodeNodes:
         if not has_room:
             behind.append(record)
         return has_room
+
+
+def most_hopeful(refusals: Sequence[BatonError]) -> BatonError:
+    """Of the answers of several decode nodes, at least one, the one to tell.
+
+    A full node is worth another try later; of several, the one that expects room first. "Too long" is final, and true
+    only where every node has said so: one that did not answer may hold the request.
+    """
+    full = [e for e in refusals if e.reason is Reason.DECODE_FULL]
+    if full:
+        return min(full, key=lambda e: e.retry_after_ms or 0)
+    hopeful = [e for e in refusals if e.reason is not Reason.PROMPT_TOO_LONG]
+    return (hopeful or refusals)[-1]
 
 
 def _nobody_reached(error: BatonError) -> BatonError:
