@@ -87,7 +87,7 @@ def test_time_is_over() -> None:
 
 
 def test_too_large_a_message_is_no_matter_of_load() -> None:
-    """gRPC uses one code for both. Sending it again later would be in vain, so neither reason nor code speak of load."""
+    """gRPC uses one code for both. Sending it again later would be in vain, so reason and code do not speak of load."""
     error = failed("CLIENT: Sent message larger than max (20000010 vs. 16777216)", grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert (error.reason, error.code, error.retry_after_ms, error.message) == (
         Reason.BAD_FIELD,
