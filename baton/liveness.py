@@ -22,7 +22,8 @@ from baton.errors import BatonError, InvalidField, Reason, check_positive
 
 DOUBT_PAUSE_MS: Final = 1_000
 """After a peer was lost for ending every call at once: until it is tried again, doubled with each time."""
-DOUBT_PAUSE_MS_MAX: Final = 30_000
+DOUBT_PAUSE_MS_MAX: Final = 5_000
+"""A peer that heals in place is tried this much later at most, and is of use again `barren_ms_max` after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

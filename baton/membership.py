@@ -238,8 +238,8 @@ class Membership:
         """A directory that is found again may have heard of nobody for as long as it was lost: it was restarted, stood
         still, or was cut off from all of them. It hears of those that live within a heartbeat. Nodes that it neither
         lists nor knows to have said goodbye are kept for `ttl_ms` more, so that its trouble is not an outage. Where it
-        is lost and found again and again, faster than that, the dead would never run out: they have `stale_ms_max` in
-        all, as while it is out of reach."""
+        is lost for less than that, again and again, the dead would never run out: they have `stale_ms_max` in all, as
+        while it is out of reach. A loss of `ttl_ms` or more is a new one, after which they have all of that again."""
         settled = {record.name for record in snapshot.records} | snapshot.left
         if found_again:
             self._unconfirmed = {record.name: self._wait_for(record.name) for record in self._records}

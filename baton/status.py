@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from baton.errors import BatonError, Code, Reason
+from baton.errors import CODE_OF, BatonError, Code, Reason
 
 DOMAIN: Final = "baton"
 MESSAGE_BYTES_MAX: Final = 800
@@ -56,7 +56,7 @@ _WORDS: Final = (
     ("End of TCP stream", "has closed the connection in the middle of the call"),
     ("Cancelling all calls", "is stopping, and has ended the call"),
     ("Server shutdown", "is stopping, and has ended the call"),
-    ("GOAWAY", "is stopping, and has closed the connection"),
+    ("GOAWAY", "wants no more calls on this connection, and has closed it"),
     ("Deadline Exceeded", "did not answer in time"),
 )
 """What gRPC says, by a part of it, and what that means of the peer. The first that fits counts: the cause stands in the
@@ -131,6 +131,7 @@ def _plain(code: Code, details: str, peer: str | None) -> BatonError:
     reason = _PLAIN_REASONS.get(code, Reason.UNRECOGNISED)
     if code is Code.RESOURCE_EXHAUSTED and _TOO_LARGE in details:
         reason = Reason.BAD_FIELD  # the same again would be as large
+        code = CODE_OF[reason]
     for part, words in _WORDS:
         if part in details:
             return BatonError(reason, f"{peer or 'The peer'} {words}.", code=code)

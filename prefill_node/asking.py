@@ -15,10 +15,11 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.wire import ModelInfo, NodeRecord
 from engine.block_manager import BlockManager
+from kvtransfer.compatibility import differences
 from kvtransfer.writer import Handoff, WriterPeer
 from prefill_node.affinity import DecodeAffinity
 from prefill_node.job import Job
-from prefill_node.placement import NOBODY_TO_ASK, blocks_needed, order_decode_nodes, ready_nodes
+from prefill_node.placement import NOBODY_TO_ASK, blocks_needed, may_hold, order_decode_nodes, ready_nodes
 
 log = get_log("prefill")
 
@@ -37,10 +38,10 @@ ASK_ELSEWHERE = frozenset(
         Reason.TOO_MANY_CALLS,
     }
 )
+"""What one decode node may answer without ending the request: the next one is asked."""
 NOT_REACHED = frozenset({Reason.DEADLINE, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH, Reason.NODE_DRAINING})
 """Of a decode node (DEADLINE: the call's own, not the client's). Passed on as they are, the router would take them for
 this node's own end."""
-"""What one decode node may answer without ending the request: the next one is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +88,26 @@ class DecodeNodes:
         """How many are ready, by the directory."""
         return len(ready_nodes(self._records()))
 
-    def reached_by_router(self, job: Job) -> bool:
-        """Whether one of these is there that the request's router does not want avoided."""
-        avoid = job.request.avoid_decode
-        return any(record.incarnation not in avoid for record in ready_nodes(self._records()))
+    def ready_for(self, job: Job, *, avoided_too: bool) -> int:
+        """How many ready ones are there for the request: with `avoided_too` all, since any may have to refuse it; else
+        those that its router reaches and that may come to hold it, by what they have said of themselves."""
+        if avoided_too:
+            return self.ready
+        reached = [r for r in ready_nodes(self._records()) if r.incarnation not in job.request.avoid_decode]
+        return len(self._may_take(job, reached))
+
+    def may_be_held(self, job: Job) -> bool:
+        """Whether one of these, ready or not, may come to hold the request, by what it has said of itself."""
+        return bool(self._may_take(job, self._records()))
+
+    def _may_take(self, job: Job, records: Sequence[NodeRecord]) -> list[NodeRecord]:
+        """Those of the same model with a region that is large enough, whatever is free there now."""
+        blocks = self._blocks_needed(job)
+        large = [record for record in records if may_hold(record, blocks)]
+        return [record for record in large if record.model is not None and not differences(self._model, record.model)]
+
+    def _blocks_needed(self, job: Job) -> int:
+        return blocks_needed(len(job.tokens), job.prompt_len, job.params.max_tokens, self._model)
 
     async def reserve(
         self, job: Job, *, sources_released: Callable[[], None], avoided_too: bool = True
@@ -110,7 +127,7 @@ class DecodeNodes:
                 room_of=self.affinity.room,
                 instead=self.affinity.instead(chain),
                 avoid=job.request.avoid_decode,
-                blocks=blocks_needed(len(job.tokens), job.prompt_len, job.params.max_tokens, self._model),
+                blocks=self._blocks_needed(job),
                 avoided_too=avoided_too,
             )
         except BatonError as error:
@@ -144,10 +161,7 @@ class DecodeNodes:
                 refusals.append(_named(record, error))
                 if error.reason is Reason.DECODE_FULL:
                     without_room.append(record)
-        # A full node is worth another try later, so that answer is preferred over "unreachable" and the like; of
-        # several, the one that expects room first.
-        full = [e for e in refusals if e.reason is Reason.DECODE_FULL]
-        told = min(full, key=lambda e: e.retry_after_ms or 0) if full else refusals[-1]
+        told = most_hopeful(refusals)
         if told.reason in NOT_REACHED:
             told = _nobody_reached(told)
         return Refused(error=told, reasons=frozenset(e.reason for e in refusals), full=without_room)
@@ -178,6 +192,19 @@ class DecodeNodes:
         if not has_room:
             behind.append(record)
         return has_room
+
+
+def most_hopeful(refusals: Sequence[BatonError]) -> BatonError:
+    """Of the answers of several decode nodes, at least one, the one to tell.
+
+    A full node is worth another try later; of several, the one that expects room first. "Too long" is final, and true
+    only where every node has said so: one that did not answer may hold the request.
+    """
+    full = [e for e in refusals if e.reason is Reason.DECODE_FULL]
+    if full:
+        return min(full, key=lambda e: e.retry_after_ms or 0)
+    hopeful = [e for e in refusals if e.reason is not Reason.PROMPT_TOO_LONG]
+    return (hopeful or refusals)[-1]
 
 
 def _nobody_reached(error: BatonError) -> BatonError:

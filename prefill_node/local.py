@@ -14,7 +14,7 @@ from batonpb import prefill_pb2
 from baton.ids import RequestKey
 from engine.core import TokenEvent
 from engine.sequence import Sequence
-from prefill_node.local_policy import LocalPolicy
+from prefill_node.local_policy import LocalFallback, LocalPolicy
 
 if TYPE_CHECKING:
     from prefill_node.job import Job
@@ -78,3 +78,11 @@ class LocalRunner(Protocol):
     def cancel(self, key: RequestKey) -> None:
         """Give it up, wherever it is. Idempotent."""
         ...
+
+
+def asks_avoided(local: LocalRunner | None, job: Job) -> bool:
+    """Whether the request is handed over even to a decode node that its router does not reach, where there is no other:
+    not where it may run here (`local`; None: a node that only prefills) and its router reaches this node."""
+    if local is None or local.policy.fallback is LocalFallback.NEVER:
+        return True
+    return local.avoided(job) or local.never(job) is not None

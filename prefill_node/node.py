@@ -37,8 +37,8 @@ from prefill_node.job import (
     handed_off_event,
     handoff_failed,
 )
-from prefill_node.local import LocalRunner
-from prefill_node.local_policy import NOT_THERE, LocalFallback, falls_back, is_kept
+from prefill_node.local import LocalRunner, asks_avoided
+from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, falls_back, is_kept
 from prefill_node.posting import Posting, StepSink
 from prefill_node.rate import PrefillRate
 from prefill_node.request import check_request, no_room
@@ -169,8 +169,8 @@ class PrefillNode:
                 job.kept = may and need + growth <= self.ledger.available
                 if job.kept:
                     need += growth
-                elif not self._decode_nodes.ready:
-                    return  # there is nobody to hand it to: it waits for room here
+                elif not self._others(job):
+                    return  # nobody to hand it to: it waits for room here, and those behind it wait too
             self._queue.popleft()
             if job.turn.done():
                 continue  # being cancelled: its own task gives it back
@@ -192,7 +192,7 @@ class PrefillNode:
         """Whether it is to run here, as far as it ever can."""
         if not job.needs_decode or local.never(job) is not None:
             return False
-        if local.avoided(job) and self._decode_nodes.reached_by_router(job):
+        if local.avoided(job) and self._decode_nodes.ready_for(job, avoided_too=False):
             return False
         size = self._blocks.block_size
         cached = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
@@ -200,7 +200,7 @@ class PrefillNode:
             local.policy,
             prompt_tokens=len(job.tokens),
             cached_tokens=len(cached) * size,
-            decode_nodes=self._decode_nodes.ready,
+            decode_nodes=self._others(job),
         )
 
     async def _place(self, job: Job) -> prefill_pb2.PrefillEvent:
@@ -214,7 +214,7 @@ class PrefillNode:
         slow = self._loop.call_later(GRANT_WAIT_MS_MAX / 1000, self._go_past, job)
         try:
             asked = await self._decode_nodes.reserve(
-                job, sources_released=lambda: self._sources_released(job), avoided_too=self._asks_avoided(job)
+                job, sources_released=lambda: self._sources_released(job), avoided_too=asks_avoided(self._local, job)
             )
         finally:
             slow.cancel()
@@ -222,23 +222,22 @@ class PrefillNode:
             job.handoff = asked
             return granted_event(asked)
         if local is not None and falls_back(local.policy, asked.reasons):
-            if not local.stands_back(job) and self._keep(job, local):
+            elsewhere = local.avoided(job) and self._decode_nodes.ready_for(job, avoided_too=False)
+            waits = elsewhere and asked.reasons & TAKES_NONE_NOW  # the router reaches one that may have room later
+            if not waits and not local.stands_back(job) and self._keep(job, local):
                 self._decode_nodes.wants_no_more(job, asked.full)
                 return prefill_pb2.PrefillEvent(granted=local.granted())
             never = local.never(job)
-            if never is not None and asked.reasons <= NOT_THERE:
+            if never is not None and asked.reasons <= NOT_THERE and not self._decode_nodes.may_be_held(job):
                 raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
         try:
             raise asked.error
         finally:
             del asked  # or the error, and the job with it, would refer to itself, by this frame in its traceback
 
-    def _asks_avoided(self, job: Job) -> bool:
-        """Whether to hand over to nodes that the router does not reach, rather than to none: not what can run here."""
-        local = self._local
-        if local is None or local.policy.fallback is LocalFallback.NEVER:
-            return True
-        return local.avoided(job) or local.never(job) is not None
+    def _others(self, job: Job) -> int:
+        """How many decode nodes there are to hand it to."""
+        return self._decode_nodes.ready_for(job, avoided_too=asks_avoided(self._local, job))
 
     def _go_past(self, job: Job) -> None:
         """A decode node does not answer: it may be dead, and those behind this request are not to wait until it is."""

@@ -56,7 +56,7 @@ class PrefillNodes:
         self, job: Job, key: RequestKey, *, silent: Collection[Incarnation] = ()
     ) -> tuple[NodeRecord, Callable[[], None]]:
         """Where the next attempt goes, and what to call when that has ended. `silent` are processes that do not answer:
-        a call to one of them is tried only where there is no other.
+        one of them is asked only where no other is left, and so too once those that answer have all failed the request.
 
         Raises BatonError NO_PREFILL_NODE, and where no region is large enough PROMPT_TOO_LONG, or NOT_RESUMABLE in the
         middle of an answer.

@@ -14,7 +14,7 @@ from batonpb import node_pb2, node_pb2_grpc
 from baton.clock import SystemClock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Code, Reason
 from baton.rpc import RpcLimits
 from baton.rpc_client import ChannelLimits, Channels, rpc_errors
 from baton.status import from_rpc_error
@@ -66,7 +66,11 @@ def failed(details: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) ->
         ("keepalive watchdog timeout", "decode-0 no longer answers: it is stopped, or cut off."),
         ("ping timeout", "decode-0 no longer answers: it is stopped, or cut off."),
         ("Cancelling all calls", "decode-0 is stopping, and has ended the call."),
-        ("GOAWAY received", "decode-0 is stopping, and has closed the connection."),
+        ("GOAWAY received", "decode-0 wants no more calls on this connection, and has closed it."),
+        (
+            "GOAWAY received; Error code: 11; Debug Text: too_many_pings",
+            "decode-0 wants no more calls on this connection, and has closed it.",
+        ),
         ("the moon is full", "decode-0: the moon is full"),
         ("", "decode-0: unavailable"),
     ],
@@ -83,13 +87,16 @@ def test_time_is_over() -> None:
 
 
 def test_too_large_a_message_is_no_matter_of_load() -> None:
-    """gRPC uses one code for both; sending it again later would be in vain."""
+    """gRPC uses one code for both. Sending it again later would be in vain, so reason and code do not speak of load."""
     error = failed("CLIENT: Sent message larger than max (20000010 vs. 16777216)", grpc.StatusCode.RESOURCE_EXHAUSTED)
-    assert (error.reason, error.message) == (
+    assert (error.reason, error.code, error.retry_after_ms, error.message) == (
         Reason.BAD_FIELD,
+        Code.INVALID_ARGUMENT,
+        None,
         "decode-0 takes and gives no message as large as this one (rpc.message_bytes_max).",
     )
-    assert failed("", grpc.StatusCode.RESOURCE_EXHAUSTED).reason is Reason.TOO_MANY_CALLS
+    busy = failed("", grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert (busy.reason, busy.code) == (Reason.TOO_MANY_CALLS, Code.RESOURCE_EXHAUSTED)
 
 
 async def called(endpoint: str, *, timeout_s: float = CALL_S) -> BatonError:

@@ -11,9 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 from batonpb import node_pb2
 
+from baton.errors import Reason
 from baton.lifecycle import Lifecycle, LifecycleEvent
 from prefill_node.peers import OUT_OF_REACH
-from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
+from tests.cluster_harness import assert_conserved, error_of, mock_spec, mock_tokens, random_prompt, wait_for
 from tests.faults.cluster import faulty, mixed_spec
 from tests.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
 from tests.inprocess_scenes import REACHED_S_MAX, until
@@ -99,6 +100,109 @@ def test_a_node_that_may_not_keep_it_hands_it_over_all_the_same(flags: dict[str,
         )
         async with inprocess(spec) as cluster:
             assert await granted_by(cluster, "long", LONG, count=600, avoid=(THERE,)) == THERE
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("other", ["out of reach", "not ready", "too small"])
+def test_a_prompt_whose_answer_only_the_other_node_could_hold(other: str) -> None:
+    """This node's region is too small for prompt and answer. While the other node is out of reach or cordoned the
+    request is told to come again, and is taken when the other one is back; where that is too small as well it is told
+    so for good."""
+
+    async def scenario() -> None:
+        small = [HERE, THERE] if other == "too small" else [HERE]
+        flags: dict[str, dict[str, object]] = {name: {"engine.num_blocks": 30} for name in small}
+        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags={"handoff_tokens_min": MIN}, node_flags=flags)
+        async with inprocess(spec) as cluster:
+            prompt, node = random_prompt(random.Random(74), LONG), cluster.prefill[HERE]
+            attendance, drain = None, cluster.runtimes[THERE].drain
+            if other == "out of reach":
+                assert await granted_by(cluster, "before", LONG, count=600) == THERE
+                attendance = cluster.peers[HERE]._attendances[cluster.runtimes[THERE].incarnation]
+                attendance.out_of_reach = True
+            elif other == "not ready":
+                drain.order(LifecycleEvent.CORDON, "a test")
+                await until(cluster, "the other to be cordoned", lambda: node._decode_nodes.ready == 0)
+            error = await error_of(directly(cluster, HERE, key("meanwhile"), prompt, 600, []))
+            if other == "too small":
+                assert (error.reason, error.retry_after_ms) == (Reason.PROMPT_TOO_LONG, None)
+                return
+            assert error.reason is Reason.NO_DECODE_NODE
+            assert error.retry_after_ms == (200 if attendance is not None else 1_000)
+            if attendance is not None:
+                answer = await cluster.client.generate(prompt, max_tokens=600)
+                assert (answer.ids, answer.stats.prefill_node) == (mock_tokens(prompt, 600), THERE)
+                attendance.out_of_reach = False
+            else:
+                drain.order(LifecycleEvent.UNCORDON, "a test")
+                await until(cluster, "the other to be ready", lambda: node._decode_nodes.ready == 1)
+            assert await granted_by(cluster, "after", LONG, count=600) == THERE
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "other", [{"engine.num_blocks": 30}, {"engine.block_size": 8}], ids=["too small", "incompatible"]
+)
+def test_a_short_prompt_stays_where_the_node_that_the_router_reaches_cannot_take_it(other: dict[str, object]) -> None:
+    """The policy is to keep nothing that is long. The router does not reach this node, and the other one never takes
+    prompt and answer: it is kept, as if the router reached neither."""
+
+    async def scenario() -> None:
+        flags = {"handoff_tokens_min": MIN, "local_fallback": "never"}
+        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags=flags, node_flags={THERE: other})
+        async with inprocess(spec) as cluster:
+            assert await granted_by(cluster, "long answer", SHORT, count=600, avoid=(HERE,)) == HERE
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_the_router_does_not_reach_keeps_nothing_while_another_is_only_full() -> None:
+    """The policy is to keep what finds the others full, and the other node has one place, which is taken. A request
+    whose router reaches this node, or neither, is kept; one whose router reaches only the other is told to come again,
+    and is taken there when the place is free."""
+
+    async def scenario() -> None:
+        flags = {"handoff_tokens_min": MIN, "local_fallback": "full"}
+        one_slow = {"requests_max": 1, "engine.mock_layer_delay_ms": 5}
+        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags=flags, node_flags={THERE: one_slow})
+        async with inprocess(spec) as cluster:
+            rng, there = random.Random(75), cluster.decode[THERE]
+            holder = await directly(cluster, THERE, key("holder"), random_prompt(rng, SHORT), 2_000, [])
+            assert (holder, there.requests) == (incarnation(cluster, THERE), 1)
+            assert await granted_by(cluster, "reached", LONG) == HERE
+            assert await granted_by(cluster, "neither", LONG, avoid=(HERE, THERE)) == HERE
+            prompt, avoid = random_prompt(rng, LONG), [incarnation(cluster, HERE)]
+            error = await error_of(directly(cluster, HERE, key("not here"), prompt, 40, [], avoid=avoid))
+            assert error.reason is Reason.DECODE_FULL
+            assert await cancel(cluster, THERE, key("holder"))
+            await until(cluster, "the place to be free", lambda: there.requests == 0)
+            assert await granted_by(cluster, "not here, again", LONG, avoid=(HERE,)) == THERE
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_requests_wait_for_room_here_where_the_router_reaches_no_other_node() -> None:
+    """This node holds one of three such requests at a time, the other is idle, and not reached by their router. They
+    wait for each other as on a node that is alone: none is refused, and none is handed over."""
+
+    async def scenario() -> None:
+        spec = mock_spec(prefill=0, decode=0, mixed=2, blocks=40, mixed_flags={"handoff_tokens_min": MIN})
+        async with inprocess(spec) as cluster:
+            rng, avoid, here = random.Random(77), [incarnation(cluster, THERE)], incarnation(cluster, HERE)
+            names = [f"waiting-{number}" for number in range(3)]
+            calls = [
+                directly(cluster, HERE, key(name), random_prompt(rng, 160), 320, [], avoid=avoid) for name in names
+            ]
+            assert await asyncio.gather(*calls) == [here] * 3
+            assert cluster.runtimes[THERE].record().load.requests_taken == 0
+            for name in names:
+                await cancel(cluster, HERE, key(name))
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

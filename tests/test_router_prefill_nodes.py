@@ -31,9 +31,10 @@ def test_the_last_node_that_has_left_is_not_ready_any_more() -> None:
     assert (refused.value.reason, refused.value.retry_after_ms) == (Reason.NO_PREFILL_NODE, 1_000)
 
 
-def test_a_process_that_does_not_answer_is_asked_only_where_there_is_no_other() -> None:
+def test_a_process_that_does_not_answer_is_asked_only_where_no_other_is_left() -> None:
     """A mixed node whose stream of tokens has fallen silent is idle by its last report. It gets nothing while another
-    one is there, and that one nothing that it has refused already; where all are silent they are asked as ever."""
+    one is left to ask, and that one nothing that it has refused already: then the silent one is asked. Where all are
+    silent they are asked as ever."""
     nodes, job = among(node(1, 90, waiting_tokens=0), node(2, 90, waiting_tokens=500)), request(8)
 
     def placed(*silent: int) -> str:
