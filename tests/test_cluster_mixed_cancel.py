@@ -44,7 +44,14 @@ by_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES.keys())
 @asynccontextmanager
 async def one_node() -> AsyncIterator[InProcessCluster]:
     """A mixed node alone, which keeps everything. A long answer still runs when its client leaves."""
-    spec = mock_spec(prefill=0, decode=0, mixed=1, blocks=800, mixed_flags={"engine.mock_layer_delay_ms": 0.5})
+    spec = mock_spec(
+        prefill=0,
+        decode=0,
+        mixed=1,
+        blocks=800,
+        router_flags={"retries.resume_wait_ms_max": 1_000},
+        mixed_flags={"engine.mock_layer_delay_ms": 0.5},
+    )
     async with inprocess(spec) as cluster:
         yield cluster
 

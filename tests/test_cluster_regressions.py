@@ -129,7 +129,8 @@ def test_a_node_whose_engine_loop_breaks_ends(name: str) -> None:
     started in its place serves."""
 
     async def scenario() -> None:
-        async with inprocess(mock_spec(router_flags={"liveness.reconnect_ms_max": 300})) as cluster:
+        flags = {"liveness.reconnect_ms_max": 300, "retries.resume_wait_ms_max": 1_000}
+        async with inprocess(mock_spec(router_flags=flags)) as cluster:
             nodes: dict[str, Any] = {**cluster.prefill, **cluster.decode}
             host, port = cluster.endpoints[name].split(":")
             assert region_is_mapped(name)
