@@ -45,6 +45,8 @@ class Bounds:
     """Connections break without a fence too."""
     forgets_pairs: bool = False
     """The books of a dead writer's pair are dropped as soon as they may be."""
+    first_epoch_max: int = 3
+    """None are dropped once epochs begin here: no epoch is given twice, so they would rise for ever."""
     writers_give_peers_up: bool = False
     """A writer takes a living receiver for gone (as one does that is shutting down)."""
     writes_land_apart: bool = False

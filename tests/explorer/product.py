@@ -167,7 +167,7 @@ class Product:
             for dead, event in receiver.proofs:
                 if dead < writer.writer:
                     yield ("receiver", event), self.receiver_does(state, receiver, writer, event)
-        if self.bounds.forgets_pairs:
+        if self.bounds.forgets_pairs and self.receivers.first_epoch(receiver) < self.bounds.first_epoch_max:
             for dead in receiver.writers:
                 if dead < writer.writer:
                     to = self.receivers.forget_pair(receiver, dead)

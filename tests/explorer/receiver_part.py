@@ -140,6 +140,10 @@ class ReceiverPart:
         pair = pair_of(writer)
         return next((p[1] for p in info.state.machine[1] if p[0] == pair), info.state.machine[4])
 
+    def first_epoch(self, info: ReceiverInfo) -> Epoch:
+        """Where the epochs of a pair begin that is new, or has been forgotten."""
+        return info.state.machine[4]
+
     def forget_pair(self, info: ReceiverInfo, writer: int) -> ReceiverInfo:
         """`forget_pair` of a dead writer's pair, with the checks' memory of it: nobody waits for its answers."""
         machine = self.machine(info)
