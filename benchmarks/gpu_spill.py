@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,22 +68,7 @@ async def _move(bench: Bench) -> dict[str, Any]:
                 raise error
         return time.perf_counter() - begin
 
-    a = torch.randn(side, side, device=bench.device, dtype=torch.float32 if bench.tiny else torch.bfloat16)
-
-    def compute() -> float:
-        """-> seconds that the compute stream took."""
-        on_device = bench.device.type == "cuda"
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_device else []
-        begin = time.perf_counter()
-        for mark in marks[:1]:
-            mark.record()
-        for _ in range(products):
-            torch.mm(a, a)
-        for mark in marks[1:]:
-            mark.record()
-            mark.synchronize()
-        return marks[0].elapsed_time(marks[1]) / 1e3 if marks else time.perf_counter() - begin
-
+    compute = _products(bench, side, products)
     compute()
     figures: dict[str, Any] = {"mbytes": nbytes / 1e6, "pin_s_per_gbyte": pinned_s / nbytes * 1e9}
     for name, out in (("out", True), ("back", False)):
@@ -102,3 +88,23 @@ async def _move(bench: Bench) -> dict[str, Any]:
     host.close()
     region.close()
     return figures
+
+
+def _products(bench: Bench, side: int, products: int) -> Callable[[], float]:
+    """A chain of so many products of matrices with this side. -> seconds that the compute stream took."""
+    a = torch.randn(side, side, device=bench.device, dtype=torch.float32 if bench.tiny else torch.bfloat16)
+    on_device = bench.device.type == "cuda"
+
+    def compute() -> float:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_device else []
+        begin = time.perf_counter()
+        for mark in marks[:1]:
+            mark.record()
+        for _ in range(products):
+            torch.mm(a, a)
+        for mark in marks[1:]:
+            mark.record()
+            mark.synchronize()
+        return marks[0].elapsed_time(marks[1]) / 1e3 if marks else time.perf_counter() - begin
+
+    return compute

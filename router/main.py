@@ -55,12 +55,8 @@ async def serve(
         node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
 
-    runtime = NodeRuntime(
-        NodeSettings.of(config, Role.ROUTER),
-        clock=SystemClock(),
-        rng=rng,
-        on_change=follow_directory,
-    )
+    settings = NodeSettings.of(config, Role.ROUTER)
+    runtime = NodeRuntime(settings, clock=SystemClock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
     if config.http_listen is not None:
         await check_can_bind(config.http_listen, setting="http_listen")

@@ -18,6 +18,7 @@ from baton.liveness import DOUBT_PAUSE_MS_MAX, LivenessConfig, Reach, doubt_paus
 from baton.rpc import RpcLimits, RpcServer
 from baton.rpc_client import ChannelLimits, Channels, rpc_errors
 from tests.ports import free_ports
+from tests.still_clock import StillClock
 
 HANG_S = 30.0
 TIGHT = LivenessConfig(heartbeat_ms=50, answer_ms_max=200, reconnect_ms_max=300, reconnect_pause_ms=20)
@@ -33,24 +34,6 @@ class Watched(directory_pb2_grpc.DirectoryServicer):
         yield directory_pb2.WatchEvent()
         await self.go_on.wait()
         yield directory_pb2.WatchEvent()
-
-
-class StillClock:
-    """Its time is moved by whoever sleeps."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.slept: list[float] = []
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_s(self) -> float:
-        return self.now_s
-
-    async def sleep_s(self, delay_s: float) -> None:
-        self.slept.append(round(delay_s, 6))
-        self.now_s += delay_s
 
 
 def run(scene: Any) -> None:

@@ -23,7 +23,7 @@ from kvtransfer.transport import WriteOps
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from tests.shm_harness import run
 from tests.staging_scenes import HastyDevice, OnDevice, ShimPinned
-from tests.stream_shim import Memory, MissingDependency, ShimDevice, ShimEvent, ShimStream
+from tests.stream_shim import ForgetfulDevice, Memory, MissingDependency, ShimDevice, ShimEvent, ShimStream
 from tests.tcp_harness import wait_until
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype="uint8", dtype_bytes=1)
@@ -176,14 +176,8 @@ def test_blocks_leave_and_return_in_every_order_that_a_device_may_run_it(seed: i
 def test_without_an_event_of_the_compute_stream_the_simulator_objects() -> None:
     """The wait left out: the copy is refused, and the error told, although it might have done no harm."""
 
-    class Forgetful(ShimDevice):
-        def side(self) -> ShimStream:
-            stream = super().side()
-            stream.wait = lambda event: None  # type: ignore[method-assign]
-            return stream
-
     async def scene() -> None:
-        s = Scene(Forgetful(1))
+        s = Scene(ForgetfulDevice(1))
         s.compute(2, 7)
         s.out([2], [0])
         await s.until_told(1)

@@ -14,7 +14,7 @@ from kvtransfer.device.copy_pool import DeviceCopyPool
 from kvtransfer.transports.posted_writes import TooManyAbandonedGrants, WriteOutOfBounds
 from tests.fake_device import FakeEvent, FakeStream, FakeStreams
 from tests.shm_harness import grant_of, ops_of, run
-from tests.stream_shim import Memory, MissingDependency, ShimDevice, ShimStream
+from tests.stream_shim import ForgetfulDevice, Memory, MissingDependency, ShimDevice
 
 RECORD = 64
 LAYERS, BLOCKS = 4, 8
@@ -103,14 +103,8 @@ def test_records_are_copied_behind_the_layer_that_made_them(seed: int) -> None:
 def test_without_the_layers_event_the_simulator_objects() -> None:
     """The same copy with the wait left out: refused, although this order of running might have done no harm."""
 
-    class Forgetful(ShimDevice):
-        def side(self) -> ShimStream:
-            stream = super().side()
-            stream.wait = lambda event: None  # type: ignore[method-assign]
-            return stream
-
     async def scene() -> None:
-        scene = Scene(Forgetful(1))
+        scene = Scene(ForgetfulDevice(1))
         at = scene.compute(0, 0, 7)
         with pytest.raises(MissingDependency, match=r"copy touches source\[0:64\].* after layer 0 of stream 0"):
             scene.pool.post(grant_of(1), ops_of([at], [at], [RECORD]))

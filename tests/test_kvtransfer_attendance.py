@@ -13,27 +13,17 @@ from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
 from kvtransfer.attendance import WriterAttendance
 from tests.cluster_harness import wait_for
+from tests.still_clock import StillClock
 
 HANG_S = 30.0
 LIVENESS = LivenessConfig(reconnect_ms_max=700, reconnect_pause_ms=50, barren_ms_max=50, barren_max=6)
 
 
-class StillClock:
-    """Its time is moved by whoever sleeps."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.slept: list[float] = []
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-    def wall_s(self) -> float:
-        return self.now_s
+class YieldingClock(StillClock):
+    """Who sleeps lets others run."""
 
     async def sleep_s(self, delay_s: float) -> None:
-        self.slept.append(round(delay_s, 6))
-        self.now_s += delay_s
+        await super().sleep_s(delay_s)
         await asyncio.sleep(0)
 
 
@@ -69,7 +59,7 @@ class Call:
 
 class Scene:
     def __init__(self, endpoint: str) -> None:
-        self.receiver, self.clock, self.lost = Receiver(), StillClock(), 0
+        self.receiver, self.clock, self.lost = Receiver(), YieldingClock(), 0
         self.attendance = WriterAttendance(
             name="decode-0",
             endpoint=endpoint,

@@ -159,7 +159,7 @@ class CudaDriver:
 
     def pin(self, nbytes: int) -> PinnedMemory:
         try:
-            return _TorchPinned(self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True))
+            return _Pinned(self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True))
         except RuntimeError as error:
             raise DeviceError(f"{nbytes} bytes of host memory cannot be pinned: {error}") from error
 
@@ -167,7 +167,7 @@ class CudaDriver:
         # By default it is mapped, so that kernels reach it, wherever there are unified addresses: on all of ours.
         address = int(memory_U8.ctypes.data)
         self._call("cudaHostRegister", address, memory_U8.nbytes, self._runtime.cudaHostRegisterDefault)
-        return _Registered(self._torch.from_numpy(memory_U8), lambda: self._call("cudaHostUnregister", address))
+        return _Pinned(self._torch.from_numpy(memory_U8), lambda: self._call("cudaHostUnregister", address))
 
     def refusal(self) -> str | None:
         if mps_in_use():
@@ -233,29 +233,11 @@ def _text_of(text: Any) -> str:
     return text.decode() if isinstance(text, bytes) else str(text)
 
 
-class _TorchPinned:
-    """From torch's allocator of pinned memory, which keeps it for the next who asks."""
+class _Pinned:
+    """A tensor of pinned memory: of torch's allocator, which keeps it for the next who asks, or somebody's own, which
+    `unregister` makes ordinary memory again."""
 
-    def __init__(self, tensor_U8: Any) -> None:
-        self._tensor_U8 = tensor_U8
-
-    @property
-    def memory(self) -> Any:
-        return self._tensor_U8
-
-    @property
-    def array_U8(self) -> np.ndarray:
-        array_U8: np.ndarray = self._tensor_U8.numpy()
-        return array_U8
-
-    def close(self) -> None:
-        self._tensor_U8 = None
-
-
-class _Registered:
-    """Somebody's own memory, pinned where it is."""
-
-    def __init__(self, tensor_U8: Any, unregister: Callable[[], object]) -> None:
+    def __init__(self, tensor_U8: Any, unregister: Callable[[], object] = lambda: None) -> None:
         self._tensor_U8 = tensor_U8
         self._unregister = unregister
 

@@ -6,8 +6,9 @@ writer that is dead, stopped or cut off is fenced at once; and a link that ends 
 fails, is itself the reason for a fence: no commit of what it carried is accepted before that. Not so one that was never
 made, because its probes did not come: nothing but these was ever asked of its queue pairs.
 
-Visibility: before a seal is told, and before a fence has its evidence, `RdmaMemory.flush`. A seal whose flush fails is
-refused and never told: its pair is fenced, and there is no evidence until a flush succeeds.
+Visibility: before a seal is told, before a fence has its evidence, and when a grant ends without a seal,
+`RdmaMemory.flush`. A seal whose flush fails is refused and never told: its pair is fenced, and there is no evidence
+until a flush succeeds.
 """
 
 from __future__ import annotations
