@@ -190,9 +190,7 @@ class PrefillNode:
 
     def _is_kept(self, job: Job, local: LocalRunner) -> bool:
         """Whether it is to run here, as far as it ever can."""
-        if not job.needs_decode or local.never(job) is not None:
-            return False
-        if local.avoided(job) and self._decode_nodes.ready_for(job, avoided_too=False):
+        if not job.needs_decode or local.never(job) is not None or self._only_others_reached(job, local):
             return False
         size = self._blocks.block_size
         cached = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
@@ -222,8 +220,8 @@ class PrefillNode:
             job.handoff = asked
             return granted_event(asked)
         if local is not None and falls_back(local.policy, asked.reasons):
-            elsewhere = local.avoided(job) and self._decode_nodes.ready_for(job, avoided_too=False)
-            waits = elsewhere and asked.reasons & TAKES_NONE_NOW  # the router reaches one that may have room later
+            # The router reaches one that may have room later.
+            waits = self._only_others_reached(job, local) and asked.reasons & TAKES_NONE_NOW
             if not waits and not local.stands_back(job) and self._keep(job, local):
                 self._decode_nodes.wants_no_more(job, asked.full)
                 return prefill_pb2.PrefillEvent(granted=local.granted())
@@ -234,6 +232,10 @@ class PrefillNode:
             raise asked.error
         finally:
             del asked  # or the error, and the job with it, would refer to itself, by this frame in its traceback
+
+    def _only_others_reached(self, job: Job, local: LocalRunner) -> bool:
+        """Whether its router does not reach this node, and reaches a decode node that may come to hold it."""
+        return local.avoided(job) and self._decode_nodes.ready_for(job, avoided_too=False) > 0
 
     def _others(self, job: Job) -> int:
         """How many decode nodes there are to hand it to."""
