@@ -14,6 +14,7 @@ class What(Enum):
     PLANNED = "planned"
     POSTED = "posted"
     COMPLETED = "completed"
+    COMPUTED = "computed"
     DRAWN = "drawn"
     SEALED = "sealed"
     ENDED = "ended"
@@ -46,7 +47,8 @@ class Handoff:
     """The figures of one handoff, in milliseconds."""
 
     exposed_ms: float
-    """From the end of the last step (the first token is drawn) to the Commit accepted: what a handoff adds."""
+    """From the end of the last step, on the engine's thread (its last layer, head and draw are done), to the Commit
+    accepted: what a handoff adds."""
     tail_ms: float
     """From the last layer's K and V to the end of the step: its attention and products, the head, the draw. Computed
     while the last records move."""
@@ -64,17 +66,18 @@ def figures(events: Sequence[Event]) -> Handoff:
     posted = [event for event in events if event.what is What.POSTED]
     last = posted[-1]
     drawn, ended = _only(events, What.DRAWN), _only(events, What.ENDED)
+    computed = [event for event in events if event.what is What.COMPUTED and event.at_s <= drawn.at_s][-1]
     before = [event for event in events if event.at_s <= last.at_s]
     record_bytes = last.nbytes // last.writes
     landed = sum(event.writes for event in before if event.what is What.COMPLETED)
     begin_s = next(event.at_s for event in events if event.what is What.PLANNED)
     return Handoff(
-        exposed_ms=(ended.at_s - drawn.at_s) * 1e3,
-        tail_ms=(drawn.at_s - last.at_s) * 1e3,
+        exposed_ms=(ended.at_s - computed.at_s) * 1e3,
+        tail_ms=(computed.at_s - last.at_s) * 1e3,
         drain_ms=(max(e.at_s for e in events if e.what is What.COMPLETED) - last.at_s) * 1e3,
         left_bytes=sum(event.nbytes for event in posted) - landed * record_bytes,
         sent_bytes=sum(event.nbytes for event in posted),
-        computed_ms=(drawn.at_s - begin_s) * 1e3,
+        computed_ms=(computed.at_s - begin_s) * 1e3,
     )
 
 

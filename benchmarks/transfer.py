@@ -1,8 +1,8 @@
 """How fast records move between two processes of one machine: ours, NIXL, Mooncake and the limits, alternately.
 
     python -m venv /tmp/peers
-    /tmp/peers/bin/pip install numpy mooncake-transfer-engine-non-cuda
-    /tmp/peers/bin/pip install --no-deps nixl nixl-cu12
+    /tmp/peers/bin/pip install numpy mooncake-transfer-engine-non-cuda==0.3.13
+    /tmp/peers/bin/pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1
     python -m benchmarks.transfer --peers /tmp/peers/bin/python --json out.json --rounds 5
     python -m benchmarks.transfer --json out.json --report --plot out.png
 
@@ -148,13 +148,15 @@ def measure(name: str, method: Method, sizes: list[int], peers: str, seed: int, 
             sender.ask("connect", address=receiver.ask("address"))
         if transport == "ping":
             times = sender.ask("ping", size=PING_BYTES, times=PING_TIMES)
-            return [{"transport": transport, "method": name, "size": PING_BYTES, "us": sorted(times)}]
-        sender.ask("move", size=1 << 20, seed=seed)  # connections, page tables, worker threads
+            return [{"transport": transport, "method": name, "size": PING_BYTES, "round": seed, "us": sorted(times)}]
+        sender.ask("prepare", size=1 << 20, seed=seed)
+        sender.ask("move")  # connections, page tables, worker threads
         for size in sizes:
             for run in range(RUNS_OF_ROUND):
                 run_seed = seed * 1000 + run
+                sender.ask("prepare", size=size, seed=run_seed)
                 before_s = receiver.ask("cpu")
-                took = sender.ask("move", size=size, seed=run_seed)
+                took = sender.ask("move")
                 receiver_s = 0.0 if method.alone else receiver.ask("cpu") - before_s
                 samples.append(
                     {

@@ -92,27 +92,35 @@ def _verdict(bar: Bar, speed: Figures) -> str:
         others = [speed[bar.transport, o, size] for o in bar.others if (bar.transport, o, size) in speed]
         if ours and others:
             ratio = statistics.median(ours) / max(statistics.median(rounds) for rounds in others)
-            found.append(f"{_size(size)} {ratio:.2f}" + ("" if ratio >= bar.times else " MISSED"))
+            found.append(f"{_size(size)} {ratio:.3f}" + ("" if ratio >= bar.times else " MISSED"))
     return f"{bar.transport}: {bar.ours} / {' or '.join(bar.others)} (wanted {bar.times}): {', '.join(found)}"
 
 
 def _pings(samples: list[Sample]) -> list[str]:
-    rounds: dict[str, list[list[float]]] = defaultdict(list)
+    times: dict[str, dict[int, list[float]]] = defaultdict(dict)
     for sample in samples:
         if "us" in sample:
-            rounds[sample["method"]].append(sample["us"])
-    medians = {method: [statistics.median(times) for times in all_times] for method, all_times in rounds.items()}
+            times[sample["method"]][sample["round"]] = sample["us"]
+    medians = {name: {seed: statistics.median(us) for seed, us in rounds.items()} for name, rounds in times.items()}
     lines = [
-        f"{method}: {statistics.median(of):.1f} ({min(of):.1f} to {max(of):.1f}), 99% below "
-        f"{statistics.median(times[int(len(times) * 0.99)] for times in rounds[method]):.1f}"
-        for method, of in medians.items()
+        f"{name}: {_spread(medians[name].values())}, 99% below "
+        f"{statistics.median(us[int(len(us) * 0.99)] for us in rounds.values()):.1f}"
+        for name, rounds in times.items()
     ]
     for ours, bare in PINGS:
-        if ours in medians and bare in medians:
-            over = statistics.median(medians[ours]) - statistics.median(medians[bare])
-            verdict = "" if over <= PING_OVER_US_MAX else " MISSED"
-            lines.append(f"{ours} over {bare}: {over:.1f} (wanted at most {PING_OVER_US_MAX:.0f}){verdict}")
+        both = medians.get(ours, {}).keys() & medians.get(bare, {}).keys()
+        if both:
+            over = [medians[ours][seed] - medians[bare][seed] for seed in both]
+            verdict = "" if statistics.median(over) <= PING_OVER_US_MAX else " MISSED"
+            lines.append(
+                f"{ours} over {bare}, round by round: {_spread(over)} (wanted {PING_OVER_US_MAX:.0f}){verdict}"
+            )
     return lines
+
+
+def _spread(values: Iterable[float]) -> str:
+    found = sorted(values)
+    return f"{statistics.median(found):.1f} ({found[0]:.1f} to {found[-1]:.1f})"
 
 
 def _size(size: int) -> str:
@@ -128,7 +136,7 @@ def plot(samples: list[Sample], path: Path) -> None:
 
     speed = figures(samples, "gb_s")
     transports = list(dict.fromkeys(key[0] for key in speed))
-    drawing, panels = pyplot.subplots(1, len(transports), figsize=(6 * len(transports), 4.2), squeeze=False)
+    drawing, panels = pyplot.subplots(1, len(transports), figsize=(6 * len(transports), 4.8), squeeze=False)
     for panel, transport in zip(panels[0], transports, strict=True):
         marks = itertools.cycle("os^vDP")
         for method in dict.fromkeys(m for t, m, _ in speed if t == transport):
@@ -145,6 +153,6 @@ def plot(samples: list[Sample], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.set_title(f"{transport}, GB/s by block size")
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+        panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
     drawing.tight_layout()
     drawing.savefig(path, dpi=110)

@@ -92,6 +92,7 @@ class Side(Protocol):
 
 def serve(side: Side, replies: TextIO = sys.stdout) -> None:
     """Do what the parent says, a line of JSON each, until it closes stdin."""
+    prepared: Any = None
     for line in sys.stdin:
         command = json.loads(line)
         match command.pop("do"):
@@ -103,8 +104,11 @@ def serve(side: Side, replies: TextIO = sys.stdout) -> None:
             case "fill":
                 fill(side.region_U8)
                 reply = None
+            case "prepare":
+                prepared = side.prepare(plan_of(command["size"], command["seed"]))
+                reply = None
             case "move":
-                reply = _move(side, plan_of(command["size"], command["seed"]))
+                reply = _move(side, prepared)
             case "ping":
                 reply = _ping(side, command["size"], command["times"])
             case "cpu":
@@ -117,8 +121,7 @@ def serve(side: Side, replies: TextIO = sys.stdout) -> None:
     os._exit(0)  # nothing to give back, and the peers' destructors take long
 
 
-def _move(side: Side, plan: Plan) -> dict[str, float]:
-    prepared = side.prepare(plan)
+def _move(side: Side, prepared: Any) -> dict[str, float]:
     cpu, start = cpu_s(), time.perf_counter()
     side.move(prepared)
     return {"seconds": time.perf_counter() - start, "cpu_s": cpu_s() - cpu}

@@ -40,4 +40,16 @@ def test_the_report_takes_the_median_of_rounds_and_says_what_is_missed() -> None
     assert figures(samples, "gb_s") == {("shm", "baton", 1 << 14): [4, 6], ("shm", "nixl", 1 << 14): [2]}
     text = report(samples)
     assert "| baton | 5.00 (4.0-6.0) |" in text
-    assert "shm: baton / nixl or nixl-spin (wanted 3): 16 KiB 2.50 MISSED" in text
+    assert "shm: baton / nixl or nixl-spin (wanted 3): 16 KiB 2.500 MISSED" in text
+
+
+def test_one_record_is_compared_with_the_bare_loop_of_the_same_round() -> None:
+    """The loop is fast in one round and slow in another; ours is 30 over it in both, though the medians are apart."""
+
+    def times(method: str, at: int, *us: float) -> dict[str, object]:
+        return {"transport": "ping", "method": method, "size": 1 << 14, "round": at, "us": sorted(us)}
+
+    rounds = [(1, 10.0), (2, 60.0), (3, 12.0)]
+    samples = [times("doorbell", at, us, us, us) for at, us in rounds]
+    samples += [times("baton shm", at, us + 30, us + 30, us + 30) for at, us in rounds]
+    assert "baton shm over doorbell, round by round: 30.0 (30.0 to 30.0) (wanted 50)" in report(samples)
