@@ -37,6 +37,7 @@ from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_landing import LandingMemory
 from kvtransfer.transports.tcp_payload import Scatter
 from kvtransfer.transports.tcp_receiver_config import StreamLimits
+from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.tcp_wire import RefusalReason
 
 SCRATCH_BYTES = 1 << 16
@@ -145,7 +146,7 @@ class ReceiveStream:
     def join(self) -> None:
         """Let go of the thread, the socket and the region. After `stop` or `ended`."""
         self._thread.join()
-        self._sock.close()
+        close_politely(self._sock)
         self._memory.release()
 
     def counts(self) -> Counter[str]:
