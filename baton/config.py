@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -35,13 +35,13 @@ class ConfigProblem:
 
 
 class ConfigError(BatonError):
-    """Everything that is wrong with a configuration."""
+    """Everything that is wrong with a configuration, or with those of several processes: what is told twice is once."""
 
-    def __init__(self, problems: list[ConfigProblem]) -> None:
-        assert problems
-        lines = "\n".join(f"  {p.source}: {p.problem}" for p in problems)
+    def __init__(self, problems: Iterable[ConfigProblem]) -> None:
+        self.problems = tuple(dict.fromkeys(problems))
+        assert self.problems
+        lines = "\n".join(f"  {p.source}: {p.problem}" for p in self.problems)
         super().__init__(Reason.BAD_CONFIG, f"Wrong configuration:\n{lines}")
-        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

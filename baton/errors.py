@@ -51,7 +51,6 @@ class Reason(Enum):
     # What it names is not here, or is here already.
     UNKNOWN_MODEL = "UNKNOWN_MODEL"
     UNKNOWN_NODE = "UNKNOWN_NODE"
-    UNKNOWN_REQUEST = "UNKNOWN_REQUEST"
     UNKNOWN_GRANT = "UNKNOWN_GRANT"
     NAME_IN_USE = "NAME_IN_USE"
     PORT_IN_USE = "PORT_IN_USE"
@@ -73,7 +72,6 @@ class Reason(Enum):
     # The cluster is not in the state that the call needs.
     NO_PREFILL_NODE = "NO_PREFILL_NODE"
     NO_DECODE_NODE = "NO_DECODE_NODE"
-    NODE_STARTING = "NODE_STARTING"
     NODE_DRAINING = "NODE_DRAINING"
     DIRECTORY_LOST = "DIRECTORY_LOST"
     PEER_UNREACHABLE = "PEER_UNREACHABLE"
@@ -113,7 +111,6 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
     Code.NOT_FOUND: (
         Reason.UNKNOWN_MODEL,
         Reason.UNKNOWN_NODE,
-        Reason.UNKNOWN_REQUEST,
         Reason.UNKNOWN_GRANT,
         Reason.MODEL_MISSING,
     ),
@@ -139,7 +136,6 @@ _REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
     Code.UNAVAILABLE: (
         Reason.NO_PREFILL_NODE,
         Reason.NO_DECODE_NODE,
-        Reason.NODE_STARTING,
         Reason.NODE_DRAINING,
         Reason.DIRECTORY_LOST,
         Reason.PEER_UNREACHABLE,

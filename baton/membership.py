@@ -238,8 +238,8 @@ class Membership:
         """A directory that is found again may have heard of nobody for as long as it was lost: it was restarted, stood
         still, or was cut off from all of them. It hears of those that live within a heartbeat. Nodes that it neither
         lists nor knows to have said goodbye are kept for `ttl_ms` more, so that its trouble is not an outage. Where it
-        is lost for less than that, again and again, the dead would never run out: they have `stale_ms_max` in all, as
-        while it is out of reach. A loss of `ttl_ms` or more is a new one, after which they have all of that again."""
+        is lost again and again before that is over, the dead would never run out: they have `stale_ms_max` in all, as
+        while it is out of reach. A loss of `ttl_ms` or more, in which nobody could be heard of, does not count."""
         settled = {record.name for record in snapshot.records} | snapshot.left
         if found_again:
             self._unconfirmed = {record.name: self._wait_for(record.name) for record in self._records}
@@ -252,8 +252,9 @@ class Membership:
         """How long a record stays that a directory, found again just now, may not know."""
         now_s, ttl_s = self._clock.monotonic_s(), self._config.ttl_ms / 1e3
         before, last_s = self._unconfirmed.get(name), now_s + self._config.stale_ms_max / 1e3
-        if before is not None and now_s - self._stale_since_s < ttl_s:
-            last_s = before.last_s
+        if before is not None:
+            lost_s = now_s - self._stale_since_s if self._stale else 0.0
+            last_s = before.last_s + (lost_s if lost_s >= ttl_s else 0.0)
         return _Unconfirmed(until_s=min(now_s + ttl_s, last_s), last_s=last_s)
 
     def _drop_unconfirmed(self) -> None:

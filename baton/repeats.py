@@ -159,6 +159,9 @@ class RepeatLog:
         self._key = key
         self._levels: dict[str, int] = {}
 
+    def error(self, what: str, *, peer: str, **fields: Any) -> None:
+        self._tell(logging.ERROR, what, peer, fields)
+
     def warning(self, what: str, *, peer: str, **fields: Any) -> None:
         self._tell(logging.WARNING, what, peer, fields)
 

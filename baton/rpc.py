@@ -7,10 +7,8 @@ internal calls without one are refused, public calls get a default, long-lived s
 from __future__ import annotations
 
 import asyncio
-import errno
 import inspect
 import random
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 import grpc.aio
 
+from baton.binding import check_can_bind, port_in_use
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.health import HEALTH_SERVICE, REFLECTION_SERVICE
@@ -89,14 +88,6 @@ class RpcLimits:
             raise InvalidField("public_deadline_ms_default", "must not exceed public_deadline_ms_max")
 
 
-async def check_can_bind(listen: str, *, setting: str = "listen") -> None:
-    """Bind `listen` and let go of it: to fail before a long start rather than after it. `setting` is its key.
-
-    Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT.
-    """
-    await _check_can_bind(*split_endpoint(listen), setting)
-
-
 def time_left_s(context: _Context, limits: RpcLimits) -> float:
     """Seconds until the current call ends by its deadline, or by the server's default or maximum for public calls."""
     left_s = _deadline_left_s(context)
@@ -134,12 +125,12 @@ class RpcServer:
         """
         assert self._server is None, "started twice"
         host, port = split_endpoint(listen)
-        await _check_can_bind(host, port, "listen")
+        await check_can_bind(listen)
         server = self._build()
         try:
             bound = server.add_insecure_port(join_endpoint(host, port))
         except RuntimeError as error:  # gRPC does not say why; the usual reasons were ruled out just before
-            raise _port_in_use(host, port, "listen") from error
+            raise port_in_use(host, port, "listen") from error
         await server.start()
         self._server = server
         return bound
@@ -359,46 +350,3 @@ def _deadline_left_s(context: _Context) -> float | None:
 
 def _service_of(method: str) -> str:
     return method[1:].partition("/")[0]
-
-
-async def _check_can_bind(host: str, port: int, setting: str) -> None:
-    """Bind and let go each address of `host`. gRPC would be content with one of them, and names no reason if none."""
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise _listen_refused(host, port, setting, f"the host is not known ({error.strerror})") from error
-    refusals: list[OSError] = []
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise _port_in_use(host, port, setting) from error
-            refusals.append(error)
-    if len(refusals) == len(found):
-        raise _listen_refused(host, port, setting, str(refusals[0].strerror).lower()) from refusals[0]
-
-
-def _port_in_use(host: str, port: int, setting: str) -> BatonError:
-    return BatonError(
-        Reason.PORT_IN_USE,
-        f"Cannot listen on {join_endpoint(host, port)}: the port is in use. Stop the process that has it "
-        f"(`ss -ltnp 'sport = :{port}'` shows it), or choose another port with {_flag(setting)}.",
-        field=setting,
-    )
-
-
-def _listen_refused(host: str, port: int, setting: str, why: str) -> BatonError:
-    return BatonError(
-        Reason.LISTEN_REFUSED,
-        f"Cannot listen on {join_endpoint(host, port)}: {why}. Choose an address of this machine and a port "
-        f"that this user may bind, with {_flag(setting)}.",
-        field=setting,
-    )
-
-
-def _flag(setting: str) -> str:
-    return "--" + setting.replace("_", "-")

@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 from batonpb import node_pb2, node_pb2_grpc
 
+from baton.binding import check_can_bind
 from baton.clock import Clock, wait_s
 from baton.directory_setting import open_directory
 from baton.drain import Holdings, NodeDrain
@@ -23,7 +24,7 @@ from baton.log import get_log
 from baton.loop_lag import LoopLag
 from baton.membership import Membership, MembershipConfig
 from baton.pod import DeletionCost, PodConfig
-from baton.rpc import RpcLimits, RpcServer, check_can_bind
+from baton.rpc import RpcLimits, RpcServer
 from baton.rpc_client import ChannelLimits, Channels
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, record_to_proto
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
-from baton.config import ConfigError, env_name, flag_name
+from baton.config import ConfigError, ConfigProblem, env_name, flag_name
 from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
@@ -137,14 +137,18 @@ class ClusterSpec:
         return {key: value for key, value in keys.items() if value is not None}
 
     def check(self) -> None:
-        """Refuse now what the processes would refuse one by one after their start. Raises ConfigError."""
+        """Refuse now what the processes would refuse after their start. Raises ConfigError: for all of them at once."""
         places: dict[str, str] = {}
+        problems: list[ConfigProblem] = []
         for name, service in self.processes():
-            flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
-            text = {key: _text(value) for key, value in flags.items()}
-            config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
-            places.update(listen_places(name, config))
-        problems = listen_problems(places)
+            try:
+                flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
+                text = {key: _text(value) for key, value in flags.items()}
+                config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
+                places.update(listen_places(name, config))
+            except ConfigError as error:
+                problems += error.problems
+        problems += listen_problems(places)
         if problems:
             raise ConfigError(problems)
 
@@ -157,12 +161,8 @@ class ClusterError(BatonError):
         self.process = process
 
 
-def _ignore_progress(name: str, progress: ChildProgress) -> None:
-    del name, progress
-
-
-def _ignore_ready(name: str, endpoint: str) -> None:
-    del name, endpoint
+def _ignore(*_news: object) -> None:
+    """Nobody is to be told."""
 
 
 class Cluster:
@@ -175,8 +175,8 @@ class Cluster:
         self,
         spec: ClusterSpec,
         *,
-        on_progress: Callable[[str, ChildProgress], None] = _ignore_progress,
-        on_ready: Callable[[str, str], None] = _ignore_ready,
+        on_progress: Callable[[str, ChildProgress], None] = _ignore,
+        on_ready: Callable[[str, str], None] = _ignore,
     ) -> None:
         """`on_progress(name, progress)` and `on_ready(name, endpoint)` are called on the loop, from `start`."""
         self.spec = spec

@@ -14,7 +14,7 @@ from batonpb import prefill_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation, RequestKey
-from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
+from baton.retry_time import ROOM_SHARE, wait_s
 from baton.wire import NodeLoad
 from engine.block_manager import BlockManager, prefix_blocks_max
 from engine.core import Engine, TokenEvent
@@ -41,7 +41,7 @@ from prefill_node.local import LocalRunner, asks_avoided
 from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, falls_back, is_kept
 from prefill_node.posting import Posting, StepSink
 from prefill_node.rate import PrefillRate
-from prefill_node.request import check_request, no_room
+from prefill_node.request import check_request, no_room, queue_full
 from prefill_node.waiting import WaitingLine
 
 STEPS_AHEAD: Final = 2
@@ -388,14 +388,8 @@ class PrefillNode:
         check_request(request, runner=self._runner, blocks=self._blocks)
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
         if alike >= (self.config.resumed_queue_max if request.output else self.config.queue_max):
-            raise BatonError(
-                Reason.QUEUE_FULL,
-                f"{alike} requests are waiting here already, the limit.",
-                retry_after_ms=retry_after_ms(
-                    wait_s(ROOM_SHARE * sum(len(job.tokens) for job in self._queue), self._rate.last_per_s),
-                    ms_min=self.config.busy_retry_ms,
-                    spread=spread_of(key.request),
-                ),
-            )
+            tokens = sum(len(job.tokens) for job in self._queue)
+            room_s = wait_s(ROOM_SHARE * tokens, self._rate.last_per_s)
+            raise queue_full(alike, room_s, retry_ms_min=self.config.busy_retry_ms, request=key.request)
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")

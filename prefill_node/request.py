@@ -1,5 +1,5 @@
-"""What a prefill node refuses at its door: requests that it could never serve. The router has checked the client's
-input; the region is this node's own."""
+"""What a prefill node refuses at its door: requests that it could never serve, and those beyond its queue. The router
+has checked the client's input; the region is this node's own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from batonpb import prefill_pb2
 
 from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
+from baton.ids import RequestId
+from baton.retry_time import retry_after_ms, spread_of
 from engine.block_manager import BlockManager
 from engine.types import Runner
 
@@ -44,4 +46,13 @@ def no_room(tokens: Sequence[int], blocks: BlockManager) -> BatonError:
     )
     return BatonError(
         Reason.PROMPT_TOO_LONG, text, field="prompt", metadata={REGION_BLOCKS_KEY: str(blocks.blocks_usable)}
+    )
+
+
+def queue_full(waiting: int, room_s: float | None, *, retry_ms_min: int, request: RequestId) -> BatonError:
+    """So many wait here already. `room_s`: how long until there is room; None while that is not known."""
+    return BatonError(
+        Reason.QUEUE_FULL,
+        f"{waiting} requests are waiting here already, the limit.",
+        retry_after_ms=retry_after_ms(room_s, ms_min=retry_ms_min, spread=spread_of(request)),
     )

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from batonpb import inference_pb2, inference_pb2_grpc, pins_pb2_grpc
 
+from baton.binding import check_can_bind
 from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.log import get_log
-from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import NodeLoad, Role

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from baton.errors import BatonError, Code
+from baton.errors import BatonError, Code, Reason
 from baton.ids import RequestId
 from baton.log import get_log
 from baton.repeats import RepeatLimits, RepeatLog
@@ -20,8 +20,9 @@ log = get_log("router")
 
 LIMITS: Final = RepeatLimits(interval_ms=10_000, full_max=20)
 """For each reason: lines in an interval before the rest is counted."""
-_CLIENTS_OWN: Final = frozenset({Code.INVALID_ARGUMENT, Code.NOT_FOUND})
-"""The message of these may quote the request."""
+_CLIENTS_OWN_CODES: Final = frozenset({Code.INVALID_ARGUMENT, Code.NOT_FOUND})
+_CLIENTS_OWN_REASONS: Final = frozenset({Reason.NO_TOKENIZER, Reason.NO_CHAT_TEMPLATE})
+"""It asks for what this model or router does not have, whatever state the cluster is in."""
 
 
 class RequestLog:
@@ -60,7 +61,8 @@ class RequestLog:
         self._tell("request refused", error, request_id, {"door": door})
 
     def _tell(self, what: str, error: BatonError, request_id: RequestId | None, fields: dict[str, Any]) -> None:
-        clients_own = error.code in _CLIENTS_OWN
+        clients_own = error.code in _CLIENTS_OWN_CODES or error.reason in _CLIENTS_OWN_REASONS
+        # The message of such an error may quote the request.
         told = {"field": error.field or "none"} if clients_own else {"why": error.message}
         tell = self._repeats.info if clients_own else self._repeats.warning
         tell(what, peer=error.reason.value, request=request_id or "none", **fields, **told)

@@ -10,6 +10,7 @@ import itertools
 import os
 import select
 import socket
+import threading
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -78,8 +79,10 @@ class DoubleDevice:
 class DoubleQueuePairs:
     """`fails_to_destroy` makes the next so many calls of `destroy` come without evidence. Where `on_the_way` is a list,
     chains of writes stay in it, uncompleted: the network holds them back. `probes_lost` has the queue pairs whose probe
-    is lost, by index, with the status that it completes with at last; None: it does not within any deadline."""
+    is lost, by index, with the status that it completes with at last; None: it does not within any deadline. `arriving`
+    is held while something arrives: as on a real device, nothing does any more when `destroy` has returned."""
 
+    arriving: ClassVar[threading.Lock] = threading.Lock()
     on_the_way: ClassVar[list[Deliver] | None] = None
     alive: ClassVar[dict[int, DoubleQueuePairs]] = {}
     fails_to_destroy: ClassVar[int] = 0
@@ -114,9 +117,10 @@ class DoubleQueuePairs:
         for index, end in enumerate(peer.qps):
             status = self.probes_lost.get(index, 0)
             if status == 0:
-                there = self.alive[end.number]
-                assert there.device.probes == place
-                there.immediate_came(index, index)
+                with self.arriving:
+                    there = self.alive[end.number]
+                    assert there.device.probes == place
+                    there.immediate_came(index, index)
             if status is not None:
                 self.probed.append(status)
                 os.eventfd_write(self.fd, 1)
@@ -129,6 +133,7 @@ class DoubleQueuePairs:
         return len(statuses)
 
     def immediate_came(self, index: int, number: int) -> None:
+        """Another thread than the loop's holds `arriving`."""
         self.immediates.append((index, socket.htonl(number & 0xFFFF_FFFF)))
         os.eventfd_write(self.fd, 1)
 
@@ -138,7 +143,8 @@ class DoubleQueuePairs:
     def take_immediates(self) -> list[tuple[int, int]]:
         if self.broken:
             raise QueuePairFailed("completion with status 5")
-        taken, self.immediates = self.immediates, []
+        with self.arriving:
+            taken, self.immediates = self.immediates, []
         return taken
 
     def fail(self) -> None:
@@ -152,10 +158,11 @@ class DoubleQueuePairs:
         if DoubleQueuePairs.fails_to_destroy:
             DoubleQueuePairs.fails_to_destroy -= 1
             raise QueuePairFailed("a queue pair cannot be destroyed: try again")
-        self.destroyed = True
-        for qp in self.ends.qps:
-            del self.alive[qp.number]
-        os.close(self.fd)
+        with self.arriving:
+            self.destroyed = True
+            for qp in self.ends.qps:
+                del self.alive[qp.number]
+            os.close(self.fd)
 
 
 class DoublePoster:
@@ -183,19 +190,21 @@ class DoublePoster:
         self.done.append((wr_id, 0 if self._deliver(qp, pieces) else REFUSED))
 
     def _deliver(self, qp: int, pieces: list[tuple[int, np.ndarray]]) -> bool:
-        peer = self._peer(qp)
-        if peer is None:
-            return False
-        to = peer[0].device
-        assert to.remote_writes and (to.base, to.rkey) == (self.dst_base, self.rkey)
-        for dst, piece_U8 in pieces:
-            to.region_U8[dst : dst + len(piece_U8)] = piece_U8
-        return True
+        with DoubleQueuePairs.arriving:
+            peer = self._peer(qp)
+            if peer is None:
+                return False
+            to = peer[0].device
+            assert to.remote_writes and (to.base, to.rkey) == (self.dst_base, self.rkey)
+            for dst, piece_U8 in pieces:
+                to.region_U8[dst : dst + len(piece_U8)] = piece_U8
+            return True
 
     def post_seal(self, qp: int, number: int, wr_id: int) -> None:
-        peer = self._peer(qp)
-        if peer is not None:
-            peer[0].immediate_came(peer[1], number)
+        with DoubleQueuePairs.arriving:
+            peer = self._peer(qp)
+            if peer is not None:
+                peer[0].immediate_came(peer[1], number)
         self.done.append((wr_id, 0 if peer is not None else REFUSED))
 
     def wait(self, wake_fd: int, spin_us: int, timeout_ms: int) -> tuple[list[tuple[int, int]], int]:

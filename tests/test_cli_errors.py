@@ -264,6 +264,27 @@ def test_where_up_is_to_listen() -> None:
     )
 
 
+def test_what_is_wrong_of_several_services_of_up(tmp_path: Path) -> None:
+    """Settings of the router, of prefill and of decode nodes, and where the directory listens: one message names all of
+    them, what two nodes have in common once."""
+    path = tmp_path / "baton.toml"
+    path.write_text(
+        "[router]\nstop_grace_ms = 'long'\n[prefill]\nengine.blocks = 1\n[decode]\nlissten = '127.0.0.1:0'\n"
+    )
+    up = ["up", "--engine-kind", "mock", "--prefill", "2", "--decode", "2", "--directory-listen", "7070"]
+    result = run_baton(*up, "--config", str(path), env={"BATON_DECODE_ENGINE__NUM_BLOCKS": "many"})
+    assert (result.returncode, result.stdout) == (2, "")
+    first, *problems = result.stderr.splitlines()
+    assert first == "error: Wrong configuration:"
+    assert [line.partition(": ")[0].strip() for line in problems] == [
+        f"{path}:router.stop_grace_ms",
+        f"{path}:prefill.engine.blocks",
+        f"{path}:decode.lissten",
+        "BATON_DECODE_ENGINE__NUM_BLOCKS",
+        "listen of directory",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "most"),
     [
@@ -297,7 +318,8 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         ["up"],
         2,
         "error: Wrong configuration:\n"
-        "  BATON_PREFILL_ENGINE__MODEL or --model: is not set; name a folder or a model on the hub\n",
+        "  BATON_PREFILL_ENGINE__MODEL or --model: is not set; name a folder or a model on the hub\n"
+        "  BATON_DECODE_ENGINE__MODEL or --model: is not set; name a folder or a model on the hub\n",
     )
     folder = tmp_path / "nothing"
     result = run_baton(

@@ -133,6 +133,29 @@ def test_a_clients_own_error_is_told_without_its_words(caplog: pytest.LogCapture
     assert str(MODEL.vocab_size + SECRET) not in str(fields)
 
 
+@pytest.mark.parametrize(
+    "reason", [Reason.BAD_FIELD, Reason.UNKNOWN_MODEL, Reason.NO_TOKENIZER, Reason.NO_CHAT_TEMPLATE]
+)
+def test_a_clients_own_error_is_no_warning(reason: Reason, caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt as text, or as a chat, for a model that has only ids is the caller's mistake like any other."""
+    log = RequestLog(lambda: 0.0)
+    error = BatonError(reason, "It cannot be.", field="chat.messages")
+    with caplog.at_level(logging.INFO):
+        log.failed(error, request_id=RequestId("mine"), job=None, began_s=0.0)
+    ((level, fields),) = ends(caplog)
+    assert (level, fields["reason"], fields["field"]) == ("INFO", reason.value, "chat.messages")
+
+
+@pytest.mark.parametrize("reason", [Reason.INCOMPATIBLE_NODE, Reason.MODEL_BROKEN, Reason.NO_PREFILL_NODE])
+def test_an_error_of_the_cluster_is_a_warning(reason: Reason, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the same code as some that are the caller's mistake, too."""
+    log = RequestLog(lambda: 0.0)
+    with caplog.at_level(logging.INFO):
+        log.failed(BatonError(reason, "It cannot be."), request_id=RequestId("mine"), job=None, began_s=0.0)
+    ((level, fields),) = ends(caplog)
+    assert (level, fields["reason"], fields["why"]) == ("WARNING", reason.value, "It cannot be.")
+
+
 def test_a_router_that_is_full_says_so_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
     """Refused at the door: no attempt was made."""
     with caplog.at_level(logging.INFO):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import select
 import socket
+import sys
+import termios
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -17,11 +20,15 @@ from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import rdma_wire, tcp_wire, ucx_wire
 from kvtransfer.transports.rdma import HostBytes, RdmaMemory, RdmaWriterConfig, RdmaWriterLink
 from kvtransfer.transports.rdma_connect import RegionAddress
-from kvtransfer.transports.tcp import TcpWriterLink
+from kvtransfer.transports.tcp import StreamLimits, TcpWriterLink
+from kvtransfer.transports.tcp_landing import LandingMemory
 from kvtransfer.transports.tcp_socket import UNREAD_BYTES_MAX, close_politely, take_leave
+from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.ucx import UcxWriterLink
 from tests.rdma_harness import CONFIG, double
-from tests.shm_harness import DEADLINE_S, Recorder, pair_of, run
+from tests.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
+from tests.tcp_harness import wait_until
+from tests.test_transport_tcp_writer import linked
 from tests.ucx_double import AgentDouble, agents
 
 __all__ = ["agents", "double"]
@@ -96,6 +103,71 @@ def test_a_peer_that_goes_on_talking_is_not_listened_to_without_end() -> None:
     talker = Talker()
     close_politely(talker)  # type: ignore[arg-type]
     assert (talker.read_bytes, talker.closed) == (UNREAD_BYTES_MAX, True)
+
+
+def unread_nbytes(sock: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def test_a_fence_arrives_from_a_receiver_that_leaves_payload_unread() -> None:
+    """tcp, a made link: the writer has sent on after its receiver stopped taking bytes, and reads slowly. It hears of
+    the fence all the same, and then the end of the connection, no reset."""
+
+    async def test() -> None:
+        ours, theirs = connected()
+        with theirs:
+            ours.sendall(bytes(WAITING_BYTES))
+            ended = asyncio.Event()
+            stream = ReceiveStream(
+                sock=ours,
+                hello=tcp_wire.Hello(pair=PAIR, epoch=EPOCH, link=1, stream=0),
+                memory=LandingMemory(SOURCE_U8, len(SOURCE_U8)),
+                limits=StreamLimits(),
+                loop=loop_now(),
+                sealed=lambda *_: None,
+                ended=lambda _: ended.set(),
+            )
+            stream.start()
+            stream.stop(EPOCH)
+            async with asyncio.timeout(DEADLINE_S):
+                await ended.wait()
+            theirs.send(b"payload")
+            await wait_until(lambda: unread_nbytes(ours) == len(b"payload"))
+            stream.join()
+            assert ours.fileno() == -1
+            data, end = heard(theirs)
+        fence = tcp_wire.encode(tcp_wire.Fence(epoch=EPOCH))
+        assert (data == bytes(WAITING_BYTES) + fence, end) == (True, "EOF")
+
+    run(test())
+
+
+def test_what_a_writer_has_sent_arrives_though_it_leaves_acknowledgements_unread() -> None:
+    """tcp, a made link: the receiver reads slowly, and the writer closes with an acknowledgement not looked at. Every
+    frame comes, and the BYE behind them, by which the pair need not be fenced."""
+    grant, events = grant_of(7), Recorder()
+
+    async def test() -> None:
+        ours, theirs = connected()
+        async with linked(events, ends=(ours, theirs), bye_ms_max=DEADLINE_S * 1000) as (link, by_hand):
+            loop_now().remove_reader(ours)  # from here on the link's loop comes to nothing that the receiver says
+            link.post(grant, ops_of([0], [0], [WAITING_BYTES]))
+            await by_hand.say(tcp_wire.Ack(sequence=0, landed=True))
+            await wait_until(lambda: unread_nbytes(ours) == tcp_wire.MESSAGE_BYTES and unread_nbytes(theirs) > 0)
+            closing = asyncio.ensure_future(link.close())
+            await wait_until(lambda: not link._streams[0].sending)
+            link._cut_off()  # `bye_ms_max` is over
+            await closing
+            assert ours.fileno() == -1
+            theirs.settimeout(DEADLINE_S)
+            data, end = heard(theirs)
+        assert len(data) == tcp_wire.MESSAGE_BYTES + tcp_wire.SEGMENT_BYTES + WAITING_BYTES + tcp_wire.MESSAGE_BYTES
+        assert tcp_wire.decode(data[-tcp_wire.MESSAGE_BYTES :]) == tcp_wire.Bye(sequence=1, epoch=EPOCH)
+        assert end == "EOF"
+        assert events.completed == [(grant, 1, WAITING_BYTES, False)]
+
+    assert WAITING_BYTES < REGION_NBYTES
+    run(test())
 
 
 async def link_tcp(listens: str) -> None:

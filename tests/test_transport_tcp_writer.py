@@ -42,11 +42,19 @@ class ByHand:
         await asyncio.get_running_loop().sock_sendall(self.sock, b"".join(map(wire.encode, messages)))
 
 
-@asynccontextmanager
-async def linked(events: Recorder, **config: int) -> AsyncIterator[tuple[TcpWriterLink, ByHand]]:
+def connection() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
         theirs, _ = listener.accept()
+    return ours, theirs
+
+
+@asynccontextmanager
+async def linked(
+    events: Recorder, *, ends: tuple[socket.socket, socket.socket] | None = None, **config: int
+) -> AsyncIterator[tuple[TcpWriterLink, ByHand]]:
+    """`ends` are of one connection, the link's first; both are taken over."""
+    ours, theirs = ends or connection()
     theirs.setblocking(False)
     link = TcpWriterLink(
         socks=[ours],
@@ -61,7 +69,7 @@ async def linked(events: Recorder, **config: int) -> AsyncIterator[tuple[TcpWrit
         source_region_U8=source_bytes(1, REGION_NBYTES),
         events=events,
         loop=asyncio.get_running_loop(),
-        config=TcpWriterConfig(streams=1, bye_ms_max=50, **config),  # type: ignore[arg-type]
+        config=TcpWriterConfig(**{"streams": 1, "bye_ms_max": 50, **config}),  # type: ignore[arg-type]
     )
     link._start(PAIR)
     try:

@@ -49,6 +49,12 @@ class Connection(WordsConnection):
     seals: SealGather | None = None
     """From the moment that all have, and the link is made. Nothing of a grant comes down one that is not."""
 
+    @property
+    def writer(self) -> str:
+        """For people; it has said HELLO."""
+        assert self.hello is not None
+        return f"{self.hello.pair.writer:x}"
+
     def open_qps(self, memory: RdmaMemory, hello: wire.Hello, randomness: Callable[[int], bytes]) -> None:
         """Acquire the device and make as many queue pairs as the writer has. Raises NotWelcome: nothing is kept."""
         try:
@@ -85,12 +91,12 @@ class Connection(WordsConnection):
 
     def leave_behind(self) -> None:
         """Its queue pairs cannot be destroyed, and nobody will try any more: they stay until the process ends."""
-        assert self.hello is not None and self.hold is not None
+        assert self.hold is not None
         self.cancel_destroy()
         self.hold.leave_behind()
         log.error(
             "queue pairs are left to the end of the process: they cannot be destroyed",
-            writer=f"{self.hello.pair.writer:x}",
+            writer=self.writer,
         )
 
     def cancel_destroy(self) -> None:

@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import rdma_wire as wire
@@ -80,6 +81,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         )
         self._memory = memory
         self._offered = offered
+        self._repeats = RepeatLog(log, loop.time, key="writer")
         self._hold: Hold | None = None
         self._unsealed: dict[GrantId, Pair] = {}
         """Grants that may be written to, and no seal of theirs has come."""
@@ -107,8 +109,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
             try:
                 self._memory.flush()
             except DeviceError as error:
-                self._counts["flush_failed"] += 1
-                log.error("a grant is over, and the device's memory cannot be flushed", reason=str(error))
+                self._tell_failure("a grant is over, and the device's memory cannot be flushed", connection, error)
                 self._refuse(connection, RefusalReason.FLUSH)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
@@ -133,6 +134,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
             if not self._connections:
                 break
             await asyncio.sleep(DESTROY_RETRY_MS / 1000)
+        self._repeats.close()
         for connection in self._connections.values():
             connection.leave_behind()
         if self._hold is not None:
@@ -327,15 +329,20 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         if isinstance(error, SealRefused):
             self._refuse(connection, RefusalReason[error.fault.name])
             return
-        self._counts["flush_failed"] += 1
-        log.error("a seal is refused: the device's memory cannot be flushed", reason=str(error))
+        self._tell_failure("a seal is refused: the device's memory cannot be flushed", connection, error)
         self._refuse(connection, RefusalReason.FLUSH)
+
+    def _tell_failure(self, what: str, connection: Connection, error: QueuePairFailed | DeviceError) -> None:
+        """Count it. Where it is for good it comes every second, and takes a line a minute."""
+        self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
+        self._repeats.error(what, peer=connection.writer, reason=str(error))
+        self._repeats.upkeep()
 
     def _fail(self, connection: Connection, reason: str) -> None:
         """The link cannot go on, and may have lost bytes: fence its pair. Unless it was never made."""
         hello = connection.hello
         assert hello is not None
-        log.info("rdma link ended", writer=f"{hello.pair.writer:x}", reason=reason)
+        log.info("rdma link ended", writer=connection.writer, reason=reason)
         if connection.seals is not None and not self._fences.is_fencing(hello.pair, hello.epoch) and not self._closed:
             self.fence(hello.pair, hello.epoch)
         if connection.number in self._connections:
@@ -366,11 +373,11 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
                 if not self._closed:
                     self._memory.flush()
             except (QueuePairFailed, DeviceError) as error:
-                self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
-                log.error("a fence has no evidence yet", reason=str(error))
+                self._tell_failure("a fence has no evidence yet", connection, error)
                 connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._drop, connection)
                 return
             assert connection.hello is not None and connection.hold is not None
+            self._repeats.over(connection.writer, "its queue pairs are destroyed, the device is flushed")
             connection.qps = None
             connection.hold.release()
             self._counts["links_unproved"] += connection.seals is None

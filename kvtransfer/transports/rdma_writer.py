@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from baton.ids import Pair
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.chain_link import ChainLink, LinkLimits
@@ -63,6 +64,7 @@ class RdmaWriterLink(ChainLink):
         self._poster: Poster = self._qps.poster(dst_base=connected.region.base, rkey=connected.region.rkey)
         self._waker = Waker()
         self._tries_left: int | None = None
+        self._repeats = RepeatLog(log, loop.time)
         super().__init__(
             sock=connected.sock,
             inbox=wire.Inbox(),
@@ -223,7 +225,8 @@ class RdmaWriterLink(ChainLink):
         try:
             self._qps.destroy()
         except QueuePairFailed as error:
-            log.error("RDMA link keeps its source blocks", peer=self._address, reason=str(error))
+            self._repeats.error("RDMA link keeps its source blocks", peer=self._address, reason=str(error))
+            self._repeats.upkeep()
             if self._tries_left is not None:
                 if not self._tries_left:
                     self._leave_behind()
@@ -231,6 +234,7 @@ class RdmaWriterLink(ChainLink):
                 self._tries_left -= 1
             self._loop.call_later(DESTROY_RETRY_MS / 1000, lambda: self._destroy(say_bye=say_bye))
             return
+        self._repeats.over(self._address, "its queue pairs are destroyed")
         self._queue.lose_all()
         self._hold.release()
         self._let_go(wire.encode(wire.Bye(epoch=self._epoch)) if say_bye else None)
@@ -245,6 +249,7 @@ class RdmaWriterLink(ChainLink):
         self._let_go(None)
 
     def _let_go(self, last_word: bytes | None) -> None:
+        self._repeats.close()
         self._hang_up(last_word)
         self._waker.close()
         # Behind the completions, which the queue has just handed to the loop.

@@ -28,6 +28,16 @@ class LandingMemory:
         """What is received into."""
         self.region_nbytes = region_nbytes
 
+    def holds(self, frame: wire.Data, table_S2: np.ndarray) -> bool:
+        """Whether the table agrees with the frame's head, and lies in the region. Compared so that no sum overflows."""
+        if frame.segments == 1:
+            dst, nbytes = table_S2[0].tolist()
+            return bool(nbytes == frame.payload_nbytes and 0 <= dst <= self.region_nbytes - nbytes)
+        dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
+        bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
+        bad_S |= (dst_S < 0) | (dst_S > self.region_nbytes - nbytes_S)
+        return not bool(bad_S.any()) and int(nbytes_S.sum()) == frame.payload_nbytes
+
     def place(self, table_S2: np.ndarray) -> np.ndarray | None:
         """Where a frame with this table is to be received. None: nowhere as long as the device copies."""
         return table_S2

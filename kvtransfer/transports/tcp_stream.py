@@ -37,6 +37,7 @@ from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_landing import LandingMemory
 from kvtransfer.transports.tcp_payload import Scatter
 from kvtransfer.transports.tcp_receiver_config import StreamLimits
+from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.tcp_wire import RefusalReason
 
 SCRATCH_BYTES = 1 << 16
@@ -145,7 +146,7 @@ class ReceiveStream:
     def join(self) -> None:
         """Let go of the thread, the socket and the region. After `stop` or `ended`."""
         self._thread.join()
-        self._sock.close()
+        close_politely(self._sock)
         self._memory.release()
 
     def counts(self) -> Counter[str]:
@@ -254,16 +255,7 @@ class ReceiveStream:
         self._head_have = 0
         self._read(table[have:])
         table_S2 = np.frombuffer(table, dtype=_TABLE_DTYPE).reshape(-1, 2)
-        # Compared so that no sum can overflow.
-        if frame.segments == 1:
-            dst, nbytes = table_S2[0].tolist()
-            bad = nbytes != frame.payload_nbytes or not 0 <= dst <= self._memory.region_nbytes - nbytes
-        else:
-            dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
-            bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
-            bad_S |= (dst_S < 0) | (dst_S > self._memory.region_nbytes - nbytes_S)
-            bad = bool(bad_S.any()) or int(nbytes_S.sum()) != frame.payload_nbytes
-        if bad:
+        if not self._memory.holds(frame, table_S2):
             raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
         return table_S2
 

@@ -33,7 +33,7 @@ from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, 
 from kvtransfer.transports.tcp_frames import Frame
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
 from kvtransfer.transports.tcp_queue import SendQueue, Taken
-from kvtransfer.transports.tcp_socket import RECV_BYTES, acknowledged_bytes
+from kvtransfer.transports.tcp_socket import RECV_BYTES, acknowledged_bytes, close_politely
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -360,7 +360,7 @@ class TcpWriterLink(BaseLink):
         for stream in self._streams:
             if stream.thread is not None:
                 stream.thread.join()
-            stream.sock.close()
+            close_politely(stream.sock)
         self._source_U8 = None
         self._queue.lose_unacknowledged()
         # Behind the completions, which the queue has just handed to the loop.
