@@ -11,27 +11,25 @@ Shape suffixes as in engine/types.py; P splits of one context, G query heads tha
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def rotate_store_kernel(
-    q: Any,  # [T, H, D]
-    k: Any,  # [T, K, D]
-    v: Any,  # [T, K, D]
-    q_out: Any,  # [T, H, D], contiguous
-    cos: Any,  # [T, D/2], contiguous
-    sin: Any,  # [T, D/2], contiguous
-    layer: Any,  # the layer's first element
-    blocks: Any,  # int64 [T]
-    slots: Any,  # int64 [T]
-    num_tokens: Any,
-    q_stride: Any,
-    k_stride: Any,
-    v_stride: Any,
+    q: tl.tensor,  # [T, H, D]
+    k: tl.tensor,  # [T, K, D]
+    v: tl.tensor,  # [T, K, D]
+    q_out: tl.tensor,  # [T, H, D], contiguous
+    cos: tl.tensor,  # [T, D/2], contiguous
+    sin: tl.tensor,  # [T, D/2], contiguous
+    layer: tl.tensor,  # the layer's first element
+    blocks: tl.tensor,  # int64 [T]
+    slots: tl.tensor,  # int64 [T]
+    num_tokens: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -92,12 +90,12 @@ def rotate_store_kernel(
 
 @triton.jit
 def gather_kernel(
-    layer: Any,  # the layer's first element
-    blocks: Any,  # int64 [n]: the blocks of all contexts, one after another
-    first_rows: Any,  # int64 [n]: which row of the outputs the block's first slot goes to
-    num_slots: Any,  # int64 [n]: how many of its slots belong to the context
-    k_out: Any,  # [C, K, D], contiguous
-    v_out: Any,  # [C, K, D], contiguous
+    layer: tl.tensor,  # the layer's first element
+    blocks: tl.tensor,  # int64 [n]: the blocks of all contexts, one after another
+    first_rows: tl.tensor,  # int64 [n]: which row of the outputs the block's first slot goes to
+    num_slots: tl.tensor,  # int64 [n]: how many of its slots belong to the context
+    k_out: tl.tensor,  # [C, K, D], contiguous
+    v_out: tl.tensor,  # [C, K, D], contiguous
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SLOTS_PADDED: tl.constexpr,
@@ -122,17 +120,17 @@ def gather_kernel(
 
 @triton.jit
 def decode_split_kernel(
-    q: Any,  # [B, H, D], contiguous
-    layer: Any,  # the layer's first element
-    tables: Any,  # int32 [B, columns]: block ids
-    contexts: Any,  # int32 [B]: tokens of each context, 0 for a row of padding
-    out_part: Any,  # float32 [B, H, P, D]: each split's weighted sum of values, over its own weights' sum
-    max_part: Any,  # float32 [B, H, P]: the largest score of the split, times log2(e)
-    sum_part: Any,  # float32 [B, H, P]: the sum of the split's weights; 0 where the split is empty
-    scale_log2: Any,  # head_dim**-0.5 * log2(e)
-    table_columns: Any,
-    num_splits: Any,
-    split_tokens_min: Any,
+    q: tl.tensor,  # [B, H, D], contiguous
+    layer: tl.tensor,  # the layer's first element
+    tables: tl.tensor,  # int32 [B, columns]: block ids
+    contexts: tl.tensor,  # int32 [B]: tokens of each context, 0 for a row of padding
+    out_part: tl.tensor,  # float32 [B, H, P, D]: each split's weighted sum of values, over its own weights' sum
+    max_part: tl.tensor,  # float32 [B, H, P]: the largest score of the split, times log2(e)
+    sum_part: tl.tensor,  # float32 [B, H, P]: the sum of the split's weights; 0 where the split is empty
+    scale_log2: tl.tensor,  # head_dim**-0.5 * log2(e)
+    table_columns: tl.tensor,
+    num_splits: tl.tensor,
+    split_tokens_min: tl.tensor,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -201,11 +199,11 @@ def decode_split_kernel(
 
 @triton.jit
 def decode_combine_kernel(
-    out_part: Any,  # see decode_split_kernel
-    max_part: Any,
-    sum_part: Any,
-    out: Any,  # [B, H, D], contiguous
-    num_splits: Any,
+    out_part: tl.tensor,  # see decode_split_kernel
+    max_part: tl.tensor,
+    sum_part: tl.tensor,
+    out: tl.tensor,  # [B, H, D], contiguous
+    num_splits: tl.tensor,
     SPLITS_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
