@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import itertools
 import os
 import random
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +105,48 @@ def test_without_a_gpu_the_driver_says_what_is_missing() -> None:
         CudaDriver()
 
 
+class IpcRuntime:
+    """As much of cuda-bindings as the test below calls. A handle has nothing but the address of its 64 bytes."""
+
+    cudaIpcMemLazyEnablePeerAccess = 1
+
+    class cudaIpcMemHandle_t:
+        def __init__(self, content: bytes = bytes(64)) -> None:
+            self.buffer = ctypes.create_string_buffer(content, 64)
+
+        def getPtr(self) -> int:
+            return ctypes.addressof(self.buffer)
+
+    def __init__(self) -> None:
+        self.opened: list[bytes] = []
+
+    def cudaIpcGetMemHandle(self, address: int) -> tuple[int, Any]:
+        return 0, self.cudaIpcMemHandle_t(struct.pack("<Q56s", address, b"\xff\0\x01" * 18))
+
+    def cudaIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[int, int]:
+        self.opened.append(handle.buffer.raw)
+        return 0, 4096
+
+
+def driver_over(runtime: Any) -> Any:
+    """CUDA's driver without CUDA."""
+    driver: Any = object.__new__(CudaDriver)
+    driver._runtime, driver._ordinal, driver._exported = runtime, 0, set()
+    cuda = SimpleNamespace(set_device=lambda _: None)
+    driver._torch = SimpleNamespace(cuda=cuda, from_numpy=torch.from_numpy)
+    return driver
+
+
+def test_a_handle_is_taken_by_its_address() -> None:
+    """All its 64 bytes go to another process and come back, by what every version of cuda-bindings has."""
+    runtime = IpcRuntime()
+    driver = driver_over(runtime)
+    handle = driver.export(0x7F00_0000_0000)
+    assert handle == struct.pack("<Q56s", 0x7F00_0000_0000, b"\xff\0\x01" * 18)
+    assert driver.open(handle) == 4096
+    assert runtime.opened == [handle]
+
+
 def test_memory_is_pinned_where_it_is_and_let_go_of_once() -> None:
     """The driver is told of the address and the length, and of its end; what it refuses is typed."""
     calls: list[tuple[str, tuple[int, ...]]] = []
@@ -123,9 +167,7 @@ def test_memory_is_pinned_where_it_is_and_let_go_of_once() -> None:
             return 0, b"out of memory"
 
     runtime: Any = Runtime()
-    driver: Any = object.__new__(CudaDriver)
-    driver._runtime, driver._ordinal = runtime, 0
-    driver._torch = SimpleNamespace(cuda=SimpleNamespace(set_device=lambda _: None), from_numpy=torch.from_numpy)
+    driver = driver_over(runtime)
     memory_U8 = np.arange(24, dtype=np.uint8)
     address = memory_U8.ctypes.data
     pinned = driver.register(memory_U8)
