@@ -84,7 +84,7 @@ def attention(pool: KvPool, group: int) -> None:
         paged.store(pool, 1, k_TKD, v_TKD, where_T, where_T)
         q_BHD = torch.zeros(tokens, heads, spec.head_dim, dtype=pool.dtype)
         tables_BM = torch.zeros(tokens, tokens, dtype=torch.int32)
-        for num_splits in (1, 2, paged.SPLITS_MAX):
+        for num_splits in (1, paged.SPLITS_MAX):
             paged.decode(pool, 1, q_BHD, tables_BM, torch.ones(tokens, dtype=torch.int32), num_splits)
     prompt = SequenceSlice(
         key=RequestKey(request=RequestId("prompt"), attempt=Attempt(0)),

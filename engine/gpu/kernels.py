@@ -4,6 +4,9 @@ Every kernel counts in elements from the layer's first one, in 64 bits: a region
 Sizes that are no powers of two are padded to the next one and masked. A block id below 0 stands for "no block": nothing
 is read or written there. Slots past the end of a context are never read, so they may hold anything, NaN too.
 
+Counts that differ from step to step are not specialised: the compiler would make a variant for 1 and one for multiples
+of 16, inside the request that first has such a count.
+
 Under TRITON_INTERPRET=1 (read by Triton when this module is imported) the kernels run on the CPU.
 
 Shape suffixes as in engine/types.py; P splits of one context, G query heads that share one KV head.
@@ -15,7 +18,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rotate_store_kernel(
     q: tl.tensor,  # [T, H, D]
     k: tl.tensor,  # [T, K, D]
@@ -118,7 +121,7 @@ def gather_kernel(
     tl.store(v_out + to_SD, tl.load(layer + from_SD, mask=in_SD), mask=in_SD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_columns", "num_splits", "split_tokens_min"])
 def decode_split_kernel(
     q: tl.tensor,  # [B, H, D], contiguous
     layer: tl.tensor,  # the layer's first element
@@ -197,7 +200,7 @@ def decode_split_kernel(
     tl.store(out_part + to_GD, out_GD / sum_G[:, None], mask=in_G[:, None] & in_D[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def decode_combine_kernel(
     out_part: tl.tensor,  # see decode_split_kernel
     max_part: tl.tensor,

@@ -39,7 +39,7 @@ def scale_rows_kernel(
         tl.store(out + to_C, (x_C / scale).to(out.dtype.element_ty), mask=start + c_C < WIDTH_OUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # see engine/gpu/kernels.py
 def int4_rows_kernel(
     x: tl.tensor,  # [T, INPUTS], each 128 inputs in the order of the nibbles: see linears.in_nibble_order
     tiles: tl.tensor,  # int32 [OUTPUTS / 8, INPUTS / 128, 32, 4]: see linears.pack_tiles
