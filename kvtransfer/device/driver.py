@@ -130,6 +130,8 @@ class CudaDriver:
         self.streams: DeviceStreams = CudaStreams(self.device)
 
     def allocate(self, nbytes: int) -> int:
+        # What torch has let go of it keeps for itself, and a region is most of the memory.
+        self._torch.cuda.empty_cache()
         # A dma-buf is whole pages of the host.
         address = int(self._call("cudaMalloc", page_span(0, nbytes, mmap.PAGESIZE).nbytes))
         self._call("cudaMemset", address, 0, nbytes)
