@@ -33,7 +33,7 @@ LIMITS_S = {
     "trace": 60.0,
     "card": 45.0,
     "spill": 60.0,
-    "weights": 150.0,
+    "weights": 200.0,
 }
 """Of each part, most important first; about three times what it is expected to take."""
 TINY_LIMIT_S = 150.0

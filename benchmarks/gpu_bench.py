@@ -103,10 +103,13 @@ class Bench:
             times.append(time.perf_counter() - begin)
         return statistics.median(times)
 
-    def region(self, runner: GpuRunner | TorchRunner, num_blocks: int) -> torch.Tensor:
+    def zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def region_bytes(self, runner: GpuRunner | TorchRunner, num_blocks: int) -> int:
         spec = runner.kv_spec
         per_block = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * getattr(torch, spec.dtype).itemsize
-        return torch.zeros(spec.num_layers * num_blocks * per_block, dtype=torch.uint8, device=self.device)
+        return int(spec.num_layers * num_blocks * per_block)
 
     def runner(
         self,
@@ -116,13 +119,15 @@ class Bench:
         rows_max: int,
         context_max: int,
         quantisation: Quantisation = Quantisation.NONE,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> GpuRunner:
+        """Bound and warmed up. `allocate` gives the region's memory; by default it is torch's."""
         graphs = GraphConfig(graph_rows_max=rows_max, graph_context_max=context_max)
         runner = GpuRunner(
             config=config, tensors=weights, block_size=BLOCK_SIZE, device=self.device,
             quantisation=quantisation, gpu=GpuConfig(graphs=graphs), capture=self.capture,
         )  # fmt: skip
-        runner.bind_tensor(self.region(runner, num_blocks), num_blocks)
+        runner.bind_tensor((allocate or self.zeros)(self.region_bytes(runner, num_blocks)), num_blocks)
         runner.warm_up(BlockId(num_blocks - 1))
         return runner
 

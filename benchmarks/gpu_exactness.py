@@ -6,8 +6,10 @@ import torch
 
 from benchmarks.gpu_bench import BLOCK_SIZE, Bench, config_of, random_weights, slice_of
 from benchmarks.gpu_children import Figures
+from benchmarks.gpu_receiver import make_driver
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink
+from kvtransfer.device.region import DeviceRegion
 
 NUM_BLOCKS = 64
 CONTEXT_MAX = 512
@@ -17,14 +19,21 @@ FIRST_BLOCK = 3
 
 
 def measure(bench: Bench, figures: Figures) -> None:
-    """float32: greedy tokens equal to the torch runner's, a prompt and then one at a time as graphs. bfloat16: scores
-    of the prompt and of single tokens behind it, against float32 over the same rounded weights."""
+    """float32, over memory of the driver's, as a node has it: greedy tokens equal to the torch runner's, a prompt and
+    then one at a time as graphs. bfloat16: scores of the prompt and of single tokens behind it, against float32 over
+    the same rounded weights."""
     config = config_of("exact")
     weights = {name: tensor.cpu() for name, tensor in random_weights(config, torch.float32, bench.device).items()}
-    gpu = bench.runner(config, weights, NUM_BLOCKS, 4, CONTEXT_MAX)
+    driver = make_driver(bench.device.type)
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        # As a node's region; it ends with the process.
+        return torch.as_tensor(DeviceRegion(driver, nbytes, "bench-region", shared=False).memory)
+
+    gpu = bench.runner(config, weights, NUM_BLOCKS, 4, CONTEXT_MAX, allocate=allocate)
     figures.add(attention_float32=gpu.describe())
     reference = TorchRunner(config=config, tensors=weights, block_size=BLOCK_SIZE)
-    reference.bind(bench.region(reference, NUM_BLOCKS).cpu().numpy(), NUM_BLOCKS)
+    reference.bind(bench.zeros(bench.region_bytes(reference, NUM_BLOCKS)).cpu().numpy(), NUM_BLOCKS)
     answers = []
     count = 4 if bench.tiny else 64
     for runner in (gpu, reference):
@@ -41,7 +50,7 @@ def measure(bench: Bench, figures: Figures) -> None:
     half = bench.runner(config, rounded, NUM_BLOCKS, 0, CONTEXT_MAX)
     wide = {name: tensor.float() for name, tensor in rounded.items()}
     reference = TorchRunner(config=config, tensors=wide, block_size=BLOCK_SIZE)
-    reference.bind(bench.region(reference, NUM_BLOCKS).cpu().numpy(), NUM_BLOCKS)
+    reference.bind(bench.zeros(bench.region_bytes(reference, NUM_BLOCKS)).cpu().numpy(), NUM_BLOCKS)
     tokens = answers[1]
 
     def parts(*stops: int) -> list[Batch]:

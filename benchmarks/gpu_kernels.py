@@ -159,7 +159,7 @@ def _four_bits(bench: Bench) -> Iterator[Compared]:
     outputs, inputs = (64, 128) if bench.tiny else (1000, 1024)
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
     product = Int4Product.pack(weight)
-    near = Int4Product.pack(weight.to(bench.device))
+    near = replace(product, tiles=product.tiles.to(bench.device), scales_GY2=product.scales_GY2.to(bench.device))
     for rows in (1, 17, 70):
         x_TX = torch.randn(rows, inputs, generator=generator).bfloat16()
         yield "4 bits", "bfloat16", near.by_tiles(x_TX.to(bench.device)), product.reference(x_TX), ERROR_MAX["bfloat16"]
