@@ -5,54 +5,54 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import numpy as np
 import torch
 
 from baton.ids import Epoch, GrantId, Pair
+from benchmarks.gpu_children import ROOT, environment
 from benchmarks.gpu_receiver import COMMIT, GRANT, PAIR, REGION_BYTES, endpoint_from, make_driver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 
 if TYPE_CHECKING:
-    from benchmarks.gpu import Bench
+    from benchmarks.gpu_bench import Bench
+    from benchmarks.gpu_children import Figures
 
-ROOT = Path(__file__).parent.parent
 
-
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench, figures: Figures) -> None:
     """`exposed_ms`: the products with the copies less those without, in time of the compute stream.
 
     `committed_ms`: from the end of the last product to the answer to a gRPC call that waits for the seal at the
-    receiver, which does nothing else.
+    receiver, which does nothing else. `copy_ms`: the same copies with nothing beside them, from the first one's post to
+    the last one's end, of which the device's memory allows no less than its bandwidth does.
     """
     command = [sys.executable, "-m", "benchmarks.gpu_receiver", bench.device.type]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
     ) as receiver:
+        # In this process's group, so that it ends with it, whatever ends it: it may hang before it says a word.
         try:
-            return asyncio.run(_hand_over(bench, receiver))
+            asyncio.run(_hand_over(bench, receiver, figures))
         finally:
             receiver.kill()
 
 
-async def _hand_over(bench: Bench, receiver: subprocess.Popen[str]) -> dict[str, Any]:
+async def _hand_over(bench: Bench, receiver: subprocess.Popen[str], figures: Figures) -> None:
     assert receiver.stdin is not None
     assert receiver.stdout is not None
     told = json.loads(await asyncio.to_thread(receiver.stdout.readline))
     endpoint = endpoint_from(told)
     loop, driver, events = asyncio.get_running_loop(), make_driver(bench.device.type), _Events()
     source = DeviceRegion(driver, REGION_BYTES, "bench-source")
+    source.rehearse_copy(8)
     link = await CudaIpcWriterLink.connect_device(endpoint, PAIR, source, events, loop, driver)
     layers, records, record_bytes = (2, 4, 4096) if bench.tiny else (28, 256, 65_536)
     side = 64 if bench.tiny else 4096
@@ -86,6 +86,19 @@ async def _hand_over(bench: Bench, receiver: subprocess.Popen[str]) -> dict[str,
         await channel.channel_ready()
         commit = channel.unary_unary(COMMIT)
         compute(None)
+
+        async def copies_alone() -> float:
+            grant, expected = GrantId(bytes(15) + b"\xff"), len(events.completed) + layers
+            bench.synchronize()
+            begin = time.perf_counter()
+            for layer in range(layers):
+                link.post(grant, layer_ops(layer))
+            await events.until(expected)
+            return time.perf_counter() - begin
+
+        copied_s = [await copies_alone() for _ in range(1 + bench.repeats)][1:]
+        copy_s, nbytes = statistics.median(copied_s), layers * records * record_bytes
+        figures.add(mbytes=nbytes / 1e6, copy_ms=1e3 * copy_s, copy_gbytes_s=2 * nbytes / copy_s / 1e9)
         alone_s, beside_s, committed_s = [], [], []
         for number in range(bench.repeats):
             alone_s.append((await asyncio.to_thread(compute, None))[0])
@@ -100,12 +113,11 @@ async def _hand_over(bench: Bench, receiver: subprocess.Popen[str]) -> dict[str,
             committed_s.append(time.perf_counter() - ended)
     await link.close()
     source.close()
-    return {
-        "mbytes": layers * records * record_bytes / 1e6,
-        "alone_ms": 1e3 * statistics.median(alone_s),
-        "exposed_ms": 1e3 * (statistics.median(beside_s) - statistics.median(alone_s)),
-        "committed_ms": 1e3 * statistics.median(committed_s),
-    }
+    figures.add(
+        alone_ms=1e3 * statistics.median(alone_s),
+        exposed_ms=1e3 * (statistics.median(beside_s) - statistics.median(alone_s)),
+        committed_ms=1e3 * statistics.median(committed_s),
+    )
 
 
 class _Events:

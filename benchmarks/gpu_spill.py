@@ -6,7 +6,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,18 +20,19 @@ from kvtransfer.layout import kv_layout
 from kvtransfer.region import Region
 
 if TYPE_CHECKING:
-    from benchmarks.gpu import Bench
+    from benchmarks.gpu_bench import Bench
+    from benchmarks.gpu_children import Figures
 
 BLOCK_SIZE = 16
 
 
-def measure(bench: Bench) -> dict[str, Any]:
+def measure(bench: Bench, figures: Figures) -> None:
     """Copies of as many blocks as a node makes at a time, of the 8B shape: their rate either way, from asking to being
     told of the last; and what a chain of matrix products takes alone and beside them, in time of the compute stream."""
-    return asyncio.run(_move(bench))
+    asyncio.run(_move(bench, figures))
 
 
-async def _move(bench: Bench) -> dict[str, Any]:
+async def _move(bench: Bench, figures: Figures) -> None:
     layers, heads, head_dim, blocks, side, products = (
         (2, 2, 16, 8, 64, 4) if bench.tiny else (36, 8, 128, 256, 4096, 100)
     )
@@ -70,7 +71,7 @@ async def _move(bench: Bench) -> dict[str, Any]:
 
     compute = _products(bench, side, products)
     compute()
-    figures: dict[str, Any] = {"mbytes": nbytes / 1e6, "pin_s_per_gbyte": pinned_s / nbytes * 1e9}
+    figures.add(mbytes=nbytes / 1e6, pin_s_per_gbyte=pinned_s / nbytes * 1e9)
     for name, out in (("out", True), ("back", False)):
         alone_s, moved_s, beside_s = [], [], []
         for _ in range(bench.repeats):
@@ -80,14 +81,16 @@ async def _move(bench: Bench) -> dict[str, Any]:
             computing = asyncio.create_task(asyncio.to_thread(compute))
             await copies(out=out)
             beside_s.append(await computing)
-        figures[f"{name}_gbytes_s"] = nbytes / statistics.median(moved_s) / 1e9
-        figures[f"{name}_products_alone_ms"] = 1e3 * statistics.median(alone_s)
-        figures[f"{name}_products_beside_ms"] = 1e3 * statistics.median(beside_s)
+        found = {
+            f"{name}_gbytes_s": nbytes / statistics.median(moved_s) / 1e9,
+            f"{name}_products_alone_ms": 1e3 * statistics.median(alone_s),
+            f"{name}_products_beside_ms": 1e3 * statistics.median(beside_s),
+        }
+        figures.add(**found)
     copier.close()
     pinned.close()
     host.close()
     region.close()
-    return figures
 
 
 def _products(bench: Bench, side: int, products: int) -> Callable[[], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,8 @@ from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
 from engine.types import Batch, NullSink
 
 if TYPE_CHECKING:
-    from benchmarks.gpu import Bench
+    from benchmarks.gpu_bench import Bench
+    from benchmarks.gpu_children import Figures
 
 BITS = {Quantisation.NONE: 16.0, Quantisation.FP8: 8.0, Quantisation.INT4: 4 + 32 / INT4_GROUP}
 PRODUCTS_AT_A_TIME = 20
@@ -42,39 +42,42 @@ def measure(
     config: ModelConfig,
     given: Mapping[str, torch.Tensor],
     limits: Mapping[str, float],
+    figures: Figures,
     *,
     decode: Callable[[int, int], Batch],
     prompt: Batch,
     rows: tuple[int, ...],
     context: int,
-) -> dict[str, Any]:
+) -> None:
     """Of each rounding: decode steps per second by batch size, the scores' distance from those of float32, products.
 
     `decode` makes a batch of so many sequences with such a context; `rows` are tried one after another.
     """
     exact = _scores(bench, config, Widened(given), prompt)
     num_blocks = max(_blocks(prompt), _blocks(decode(max(rows), context))) + 1
-    results: dict[str, Any] = {"decode_context": context, "scored_tokens": len(exact)}
+    figures.add(decode_context=context, scored_tokens=len(exact))
     for quantisation in PACKS:
         name = "bfloat16" if quantisation is Quantisation.NONE else quantisation.value
         try:
             runner = bench.runner(config, given, num_blocks, max(rows), 2 * context, quantisation)
         except UnsupportedModelError as refused:
-            results[name] = {"refused": str(refused)}
+            figures.add(**{name: {"refused": str(refused)}})
             continue
         found = runner.score(prompt, NullSink()).cpu().float()
-        results[name] = {
+        found_here: dict[str, Any] = {
             "error_in_deviations": float((found - exact).square().mean().sqrt() / exact.std()),
             "best_token_agrees": float((found.argmax(dim=-1) == exact.argmax(dim=-1)).float().mean()),
-            "decode": {str(count): _decode(bench, config, runner, decode(count, context), BITS[quantisation], limits)
-                       for count in rows},
             "weights": runner.describe()["weights"],
-        }  # fmt: skip
+            "decode": {},
+        }
+        for count in rows:
+            batch = decode(count, context)
+            found_here["decode"][str(count)] = _decode(bench, config, runner, batch, BITS[quantisation], limits)
+            figures.add(**{name: found_here})
         del runner, found
-        _free(bench)
-        results[name]["products"] = _products(bench, quantisation, config)
-        print("weights", name, json.dumps(results[name]), flush=True)
-    return results
+        bench.free()
+        figures.add(**{name: found_here | {"products": _products(bench, quantisation, config)}})
+        print("weights", name, json.dumps(figures.values[name]), flush=True)
 
 
 def _blocks(batch: Batch) -> int:
@@ -85,7 +88,7 @@ def _scores(bench: Bench, config: ModelConfig, tensors: Mapping[str, torch.Tenso
     runner = bench.runner(config, tensors, _blocks(prompt) + 1, 0, 1)
     found = runner.score(prompt, NullSink()).cpu()
     del runner
-    _free(bench)
+    bench.free()
     return found
 
 
@@ -97,7 +100,9 @@ def _decode(
     layer = config.hidden_size * (2 * q_size + 2 * kv_size + 3 * config.intermediate_size)
     tokens = sum(s.stop for s in batch.slices)
     moved = config.num_layers * (layer * bits / 8 + 4 * kv_size * tokens) + 2 * config.vocab_size * config.hidden_size
-    return {"steps_s": 1 / step_s, "of_copy_rate": moved / step_s / 1e9 / limits["copy_gbytes_s"]}
+    rate = moved / step_s / 1e9
+    of_copy_rate = {"of_copy_rate": rate / limits["copy_gbytes_s"]} if "copy_gbytes_s" in limits else {}
+    return {"steps_s": 1 / step_s, "gbytes_s": rate, **of_copy_rate}
 
 
 def _products(bench: Bench, quantisation: Quantisation, config: ModelConfig) -> dict[str, Any]:
@@ -125,10 +130,3 @@ def _products(bench: Bench, quantisation: Quantisation, config: ModelConfig) -> 
         for name, way in ways.items():
             figures[name] = {str(count): microseconds(way, x) for count, x in inputs.items()}
     return figures
-
-
-def _free(bench: Bench) -> None:
-    """Runners with graphs are held by cycles."""
-    gc.collect()
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import itertools
 import os
 import random
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 import tests.triton_interpreter  # noqa: F401  # before the kernel
 from baton.errors import InvalidField
@@ -103,6 +107,65 @@ def test_without_a_gpu_the_driver_says_what_is_missing() -> None:
         CudaDriver()
 
 
+class IpcRuntime:
+    """As much of cuda-bindings as the test below calls. A handle has nothing but the address of its 64 bytes."""
+
+    cudaIpcMemLazyEnablePeerAccess = 1
+
+    class cudaIpcMemHandle_t:
+        def __init__(self, content: bytes = bytes(64)) -> None:
+            self.buffer = ctypes.create_string_buffer(content, 64)
+
+        def getPtr(self) -> int:
+            return ctypes.addressof(self.buffer)
+
+    def __init__(self) -> None:
+        self.opened: list[bytes] = []
+
+    def cudaIpcGetMemHandle(self, address: int) -> tuple[int, Any]:
+        return 0, self.cudaIpcMemHandle_t(struct.pack("<Q56s", address, b"\xff\0\x01" * 18))
+
+    def cudaIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[int, int]:
+        self.opened.append(handle.buffer.raw)
+        return 0, 4096
+
+
+def driver_over(runtime: Any) -> Any:
+    """CUDA's driver without CUDA."""
+    driver: Any = object.__new__(CudaDriver)
+    driver._runtime, driver._ordinal, driver._exported = runtime, 0, set()
+    driver.calls = []
+    cuda = SimpleNamespace(set_device=lambda _: None, empty_cache=lambda: driver.calls.append("empty_cache"))
+    driver._torch = SimpleNamespace(cuda=cuda, from_numpy=torch.from_numpy)
+    return driver
+
+
+def test_a_handle_is_taken_by_its_address() -> None:
+    """All its 64 bytes go to another process and come back, by what every version of cuda-bindings has."""
+    runtime = IpcRuntime()
+    driver = driver_over(runtime)
+    handle = driver.export(0x7F00_0000_0000)
+    assert handle == struct.pack("<Q56s", 0x7F00_0000_0000, b"\xff\0\x01" * 18)
+    assert driver.open(handle) == 4096
+    assert runtime.opened == [handle]
+
+
+def test_a_region_gets_what_torch_has_let_go_of() -> None:
+    """Weights that were packed leave memory in torch's hands, which is given back before the region is asked for."""
+
+    class Runtime:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: int) -> tuple[int, ...]:
+                driver.calls.append(name)
+                return (0, 4096) if name == "cudaMalloc" else (0,)
+
+            return call
+
+    driver = driver_over(Runtime())
+    assert driver.allocate(64) == 4096
+    assert driver.calls == ["empty_cache", "cudaMalloc", "cudaMemset", "cudaDeviceSynchronize"]
+
+
 def test_memory_is_pinned_where_it_is_and_let_go_of_once() -> None:
     """The driver is told of the address and the length, and of its end; what it refuses is typed."""
     calls: list[tuple[str, tuple[int, ...]]] = []
@@ -123,9 +186,7 @@ def test_memory_is_pinned_where_it_is_and_let_go_of_once() -> None:
             return 0, b"out of memory"
 
     runtime: Any = Runtime()
-    driver: Any = object.__new__(CudaDriver)
-    driver._runtime, driver._ordinal = runtime, 0
-    driver._torch = SimpleNamespace(cuda=SimpleNamespace(set_device=lambda _: None), from_numpy=torch.from_numpy)
+    driver = driver_over(runtime)
     memory_U8 = np.arange(24, dtype=np.uint8)
     address = memory_U8.ctypes.data
     pinned = driver.register(memory_U8)
@@ -149,6 +210,24 @@ def test_what_is_posted_from_another_stream_than_the_default_one_is_found(monkey
     of_thread[0] = "side"
     with pytest.raises(AssertionError, match="posted from the device's default stream"):
         streams.current()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("an illegal memory access"), OutOfResources(300_000, 232_448, "shared memory")], ids=repr
+)
+def test_what_torch_and_triton_raise_is_an_error_of_the_device(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that cannot be compiled or launched: the link is lost, and the node goes on."""
+
+    def raising(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("kvtransfer.device.cuda_streams.copy_records", raising)
+    stream: Any = SimpleNamespace(stream=None)
+    with pytest.raises(DeviceError, match=r"illegal memory access|out of resource: shared memory"):
+        CudaStreams(torch.device("cuda", 0)).copy(stream, torch.zeros(8), torch.zeros(8), ops_of([0], [0], [8]))
 
 
 def test_cuda_ipc_is_chosen_on_one_host_only_and_serves_a_region_on_a_gpu() -> None:

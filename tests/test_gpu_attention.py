@@ -20,6 +20,7 @@ from engine.attention import TorchAttention
 from engine.gpu import libraries
 from engine.gpu.admission import CANDIDATES, Admitted, Candidate, Phase, admit
 from engine.gpu.attention import BackendUnfit, GatherVarlen, GpuAttention, TorchPaged, TritonDecode, VarlenPlan
+from engine.gpu.paged import SPLIT_TOKENS_MIN
 from engine.kv_pool import KvPool
 from engine.types import Batch
 
@@ -87,7 +88,7 @@ def admitted(*makers: Any, phase: Phase = Phase.PREFILL, shape: Shape = SMALL) -
         (unfit, "takes pages of 256 tokens"),
         (broken, "failed: RuntimeError: no kernel image is available for execution on the device"),
         (ReadsTooFar, "wrong by nan, 3e-02 is allowed"),
-        (Misshapen, "gives (40, 4, 64) instead of (41, 4, 64)"),
+        (Misshapen, "gives (233, 4, 64) instead of (234, 4, 64)"),
     ],
 )
 def test_a_backend_that_fails_its_trial_is_passed_over(
@@ -107,6 +108,20 @@ def test_a_backend_that_computes_nonsense_is_found_out() -> None:
     assert found.trials[0].problem is not None
     assert found.trials[0].problem.startswith("wrong by 1.0e-01")
     assert found.trials[1].problem is None
+
+
+class OneSplit(TritonDecode):
+    """Right for what fits in one split, as short contexts do."""
+
+    def attend(self, layer: int, q_RHD: torch.Tensor, plan: Any) -> torch.Tensor:
+        return super().attend(layer, q_RHD, replace(plan, contexts_B=plan.contexts_B.clamp(max=SPLIT_TOKENS_MIN)))
+
+
+def test_a_kernel_that_is_wrong_in_its_second_split_is_found_out() -> None:
+    """A context of more than three splits is tried."""
+    found = admitted(OneSplit, TritonDecode, phase=Phase.DECODE)
+    assert str(found.trials[0].problem).startswith("wrong by ")
+    assert found.name == "1-TritonDecode"
 
 
 def test_the_first_that_agrees_is_taken_and_the_rest_is_not_run() -> None:
@@ -218,9 +233,12 @@ def test_flash_attention_3_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flash_attention_2_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only with pages of a multiple of 256 tokens; the refusal names the setting."""
+    """Only with pages of a multiple of 256 tokens; the refusal names the setting. Where contexts begin is worked out
+    for a step, not in each layer, where the host would wait for the device."""
+    starts: list[torch.Tensor] = []
 
     def varlen(q: Any, k: Any, v: Any, **a: Any) -> torch.Tensor:
+        starts.append(a["cu_seqlens_k"])
         contexts = a["cu_seqlens_k"].diff().tolist()
         assert a["causal"] and a["max_seqlen_k"] == max(contexts)
         return paged_by_torch(q, k, v, contexts, a["block_table"], a["cu_seqlens_q"])
@@ -231,6 +249,10 @@ def test_flash_attention_2_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = libraries.flash2_paged(found, 2)  # type: ignore[arg-type]
     found._asked = 1
     compare(backend, pool, batch, q_THD)
+    plan = backend.prepare(batch.slices)
+    for layer in range(2):
+        backend.attend(layer, q_THD, plan)
+    assert starts[1] is starts[2]
     with pytest.raises(BackendUnfit, match=r"multiple of 256 tokens, not 16: set engine\.block_size"):
         libraries.flash2_paged(OnCuda(case(SMALL)[0]), 4)  # type: ignore[arg-type]
 

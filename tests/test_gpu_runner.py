@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,35 @@ from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice,
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG, 1)
 PADDING = BlockId(NUM_BLOCKS - 1)
+
+
+class MadeOnDemand(Mapping[str, torch.Tensor]):
+    """Makes a tensor each time it is asked for one, as a reader that widens them does."""
+
+    def __init__(self) -> None:
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.most_alive = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = TENSORS[name].clone()
+        self.alive = [each for each in self.alive if each() is not None]
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            self.alive.append(weakref.ref(tensor))
+        self.most_alive = max(self.most_alive, len(self.alive))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(TENSORS)
+
+    def __len__(self) -> int:
+        return len(TENSORS)
+
+
+def test_weights_are_not_all_there_twice() -> None:
+    """For a model that takes half the memory: of what is joined, the matrices of one product alone are there beside."""
+    tensors = MadeOnDemand()
+    GpuRunner(config=CONFIG, tensors=tensors, block_size=BLOCK_SIZE, device="cpu")
+    assert tensors.most_alive == 3
 
 
 class LayerCounter:

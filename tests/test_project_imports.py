@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.without_packages import CARRIED
+
 ROOT = Path(__file__).parent.parent
 RUN_S_MAX = 120
 
@@ -46,8 +48,11 @@ def test_the_command_loads_nothing_heavy_until_it_is_needed() -> None:
 
 
 def test_a_pair_runs_without_the_packages_that_it_can_do_without() -> None:
-    """Engine, kvtransfer and both halves load, and a server serves, where redis, the health and reflection services,
-    starlette and pydantic-settings are not installed: a machine with a GPU may have none of them."""
+    """Engine, kvtransfer, both halves and the GPU's benchmark load, and a server serves, where redis, the health and
+    reflection services, starlette and pydantic-settings are not installed, and of others no more than a machine with a
+    GPU has. What has to be carried there is named in the documentation."""
+    told = (ROOT / "docs/gpu.md").read_text()
+    assert [name for name in CARRIED.values() if name not in told] == []
     result = run("-m", "tests.without_packages")
     assert result.returncode == 0, result.stderr
     assert result.stdout == "serving\n[]\n"

@@ -1,4 +1,5 @@
-"""Run in a process of its own: import a prefill and decode pair, and start a server, with some packages not there."""
+"""Run in a process of its own: import a prefill and decode pair, and start a server, where there are few packages:
+those of a machine that was set up for PyTorch and Triton, and the few that docs/gpu.md says to carry there."""
 
 from __future__ import annotations
 
@@ -12,12 +13,39 @@ from types import ModuleType
 
 BLOCKED = frozenset({"redis", "grpc_health", "grpc_reflection", "starlette", "pydantic_settings"})
 
+"""What the package does without where it is not installed, by its own words or by none."""
+# fmt: off
+OWN = frozenset([
+    "baton", "batonpb", "benchmarks", "cachestore", "cli", "decode_node", "engine", "kvtransfer", "mixed_node",
+    "prefill_node", "router", "tests",
+])
+THERE = frozenset([
+    "click", "cuda", "google", "grpc", "h11", "huggingface_hub", "jinja2", "numpy", "prometheus_client", "safetensors",
+    "tokenizers", "torch", "triton",
+    "anyio", "certifi", "filelock", "fsspec", "functorch", "hf_xet", "httpcore", "httpcore2", "httpx", "httpx2", "idna",
+    "markupsafe", "mpmath", "networkx", "packaging", "sniffio", "sympy", "torchgen", "tqdm", "truststore",
+    "typing_extensions", "yaml",
+])
+# fmt: on
+"""The last three lines are what the others need. `google` has protobuf there, and nothing else."""
+CARRIED = {
+    "google.rpc": "googleapis-common-protos",
+    "grpc_status": "grpcio-status",
+    "pydantic": "pydantic",
+    "pydantic_core": "pydantic-core",
+    "annotated_types": "annotated-types",
+    "typing_inspection": "typing-inspection",
+}
+"""Modules, and the distributions that they come from."""
+
 
 class Blocker:
     """Stands before all other finders."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        if name.split(".")[0] in BLOCKED:
+        top = name.split(".")[0]
+        known = top in OWN | THERE | CARRIED.keys() | sys.stdlib_module_names or top.startswith("_")
+        if top in BLOCKED or not known:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
@@ -28,13 +56,13 @@ def is_source(name: str) -> bool:
 
 
 def import_all() -> int:
-    """The roots of a pair, and each module of the packages below them but the GPU's own."""
+    """The roots of a pair, each module of the packages below them, and the GPU's benchmark."""
     names = ["prefill_node.main", "decode_node.main", "mixed_node.main"]
     for package in ("engine", "kvtransfer", "cachestore"):
         found = pkgutil.walk_packages(importlib.import_module(package).__path__, prefix=f"{package}.")
-        names += [
-            module.name for module in found if not module.name.startswith("engine.gpu") and is_source(module.name)
-        ]
+        names += [module.name for module in found if is_source(module.name)]
+    folder = importlib.import_module("benchmarks").__path__
+    names += [f"benchmarks.{found.name}" for found in pkgutil.iter_modules(folder) if found.name.startswith("gpu")]
     for name in names:
         importlib.import_module(name)
     return len(names)

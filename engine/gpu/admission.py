@@ -2,7 +2,7 @@
 
 Importing a library tells little: a wheel may be built for another torch, another architecture or other page sizes, and
 some compute nonsense instead of refusing. So each candidate is run, over a small pool of NaN of the node's own shape,
-type and block size, with sequences that begin, end and pause inside blocks.
+type and block size, with sequences that begin, end and pause inside blocks, one of them over several tiles and splits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from engine.attention import TorchAttention
 from engine.gpu import libraries
 from engine.gpu.attention import BackendUnfit, PagedAttention, TorchPaged, TritonDecode
 from engine.gpu.config import AUTO
+from engine.gpu.paged import SPLIT_TOKENS_MIN
 from engine.kv_pool import KvPool
 from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 
@@ -157,9 +158,10 @@ def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def _trial(
     spec: KvSpec, num_heads: int, phase: Phase, device: torch.device
 ) -> tuple[KvPool, Batch, torch.Tensor, torch.Tensor]:
-    """A pool of NaN, three sequences in scattered blocks, a batch over them, queries, and the reference's answer."""
+    """A pool of NaN, four sequences in scattered blocks, a batch over them, queries, and the reference's answer."""
     spec, size = replace(spec, num_layers=2), spec.block_size
-    lengths = (2 * size + 1, size, max(1, size // 2))
+    # The long one: a kernel's loop goes round, and the last of its splits has one token.
+    lengths = (2 * size + 1, size, max(1, size // 2), 3 * SPLIT_TOKENS_MIN + 1)
     tables, num_blocks = _scattered([-(-length // size) for length in lengths])
     pool = _nan_pool(spec, num_blocks, device)
     generator = torch.Generator().manual_seed(0)
@@ -173,8 +175,8 @@ def _trial(
             SequenceSlice(
                 key=RequestKey(request=RequestId(f"trial-{i}"), attempt=Attempt(0)),
                 tokens=[0] * length,
-                # One goes on inside a block, one is whole: both masks are met.
-                start=length - 1 if phase is Phase.DECODE else (length // 2 if i == 0 else 0),
+                # Two go on inside a block, one is whole: both masks are met.
+                start=length - 1 if phase is Phase.DECODE else (length // 2 if i in (0, 3) else 0),
                 stop=length,
                 block_table=table,
                 sample=False,

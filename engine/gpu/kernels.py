@@ -4,6 +4,9 @@ Every kernel counts in elements from the layer's first one, in 64 bits: a region
 Sizes that are no powers of two are padded to the next one and masked. A block id below 0 stands for "no block": nothing
 is read or written there. Slots past the end of a context are never read, so they may hold anything, NaN too.
 
+Counts that differ from step to step are not specialised: the compiler would make a variant for 1 and one for multiples
+of 16, inside the request that first has such a count.
+
 Under TRITON_INTERPRET=1 (read by Triton when this module is imported) the kernels run on the CPU.
 
 Shape suffixes as in engine/types.py; P splits of one context, G query heads that share one KV head.
@@ -11,27 +14,25 @@ Shape suffixes as in engine/types.py; P splits of one context, G query heads tha
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def rotate_store_kernel(
-    q: Any,  # [T, H, D]
-    k: Any,  # [T, K, D]
-    v: Any,  # [T, K, D]
-    q_out: Any,  # [T, H, D], contiguous
-    cos: Any,  # [T, D/2], contiguous
-    sin: Any,  # [T, D/2], contiguous
-    layer: Any,  # the layer's first element
-    blocks: Any,  # int64 [T]
-    slots: Any,  # int64 [T]
-    num_tokens: Any,
-    q_stride: Any,
-    k_stride: Any,
-    v_stride: Any,
+    q: tl.tensor,  # [T, H, D]
+    k: tl.tensor,  # [T, K, D]
+    v: tl.tensor,  # [T, K, D]
+    q_out: tl.tensor,  # [T, H, D], contiguous
+    cos: tl.tensor,  # [T, D/2], contiguous
+    sin: tl.tensor,  # [T, D/2], contiguous
+    layer: tl.tensor,  # the layer's first element
+    blocks: tl.tensor,  # int64 [T]
+    slots: tl.tensor,  # int64 [T]
+    num_tokens: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -92,12 +93,12 @@ def rotate_store_kernel(
 
 @triton.jit
 def gather_kernel(
-    layer: Any,  # the layer's first element
-    blocks: Any,  # int64 [n]: the blocks of all contexts, one after another
-    first_rows: Any,  # int64 [n]: which row of the outputs the block's first slot goes to
-    num_slots: Any,  # int64 [n]: how many of its slots belong to the context
-    k_out: Any,  # [C, K, D], contiguous
-    v_out: Any,  # [C, K, D], contiguous
+    layer: tl.tensor,  # the layer's first element
+    blocks: tl.tensor,  # int64 [n]: the blocks of all contexts, one after another
+    first_rows: tl.tensor,  # int64 [n]: which row of the outputs the block's first slot goes to
+    num_slots: tl.tensor,  # int64 [n]: how many of its slots belong to the context
+    k_out: tl.tensor,  # [C, K, D], contiguous
+    v_out: tl.tensor,  # [C, K, D], contiguous
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SLOTS_PADDED: tl.constexpr,
@@ -120,19 +121,19 @@ def gather_kernel(
     tl.store(v_out + to_SD, tl.load(layer + from_SD, mask=in_SD), mask=in_SD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_columns", "num_splits", "split_tokens_min"])
 def decode_split_kernel(
-    q: Any,  # [B, H, D], contiguous
-    layer: Any,  # the layer's first element
-    tables: Any,  # int32 [B, columns]: block ids
-    contexts: Any,  # int32 [B]: tokens of each context, 0 for a row of padding
-    out_part: Any,  # float32 [B, H, P, D]: each split's weighted sum of values, over its own weights' sum
-    max_part: Any,  # float32 [B, H, P]: the largest score of the split, times log2(e)
-    sum_part: Any,  # float32 [B, H, P]: the sum of the split's weights; 0 where the split is empty
-    scale_log2: Any,  # head_dim**-0.5 * log2(e)
-    table_columns: Any,
-    num_splits: Any,
-    split_tokens_min: Any,
+    q: tl.tensor,  # [B, H, D], contiguous
+    layer: tl.tensor,  # the layer's first element
+    tables: tl.tensor,  # int32 [B, columns]: block ids
+    contexts: tl.tensor,  # int32 [B]: tokens of each context, 0 for a row of padding
+    out_part: tl.tensor,  # float32 [B, H, P, D]: each split's weighted sum of values, over its own weights' sum
+    max_part: tl.tensor,  # float32 [B, H, P]: the largest score of the split, times log2(e)
+    sum_part: tl.tensor,  # float32 [B, H, P]: the sum of the split's weights; 0 where the split is empty
+    scale_log2: tl.tensor,  # head_dim**-0.5 * log2(e)
+    table_columns: tl.tensor,
+    num_splits: tl.tensor,
+    split_tokens_min: tl.tensor,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -199,13 +200,13 @@ def decode_split_kernel(
     tl.store(out_part + to_GD, out_GD / sum_G[:, None], mask=in_G[:, None] & in_D[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def decode_combine_kernel(
-    out_part: Any,  # see decode_split_kernel
-    max_part: Any,
-    sum_part: Any,
-    out: Any,  # [B, H, D], contiguous
-    num_splits: Any,
+    out_part: tl.tensor,  # see decode_split_kernel
+    max_part: tl.tensor,
+    sum_part: tl.tensor,
+    out: tl.tensor,  # [B, H, D], contiguous
+    num_splits: tl.tensor,
     SPLITS_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,

@@ -101,6 +101,7 @@ class PagedPlan:
     tables_BM: torch.Tensor
     contexts_B: torch.Tensor
     query_starts: torch.Tensor
+    context_starts: torch.Tensor
     queries_max: int
     context_max: int
 
@@ -122,6 +123,7 @@ class FlashPaged:
             tables_BM=to_device(tables_BM, device),
             contexts_B=to_device(np.array([s.stop for s in slices], dtype=np.int32), device),
             query_starts=starts_of([s.stop - s.start for s in slices], device),
+            context_starts=starts_of([s.stop for s in slices], device),
             queries_max=max(s.stop - s.start for s in slices),
             context_max=max(s.stop for s in slices),
         )
@@ -149,7 +151,7 @@ def flash2_paged(pool: KvPool, num_heads: int) -> FlashPaged:
             k_NSKD,
             v_NSKD,
             cu_seqlens_q=plan.query_starts,
-            cu_seqlens_k=starts_of(plan.contexts_B.tolist(), pool.device),
+            cu_seqlens_k=plan.context_starts,
             max_seqlen_q=plan.queries_max,
             max_seqlen_k=plan.context_max,
             causal=True,

@@ -5,19 +5,17 @@ Under TRITON_INTERPRET=1 (read by Triton when this module is imported) the kerne
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def scale_rows_kernel(
-    x: Any,  # [T, WIDTH]
-    out: Any,  # [T, WIDTH_OUT], contiguous
-    scales: Any,  # float32 [T]
-    x_stride: Any,
-    largest: Any,
+    x: tl.tensor,  # [T, WIDTH]
+    out: tl.tensor,  # [T, WIDTH_OUT], contiguous
+    scales: tl.tensor,  # float32 [T]
+    x_stride: tl.tensor,
+    largest: tl.tensor,
     WIDTH: tl.constexpr,
     WIDTH_OUT: tl.constexpr,
     TILE: tl.constexpr,
@@ -41,13 +39,13 @@ def scale_rows_kernel(
         tl.store(out + to_C, (x_C / scale).to(out.dtype.element_ty), mask=start + c_C < WIDTH_OUT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # see engine/gpu/kernels.py
 def int4_rows_kernel(
-    x: Any,  # [T, INPUTS], each 128 inputs in the order of the nibbles: see linears.in_nibble_order
-    tiles: Any,  # int32 [OUTPUTS / 8, INPUTS / 128, 32, 4]: see linears.pack_tiles
-    scales: Any,  # bfloat16 [INPUTS / GROUP, OUTPUTS, 2]: scale and zero
-    out: Any,  # [T, OUTPUTS], contiguous
-    num_rows: Any,
+    x: tl.tensor,  # [T, INPUTS], each 128 inputs in the order of the nibbles: see linears.in_nibble_order
+    tiles: tl.tensor,  # int32 [OUTPUTS / 8, INPUTS / 128, 32, 4]: see linears.pack_tiles
+    scales: tl.tensor,  # bfloat16 [INPUTS / GROUP, OUTPUTS, 2]: scale and zero
+    out: tl.tensor,  # [T, OUTPUTS], contiguous
+    num_rows: tl.tensor,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUP: tl.constexpr,

@@ -19,13 +19,13 @@ from engine.gpu.attention import DecodePlan, GpuAttention, TritonDecode
 from engine.gpu.config import GpuConfig
 from engine.gpu.graphs import Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
 from engine.gpu.in_flight import ROWS_AHEAD_MAX, FutureTokens, LaunchedStep, pick
-from engine.gpu.weights import admit_weights
+from engine.gpu.weights import OnDevice, admit_weights
 from engine.kv_pool import KvPool
 from engine.logprobs import ScoredRows
 from engine.model_config import ComputeDtype, ModelConfig, Quantisation, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.layers import fused_rms_norm
-from engine.models.weights import is_layer_matrix, weight_shapes
+from engine.models.weights import weight_shapes
 from engine.sampler import draws_blind, sample
 from engine.staging import to_device
 from engine.types import Batch, KvSink, KvSpec, NullSink, SamplingParams, SequenceSlice, StepResult
@@ -80,10 +80,7 @@ class GpuRunner:
         weights = admit_weights(quantisation, config, device=self.device, dtype=getattr(torch, self.kv_spec.dtype))
         self.quantisation = weights.registered
         self._weights_row = weights.description
-        near = {
-            n: tensor if is_layer_matrix(n, tensor.dim()) else tensor.to(self.device) for n, tensor in tensors.items()
-        }
-        self._decoder = Decoder(config, near, weights.linears, fused_rms_norm)
+        self._decoder = Decoder(config, OnDevice(tensors, self.device), weights.linears, fused_rms_norm)
         self._capture = capture
         self._pool: KvPool | None = None
         self._attention: GpuAttention | None = None

@@ -7,6 +7,7 @@ row counts that take different ways.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from baton.log import get_log
 from engine.gpu.admission import ERROR_MAX
 from engine.gpu.linears import INT4_GROUP, PACKS, TILE_ROWS_MAX, TORCH_TILE_ROWS_MAX, GpuLinears, Pack
 from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
+from engine.models.weights import is_layer_matrix
 
 log = get_log("weights")
 
@@ -70,6 +72,25 @@ def admit_weights(
     return AdmittedWeights(
         linears=GpuLinears(chosen, device), registered=REGISTERED[quantisation], description=description
     )
+
+
+class OnDevice(Mapping[str, torch.Tensor]):
+    """A model's tensors, each moved to the device when it is asked for, which is once. The layers' matrices are left
+    where they are: their products move them. Nothing is kept here: `tensors` may make each anew."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return tensor if is_layer_matrix(name, tensor.dim()) else tensor.to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def product_shapes(config: ModelConfig) -> set[tuple[int, int]]:

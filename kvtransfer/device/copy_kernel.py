@@ -7,8 +7,6 @@ Shape suffix: W = one entry per write; P = one entry per piece of a write, of `P
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
@@ -21,10 +19,10 @@ PIECE_WORDS = 1024
 
 @triton.jit(do_not_specialize=["num_writes"])  # or each kind of number is compiled for when it first comes
 def copy_kernel(
-    dst: Any,
-    src: Any,
-    writes: Any,  # int64 [3, W], contiguous: source, destination and length, in words
-    num_writes: Any,
+    dst: tl.tensor,
+    src: tl.tensor,
+    writes: tl.tensor,  # int64 [3, W], contiguous: source, destination and length, in words
+    num_writes: tl.tensor,
     PIECE: tl.constexpr,
 ) -> None:
     """Grid (W, pieces of the longest write)."""

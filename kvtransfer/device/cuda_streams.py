@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from triton.errors import TritonError
 
 from kvtransfer.device.copy_kernel import copy_records
 from kvtransfer.device.driver import DeviceError
@@ -60,8 +61,9 @@ class CudaStreams:
 
 @contextlib.contextmanager
 def _device_errors() -> Iterator[None]:
-    """Whatever CUDA raises. After an error of a kernel the context is lost: every later call raises it again."""
+    """Whatever CUDA raises, or Triton for a kernel that it cannot compile or launch. After an error of a kernel the
+    context is lost: every later call raises it again."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TritonError) as error:
         raise DeviceError(str(error)) from error

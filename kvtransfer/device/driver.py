@@ -10,6 +10,7 @@ Shape suffix: U8 = one-dimensional array of bytes (uint8).
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -129,6 +130,8 @@ class CudaDriver:
         self.streams: DeviceStreams = CudaStreams(self.device)
 
     def allocate(self, nbytes: int) -> int:
+        # What torch has let go of it keeps for itself, and a region is most of the memory.
+        self._torch.cuda.empty_cache()
         # A dma-buf is whole pages of the host.
         address = int(self._call("cudaMalloc", page_span(0, nbytes, mmap.PAGESIZE).nbytes))
         self._call("cudaMemset", address, 0, nbytes)
@@ -143,11 +146,14 @@ class CudaDriver:
 
     def export(self, address: int) -> bytes:
         self._exported.add(address)
-        return bytes(self._call("cudaIpcGetMemHandle", address).reserved)
+        # Not by its attribute `reserved`, which some versions of cuda-bindings have and some have not.
+        handle = self._call("cudaIpcGetMemHandle", address)
+        return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
+        assert len(handle) == IPC_HANDLE_BYTES, len(handle)
         mem_handle = self._runtime.cudaIpcMemHandle_t()
-        mem_handle.reserved = list(handle) if not isinstance(mem_handle.reserved, bytes) else handle
+        ctypes.memmove(int(mem_handle.getPtr()), handle, IPC_HANDLE_BYTES)
         return int(self._call("cudaIpcOpenMemHandle", mem_handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
 
     def close(self, address: int) -> None:
