@@ -6,11 +6,12 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
+from kvtransfer.transport import TransportName
 from kvtransfer.transports.ucx_nixl import installed
 from tests.shm_harness import run
 from tests.transport_kits import KITS, UCX_KITS, Kit
 from tests.transport_suite import CASES
-from tests.transport_suite_more import MORE_CASES
+from tests.transport_suite_more import MORE_CASES, TCP_CASES
 
 WITHOUT_NIXL = pytest.mark.skipif(not installed(), reason="NIXL is not installed: `make test-ucx` runs these")
 
@@ -22,5 +23,12 @@ WITHOUT_NIXL = pytest.mark.skipif(not installed(), reason="NIXL is not installed
 )
 @pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda case: case.__name__)
 def test_conformance(case: Callable[[Kit], Coroutine[None, None, None]], kit: Kit) -> None:
+    """See the case's own text."""
+    run(case(kit))
+
+
+@pytest.mark.parametrize("kit", [kit for kit in KITS if kit.transport is TransportName.TCP], ids=lambda kit: kit.name)
+@pytest.mark.parametrize("case", TCP_CASES, ids=lambda case: case.__name__)
+def test_conformance_of_tcp(case: Callable[[Kit], Coroutine[None, None, None]], kit: Kit) -> None:
     """See the case's own text."""
     run(case(kit))

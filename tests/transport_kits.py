@@ -167,6 +167,12 @@ class Kit:
     to_device: bool = False
     """Of tcp, through pinned memory; of rdma, by the stand-in driver."""
     behind_events: bool = False
+    connect_ms_max: int = 20_000
+
+    @property
+    def receiver_moves_the_bytes(self) -> bool:
+        """Nothing is complete that the receiver's process has not taken in."""
+        return self.transport is TransportName.TCP or (self.transport is TransportName.UCX and self.tls == "tcp")
 
     @property
     def fences_without_the_writer(self) -> bool:
@@ -205,13 +211,15 @@ class Kit:
         loop = asyncio.get_running_loop()
         if self.transport is TransportName.CUDA_IPC:
             source = FakeSource(memory=source_U8, nbytes=len(source_U8))
-            device = ShmWriterConfig(bye_ms_max=300)
+            device = ShmWriterConfig(bye_ms_max=300, connect_ms_max=self.connect_ms_max)
             return await CudaIpcWriterLink.connect_device(endpoint, pair, source, events, loop, FakeDriver(), device)
         if self.transport is TransportName.SHM:
-            shm = ShmWriterConfig(copy_chunk_ops_max=4, bye_ms_max=300)
+            shm = ShmWriterConfig(copy_chunk_ops_max=4, bye_ms_max=300, connect_ms_max=self.connect_ms_max)
             return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
         if self.transport is TransportName.RDMA:
-            rdma = RdmaWriterConfig(bye_ms_max=5_000, connect_ms_max=20_000, rdma=RdmaConfig(qps=self.streams))
+            rdma = RdmaWriterConfig(
+                bye_ms_max=5_000, connect_ms_max=self.connect_ms_max, rdma=RdmaConfig(qps=self.streams)
+            )
             if self.from_device:
                 return await rdma_from_device(endpoint, pair, source_U8, events, rdma)
             memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=rdma.rdma, loop=loop, remote_writes=False)
@@ -224,9 +232,16 @@ class Kit:
             link.memory = memory
             return link
         if self.transport is TransportName.UCX:
-            ucx = UcxWriterConfig(tls=self.tls, connect_ms_max=20_000, on_the_way_bytes_max=4 << 20, drain_ms_max=3_000)
+            ucx = UcxWriterConfig(
+                tls=self.tls,
+                connect_ms_max=self.connect_ms_max,
+                on_the_way_bytes_max=4 << 20,
+                drain_ms_max=3_000,
+            )
             return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, ucx)
-        tcp = TcpWriterConfig(streams=self.streams, drain_ms_max=300, bye_ms_max=300)
+        tcp = TcpWriterConfig(
+            streams=self.streams, connect_ms_max=self.connect_ms_max, drain_ms_max=300, bye_ms_max=300
+        )
         if self.from_device:
             memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8)))
             try:

@@ -66,6 +66,19 @@ async def link(writer: Child, kit: Kit, endpoint: dict[str, Any], pair: Pair = P
     )
 
 
+async def receive(peer: Child, kit: Kit, grants: int = 1) -> Any:
+    """Let a child receive: GRANT, or the first so many of `grant_of`, may write anywhere. -> the endpoint, as JSON."""
+    of = [GRANT] if grants == 1 else [grant_of(i) for i in range(grants)]
+    return await peer.ask(
+        "receive",
+        kit=kit.name,
+        nbytes=REGION_NBYTES,
+        pair=[PAIR.receiver, PAIR.writer],
+        epoch=EPOCH,
+        grants=[grant.hex() for grant in of],
+    )
+
+
 @asynccontextmanager
 async def linked(r: Receiving, source_U8: np.ndarray) -> AsyncIterator[tuple[WriterLink, Recorder]]:
     """A link within this process."""
@@ -193,17 +206,25 @@ async def a_stopped_writer_is_fenced_as_its_transport_can(kit: Kit) -> None:
 
 
 async def a_stopped_writer_does_not_hold_up_another(kit: Kit) -> None:
-    """While one writer stands still in mid-batch, the other's records land and its seal arrives."""
+    """While one writer stands still in mid-batch, in its half of the region, the other's records land in the other half
+    and its seal arrives."""
+    half = RECORDS // 2
+    src = (np.random.default_rng(1).permutation(half) * RECORD_NBYTES).tolist()
+    lower, upper = ([(first + i) * RECORD_NBYTES for i in range(half)] for first in (0, half))
     async with receiving(kit) as r, writing() as stopped, writing() as other:
         await link(stopped, kit, r.expect())
         await link(other, kit, r.expect(OTHER_PAIR, grant=OTHER_GRANT), OTHER_PAIR, seed=9)
+        await stopped.post("a", GRANT, ops_of(src, upper, [RECORD_NBYTES] * half), times=2_000)
+        await stopped.event("completed")
         stopped.stop()
-        await other.post("a", OTHER_GRANT, record_ops(1))
+        ops = ops_of(src, lower, [RECORD_NBYTES] * half)
+        await other.post("a", OTHER_GRANT, ops)
         assert (await other.event("completed"))["copied"] is True
         await other.ask("seal", name="a", grant=OTHER_GRANT.hex(), epoch=EPOCH, writes=1, bytes_written=1)
         await r.events.until(lambda e: bool(e.seals))
         assert r.events.seals[0][0] == OTHER_PAIR
-        assert np.array_equal(r.region.array_U8, expected_region(source_bytes(9, REGION_NBYTES), record_ops(1)))
+        wanted = expected_region(source_bytes(9, REGION_NBYTES), ops)[: half * RECORD_NBYTES]
+        assert np.array_equal(r.region.array_U8[: half * RECORD_NBYTES], wanted)
 
 
 async def after_a_fence_only_the_next_epoch_connects(kit: Kit) -> None:
@@ -229,21 +250,15 @@ async def after_a_fence_only_the_next_epoch_connects(kit: Kit) -> None:
 
 
 async def a_killed_receiver_loses_the_link_and_every_batch_completes(kit: Kit) -> None:
-    """The receiver dies under a long queue: each batch completes exactly once, then the link is lost, once."""
+    """The receiver dies amid a long queue: each batch completes exactly once, then the link is lost, once."""
     source_U8, events = source_bytes(1, REGION_NBYTES), Recorder()
     async with writing() as peer:
-        told = await peer.ask(
-            "receive",
-            kit=kit.name,
-            nbytes=REGION_NBYTES,
-            pair=[PAIR.receiver, PAIR.writer],
-            epoch=EPOCH,
-            grants=[grant_of(i).hex() for i in range(40)],
-        )
+        told = await receive(peer, kit, grants=40)
         it = await kit.link(endpoint_from_json(told), PAIR, source_U8, events)
-        peer.signal(signal.SIGKILL)
         for i in range(40):
             it.post(grant_of(i), record_ops(1))
+        await events.until(lambda e: bool(e.completed))
+        peer.signal(signal.SIGKILL)
         await events.until(lambda e: bool(e.lost))
         counts = Counter(grant for grant, *_ in events.completed)
         assert counts == Counter(grant_of(i) for i in range(40))
@@ -265,14 +280,7 @@ async def a_stopped_receiver_hangs_neither_abandon_nor_close(kit: Kit) -> None:
     close returns."""
     source_U8, events = source_bytes(1, REGION_NBYTES), Recorder()
     async with writing() as peer:
-        told = await peer.ask(
-            "receive",
-            kit=kit.name,
-            nbytes=REGION_NBYTES,
-            pair=[PAIR.receiver, PAIR.writer],
-            epoch=EPOCH,
-            grants=[GRANT.hex()],
-        )
+        told = await receive(peer, kit)
         it = await kit.link(endpoint_from_json(told), PAIR, source_U8, events)
         peer.stop()
         for _ in range(100):
