@@ -312,7 +312,7 @@ def test_an_unreachable_node_is_shown(tmp_path: Path) -> None:
         up.wait_for(READY)
         used = endpoints(up)
         os.kill(up.children()["prefill-0"], signal.SIGSTOP)
-        listed = run_baton("nodes", "--directory", used["directory"], "--timeout", "2")
+        listed = run_baton("nodes", "--directory", used["directory"], "--timeout", "0.5")
         assert listed.returncode == 0
         row = next(line.split() for line in listed.stdout.splitlines() if line.startswith("prefill-0 "))
         assert row[2] == "unreachable"
