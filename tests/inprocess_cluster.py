@@ -48,6 +48,8 @@ HELD_S_MAX: Final = 60.0
 """How long a gate holds the engine thread when the test has died."""
 CALL_ENDS_S_MAX: Final = 30.0
 """How long gRPC may take to end a call that was cancelled."""
+GRPC_CALLS: Final = ("_AioCall.", "UnaryUnaryCall.", "UnaryStreamCall.", "StreamStreamCall.", "_StreamRequestMixin.")
+"""Its classes whose methods run as tasks, at the caller's side."""
 
 
 class Point(Enum):
@@ -278,7 +280,7 @@ async def inprocess(spec: ClusterSpec, *, without: Collection[str] = ()) -> Asyn
 
 def _is_grpc(task: asyncio.Task[Any]) -> bool:
     """Its own end of a call: of one that was cancelled it hears from its thread, when that is given a turn."""
-    return getattr(task.get_coro(), "__qualname__", "").startswith("_AioCall.")
+    return getattr(task.get_coro(), "__qualname__", "").startswith(GRPC_CALLS)
 
 
 def _no_progress(_what: str, _done: int, _total: int) -> None:
