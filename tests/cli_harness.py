@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from tests.ports import free_ports
+
 RUN_S_MAX: Final = 60.0
 PROCESSES_MAX: Final = 1000
 EXEC_LOOKS_MAX: Final = 1000
@@ -178,17 +180,18 @@ def _portrait(pid: int) -> str:
 
 @contextmanager
 def taken_port() -> Iterator[str]:
-    """An endpoint that somebody listens at."""
+    """An endpoint that somebody listens at; afterwards whoever asks for it may have it, and nobody else is given it."""
+    port = free_ports(1)[0]
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
         server.listen()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
+        yield f"127.0.0.1:{port}"
 
 
 def free_endpoint() -> str:
-    """An endpoint where nobody listens, a moment ago at least."""
-    with taken_port() as endpoint:
-        return endpoint
+    """An endpoint where nobody listens, a moment ago at least, and that nobody is given who does not ask for it."""
+    return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 def is_free(endpoint: str) -> bool:

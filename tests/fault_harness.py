@@ -54,22 +54,31 @@ async def ask_until_handoff(
     cluster: RunningCluster, decode: str, *, long: Ask, short: Ask | None = None, requests_min: int = 0
 ) -> list[asyncio.Task[Answer]]:
     """Keep two `long` and eight `short` requests going until a handoff to this decode node is under way, and every
-    decode node has `requests_min` requests at least. All that were asked."""
-    feeds = [(long, 2)] if short is None else [(long, 2), (short, 8)]
-    calls: list[list[asyncio.Task[Answer]]] = [[] for _ in feeds]
+    decode node has `requests_min` requests at least. All that were asked. The next is asked as soon as one has ended,
+    however rarely we look."""
+    calls: list[asyncio.Task[Answer]] = []
+
+    async def keep_asking(ask: Ask) -> None:
+        failed = False
+        while not failed:
+            call = asyncio.create_task(ask())
+            calls.append(call)
+            await asyncio.wait([call])
+            failed = call.exception() is not None  # which is for whoever awaits the calls
 
     async def holds() -> bool:
         statuses = await cluster.statuses()
         fewest = min(status.requests for name, status in statuses.items() if name.startswith("decode"))
-        if fewest >= requests_min and statuses[decode].record.load.blocks.writer_owned > 0:
-            return True
-        for (ask, at_once), asked in zip(feeds, calls, strict=True):
-            missing = at_once - sum(not call.done() for call in asked)
-            asked += [asyncio.create_task(ask()) for _ in range(missing)]
-        return False
+        return fewest >= requests_min and statuses[decode].record.load.blocks.writer_owned > 0
 
-    await until(cluster, f"a handoff to {decode}", holds)
-    return [call for asked in calls for call in asked]
+    feeds = [long] * 2 + ([short] * 8 if short is not None else [])
+    asking = [asyncio.create_task(keep_asking(ask)) for ask in feeds]
+    try:
+        await until(cluster, f"a handoff to {decode}", holds)
+    finally:
+        for each in asking:
+            each.cancel()
+    return calls
 
 
 async def directory_lists(cluster: RunningCluster, name: str, listed: bool) -> None:

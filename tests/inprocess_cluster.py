@@ -46,6 +46,10 @@ MARK: Final = 999
 """First token of a marked prompt."""
 HELD_S_MAX: Final = 60.0
 """How long a gate holds the engine thread when the test has died."""
+CALL_ENDS_S_MAX: Final = 30.0
+"""How long gRPC may take to end a call that was cancelled."""
+GRPC_CALLS: Final = ("_AioCall.", "UnaryUnaryCall.", "UnaryStreamCall.", "StreamStreamCall.", "_StreamRequestMixin.")
+"""Its classes whose methods run as tasks, at the caller's side."""
 
 
 class Point(Enum):
@@ -264,11 +268,19 @@ async def inprocess(spec: ClusterSpec, *, without: Collection[str] = ()) -> Asyn
         finally:
             await cluster.stop()
     tasks = asyncio.all_tasks() - tasks_before
+    if grpc := {task for task in tasks if _is_grpc(task)}:
+        await asyncio.wait(grpc, timeout=CALL_ENDS_S_MAX)
+    tasks = {task for task in tasks if not task.done()}
     assert not tasks, f"tasks left: {tasks}"
     names = [thread.name for thread in set(threading.enumerate()) - threads_before]
     # gRPC's poller lives as long as the process, the loop's default pool as long as the loop.
     threads = [name for name in names if "_poll_wrapper" not in name and not name.startswith("asyncio_")]
     assert not threads, f"threads left: {threads}"
+
+
+def _is_grpc(task: asyncio.Task[Any]) -> bool:
+    """Its own end of a call: of one that was cancelled it hears from its thread, when that is given a turn."""
+    return getattr(task.get_coro(), "__qualname__", "").startswith(GRPC_CALLS)
 
 
 def _no_progress(_what: str, _done: int, _total: int) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -216,15 +217,18 @@ async def watching(directory: Directory, views: list[list[str]]) -> AsyncIterato
 async def stand_still(
     directory: Directory, *, ttl_ms: int, signal_it: Callable[[signal.Signals], None]
 ) -> tuple[list[list[str]], list[str]]:
-    """Three nodes register and are never heard of again; a router watches; the directory's process stands still for
-    longer than their records live and goes on. What the router saw of them, from the first time that it saw all, and
-    whom the directory lists when it goes on."""
+    """Three nodes are heard of until a router that watches has seen them all, and never again; the directory's process
+    stands still for longer than their records live and goes on. What the router saw of them, from the first time that
+    it saw all, and whom the directory lists when it goes on."""
     await answering(directory)
     views: list[list[str]] = []
     async with watching(directory, views) as router:
-        for each in nodes():
-            await directory.push(each, ttl_ms=ttl_ms)
-        await router.wait_until(lambda: len(router.nodes()) == len(NAMES))
+        sequence = 0
+        while len(router.nodes()) < len(NAMES):
+            sequence += 1
+            for each in nodes():
+                await directory.push(replace(each, sequence=sequence), ttl_ms=ttl_ms)
+            await asyncio.sleep(0.02)
         del views[:-1]
         signal_it(signal.SIGSTOP)
         still_until_s = time.monotonic() + 1.5 * ttl_ms / 1e3

@@ -46,6 +46,12 @@ def test_the_life_of_a_pin(cluster: RunningCluster) -> None:
     nodes = [{"node": name, "blocks": 3, "blocks_pinned": 0, "problem": None} for name in ("decode-0", "prefill-0")]
     told = {"name": "support", "tokens": 49, "has_cache_salt": False, "from_config": False, "router": "router-0"}
     assert pin == {**told, "nodes": nodes}
+
+    async def warmed() -> bool:
+        held = [(await cluster.status(name)).prefixes.pins for name in ("prefill-0", "decode-0")]
+        return [[pin.blocks_pinned for pin in pins] for pins in held] == [[3], [3]]
+
+    cluster.run(wait_for(warmed, "the warm-up to end", story=cluster.story))
     answer = cluster.run(cluster.client.generate([*prefix, 5], max_tokens=4))
     assert answer.ids == mock_tokens([*prefix, 5], 4)
     status, out, _ = baton(cluster, "pins")

@@ -2,7 +2,8 @@
 
 Each stage is a set of points (`inprocess_cluster.Point`) at which the request is held, and what must have been reached
 before the client leaves. Where the held thing is a message, it stays held until everything has been freed: a lost
-message must not keep a block. Then it is let through, late.
+message must not keep a block. Then it is let through, late. The end of a long answer is held too: however slow the
+machine, the client leaves before it.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ STAGES = {
     "sealed": Stage(closed=(Point.COMMIT_ARRIVED,), reached=(Point.SEAL_LANDED, Point.COMMIT_ARRIVED), tokens=1),
     "commit-sent": Stage(closed=(Point.SEAL,), reached=(Point.SEAL, Point.COMMIT_TAKEN), tokens=1),
     "commit-answered": Stage(
-        closed=(Point.COMMIT_ANSWERED,), reached=(Point.COMMIT_ANSWERED,), tokens=1, max_tokens=2000
+        closed=(Point.COMMIT_ANSWERED, Point.LAST_TOKEN), reached=(Point.COMMIT_ANSWERED,), tokens=1, max_tokens=2000
     ),
-    "decoding": Stage(reached=(), tokens=4, max_tokens=2000),
+    "decoding": Stage(closed=(Point.LAST_TOKEN,), reached=(), tokens=4, max_tokens=2000),
     "last-token": Stage(closed=(Point.LAST_TOKEN,), reached=(Point.LAST_TOKEN,), tokens=1, max_tokens=3),
 }
 by_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES.keys())

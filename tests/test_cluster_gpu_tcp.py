@@ -129,7 +129,9 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             return (await cluster.status("decode-0")).record.load.blocks.writer_owned > 0
 
         async def whole_again() -> bool:
-            return not leftovers({"decode-0": await cluster.status("decode-0")})
+            status = await cluster.status("decode-0")
+            nothing_in_use = facts_of(status)["staging"] == f"{PINNED}, 0 in use"
+            return nothing_in_use and not leftovers({"decode-0": status})
 
         async def scene() -> None:
             call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=TOKENS))
@@ -138,9 +140,7 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             await cluster.cluster.wait_exit("prefill-0")
             cluster.set_down("prefill-0")
             await wait_for(whole_again, "the evidence", story=cluster.story)
-            status = await cluster.status("decode-0")
-            assert blocks_in_all(status) == NUM_BLOCKS
-            assert facts_of(status)["staging"] == f"{PINNED}, 0 in use"
+            assert blocks_in_all(await cluster.status("decode-0")) == NUM_BLOCKS
             await cluster.cluster.start_process("prefill-0")
             cluster.set_down("prefill-0", False)
             # The router has kept the request: it goes to the new process.

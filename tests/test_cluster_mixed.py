@@ -10,7 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from baton.errors import Reason
+from baton.wire import Role
 from cli.services import Service
+from cli.supervisor import ROUTER_NAME
 from engine.types import Batch, KvSink
 from mixed_node.node import MixedNode
 from tests.cluster_harness import (
@@ -23,9 +25,12 @@ from tests.cluster_harness import (
     wait_for,
 )
 from tests.inprocess_cluster import InProcessCluster, inprocess
+from tests.inprocess_scenes import until
 
 MIN: Final = 64
 TOKENS: Final = 20
+PATIENT: Final = {"handoff_tokens_min": MIN, "writer.reserve_ms_max": 30_000}
+"""On a slow machine too, a node that takes its time to grant is not taken for one that is not reached."""
 
 
 def check(answer: Answer, prompt: list[int], *, transport: str, count: int = TOKENS) -> None:
@@ -52,7 +57,7 @@ def test_only_mixed_nodes(transport: str) -> None:
 
     async def scenario() -> None:
         rng = random.Random(41)
-        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags={"handoff_tokens_min": MIN, "transports": transport})
+        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags={**PATIENT, "transports": transport})
         async with inprocess(spec) as cluster:
             lengths = (1, 15, 16, 17, MIN - 1, MIN, MIN + 1, 700)
             for length in lengths:
@@ -75,7 +80,7 @@ def test_beside_prefill_and_decode_nodes() -> None:
 
     async def scenario() -> None:
         rng = random.Random(42)
-        spec = mock_spec(prefill=1, decode=1, mixed=1, mixed_flags={"handoff_tokens_min": MIN})
+        spec = mock_spec(prefill=1, decode=1, mixed=1, mixed_flags=PATIENT)
         async with inprocess(spec) as cluster:
             pairs: set[tuple[str, str]] = set()
             while len(pairs) < 3:
@@ -99,14 +104,22 @@ def test_the_second_turn_needs_no_handoff() -> None:
 
     async def scenario() -> None:
         rng = random.Random(43)
-        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags={"handoff_tokens_min": MIN})
+        flags = {**PATIENT, "membership.heartbeat_ms": 50}
+        spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags=flags)
         async with inprocess(spec) as cluster:
+            router = cluster.runtimes[ROUTER_NAME].membership
+
+            def told() -> bool:
+                loads = [(cluster.runtimes[r.name].record().load, r.load) for r in router.nodes(Role.MIXED)]
+                return all((now.requests_taken, 0) == (r.requests_taken, r.waiting_tokens) for now, r in loads)
+
             talk = random_prompt(rng, 400)
             first = await cluster.client.generate(talk, max_tokens=TOKENS)
             check(first, talk, transport="shm")
             bytes_first = await moved(cluster)
             for _ in range(4):
                 talk += [*mock_tokens(talk, TOKENS), *random_prompt(rng, 10)]
+                await until(cluster, "the router to know that nobody waits there", told)
                 answer = await cluster.client.generate(talk, max_tokens=TOKENS)
                 check(answer, talk, transport="local")
                 assert answer.stats.prefill_node == first.stats.prefill_node
@@ -123,7 +136,7 @@ def test_decode_nodes_come_and_go() -> None:
 
     async def scenario() -> None:
         rng = random.Random(44)
-        spec = mock_spec(prefill=0, decode=1, mixed=1, mixed_flags={"handoff_tokens_min": MIN})
+        spec = mock_spec(prefill=0, decode=1, mixed=1, mixed_flags=PATIENT)
         async with inprocess(spec) as cluster:
 
             async def ask(transport: str) -> None:

@@ -35,7 +35,7 @@ from tests.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
 STAGES = {
     "queued": Stage(closed=(Point.PREFILL_QUEUE,), reached=(Point.PREFILL_QUEUE,)),
     "mid-prompt": Stage(closed=(Point.LAYER,), reached=(Point.LAYER,), engine_held=True),
-    "running": Stage(reached=(), tokens=4, max_tokens=2000),
+    "running": Stage(closed=(Point.LAST_TOKEN,), reached=(), tokens=4, max_tokens=2000),
     "last-token": Stage(closed=(Point.LAST_TOKEN,), reached=(Point.LAST_TOKEN,), tokens=1, max_tokens=3),
 }
 by_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES.keys())

@@ -213,7 +213,7 @@ def test_a_node_whose_other_half_answers_no_reserve() -> None:
     nothing is left of that; it is handed to as before once it answers."""
 
     async def scenario() -> None:
-        async with two_nodes(**{"writer.reserve_ms_max": 200}) as cluster:
+        async with two_nodes(**{"writer.reserve_ms_max": 1_000}) as cluster:
             gate = cluster.gates[Point.RESERVE_ARRIVED]
             gate.close()
             prompt = [MARK, *random_prompt(random.Random(71), LONG)]
