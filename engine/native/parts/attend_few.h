@@ -35,6 +35,23 @@ INLINE int64_t tile_keys(const Attention *a, int64_t first, int64_t context) {
     return n > context - first ? context - first : n;
 }
 
+/* The key at `at`, or past the context one of `next`; NULL where there is none. */
+INLINE const bf16 *key_ahead(const Attention *a, const Reading *now, const Reading *next, int64_t at) {
+    if (at < now->context) return key_at(a, now->table, now->head, at);
+    at = (at - now->context) / 16 * 16;
+    return next && at < next->context ? key_at(a, next->table, next->head, at) : NULL;
+}
+
+/* A head's weighted values over the sum of the weights: even and odd columns apart, `parts` vectors of each. */
+INLINE void store_head(bf16 *out, int64_t d, int parts, const __m512 *even, const __m512 *odd, float sum) {
+    __m512 share = _mm512_set1_ps(1.0f / sum);
+    UNROLL for (int i = 0; i < parts; i++) {
+        __m512i low = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(even[i], share)));
+        __m512i high = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(odd[i], share)));
+        store32(out + 32 * i, d - 32 * i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+}
+
 /* One token of one sequence against all its keys, for `G` query heads from `h` on, which share a KV head. Keys
  * and values are asked for AHEAD keys before their turn, at the end those of `next`. */
 INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *next, int64_t row, int64_t h, int64_t d,
@@ -52,11 +69,8 @@ INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *
     }
     for (int64_t first = 0, n; first < context; first += n) {
         n = tile_keys(a, first, context);
-        const bf16 *keys = key_at(a, now->table, now->head, first), *values = keys + value_off, *ahead = NULL;
-        int64_t at = first + AHEAD;
-        if (at < context) ahead = key_at(a, now->table, now->head, at);
-        else if (next && (at = (at - context) / 16 * 16) < next->context)
-            ahead = key_at(a, next->table, next->head, at);
+        const bf16 *keys = key_at(a, now->table, now->head, first), *values = keys + value_off;
+        const bf16 *ahead = key_ahead(a, now, next, first + AHEAD);
         __mmask16 mask = (__mmask16)((1u << n) - 1);
         UNROLL for (int g = 0; g < G; g++) {
             __m512 dots[16];
@@ -101,15 +115,8 @@ INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *
             }
         }
     }
-    UNROLL for (int g = 0; g < G; g++) {
-        __m512 share = _mm512_set1_ps(1.0f / sum[g]);
-        bf16 *out = a->out + (row * a->heads + h + g) * d;
-        UNROLL for (int i = 0; i < parts; i++) {
-            __m512i low = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(even[g][i], share)));
-            __m512i high = _mm512_cvtepu16_epi32(narrow(_mm512_mul_ps(odd[g][i], share)));
-            store32(out + 32 * i, d - 32 * i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-        }
-    }
+    UNROLL for (int g = 0; g < G; g++)
+        store_head(a->out + (row * a->heads + h + g) * d, d, parts, even[g], odd[g], sum[g]);
 }
 
 /* Two heads at once where their sums fit into registers: keys and values are widened for both. */
