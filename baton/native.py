@@ -1,7 +1,8 @@
 """C code of our own: built with the package where a compiler is at hand, or at its first use, or done without.
 
-A library's file name carries a hash of its source and of how it is built, so that one of another version is never
-loaded. This file stands alone: the build of the package runs it by its path.
+A library's file name carries a hash of its source, with the headers of our own that it includes, and of how it is
+built, so that one of another version is never loaded. This file stands alone: the build of the package runs it by its
+path.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import os
 import platform
 import pwd
+import re
 import shutil
 import stat
 import subprocess
@@ -26,6 +28,7 @@ COMPILE_S_MAX = 180
 PART_SUFFIX = ".part"
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 
 class NotBuilt(Exception):
@@ -41,10 +44,26 @@ class NativeLibrary:
 
 
 def library_name(source: Path, libraries: tuple[str, ...] = ()) -> str:
-    """File name of what `source` is built to on this kind of machine."""
-    digest = hashlib.blake2b(source.read_bytes(), digest_size=8)
+    """File name of what `source` is built to on this kind of machine.
+
+    Raises OSError: the source, or a header that it includes by a name in quotes, cannot be read.
+    """
+    digest = hashlib.blake2b(b"\0".join(_texts(source)), digest_size=8)
     digest.update("\0".join((*FLAGS, *libraries, platform.machine(), platform.libc_ver()[0])).encode())
     return f"{source.stem}-{digest.hexdigest()}.so"
+
+
+def _texts(source: Path) -> list[bytes]:
+    """Of the source and of each header that it includes, or one of these does, by a path from where it lies itself."""
+    texts: dict[Path, bytes] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop()
+        if path not in texts:
+            texts[path] = path.read_bytes()
+            names = [os.fsdecode(name) for name in _INCLUDE.findall(texts[path])]
+            waiting += [Path(os.path.normpath(path.parent / name)) for name in names]
+    return list(texts.values())
 
 
 def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
@@ -54,6 +73,7 @@ def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
 
     Raises:
         NotBuilt: no compiler, an error of the compiler, or a folder that cannot be written to.
+        OSError: as `library_name`.
     """
     target = folder / library_name(source, libraries)
     if _is_whole(target):

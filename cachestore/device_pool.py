@@ -10,6 +10,7 @@ from typing import cast
 
 import numpy as np
 
+from baton.cores import Cores, own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from baton.runtime import Progress
@@ -51,6 +52,9 @@ class DevicePool:
     host: HostMemory | None = None
     """None without overcommit."""
     device: ComputeDevice = ComputeDevice.CPU
+    compute_threads: int = 1
+    cores: Cores = Cores(allowed=1, quota=None)
+    """What this process might use, when the pool was opened."""
     on_device: DeviceRunner | None = None
     """The runner, where the region lies on its device."""
     staged: StagedRegion | None = None
@@ -69,7 +73,11 @@ class DevicePool:
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
-        facts = {"device": self.device.value, "region": f"{self.region.nbytes:,} bytes in {self.region.kind.value}"}
+        facts = {
+            "device": self.device.value,
+            "compute threads": f"{self.compute_threads}, on {self.cores}",
+            "region": f"{self.region.nbytes:,} bytes in {self.region.kind.value}",
+        }
         if self.staged is not None:
             facts["staging"] = f"{self.staged.pinned_bytes:,} bytes of pinned memory, {self.staged.used_bytes:,} in use"
         if self.host is not None:
@@ -179,6 +187,8 @@ async def _open_over(
         model=_model_info(built, layout),
         host=host,
         device=config.device,
+        compute_threads=config.compute_threads,
+        cores=own_cores(),
         on_device=built.on_device,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Final
 import click
 from batonpb import inference_pb2
 
+from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc_client import ChannelLimits, Channels
 from cli.answers import answer_data
@@ -128,7 +128,7 @@ async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSig
     mismatches = await find_mismatches(
         [(result.request, result.answer) for result in results],
         model=model_dir,
-        compute_threads=len(os.sched_getaffinity(0)),
+        compute_threads=own_cores().usable,
     )
     show(results, mismatches)
     return _verdict(len(results), mismatches, leftovers, len(problems))

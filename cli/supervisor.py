@@ -19,6 +19,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 from baton.config import ConfigError, ConfigProblem, env_name, flag_name
+from baton.cores import own_cores
 from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogLevel
@@ -110,9 +111,9 @@ class ClusterSpec:
         return self.prefill + self.decode + self.mixed
 
     def compute_threads(self) -> int:
-        """Threads of each engine process: all engines together use no more than the cores that this process may."""
-        cores = len(os.sched_getaffinity(0))
-        return self.threads or max(1, cores // self.engines)
+        """Threads of each engine process: all engines together use no more than the cores that this process may, by
+        its CPU quota too."""
+        return self.threads or max(1, own_cores().usable // self.engines)
 
     def flags_of(self, name: str, service: Service, directory: str) -> dict[str, object]:
         """The configuration keys that the process `name` is given; `directory` is where that one listens."""

@@ -15,6 +15,7 @@ from typing import Final, TextIO
 import click
 
 from baton.config import ConfigError, ConfigProblem, load
+from baton.cores import own_cores
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
 from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
@@ -192,7 +193,7 @@ up = click.Command(
 async def _up(spec: ClusterSpec) -> int:
     names = tuple(name for name, _ in spec.processes())
     threads = spec.compute_threads()
-    shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node"
+    shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node, on {own_cores()}"
     click.echo(f"Starting {len(names)} processes, {shared}:", err=True)
     board = StartBoard(names, sys.stderr)
     cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from cachestore.device_pool import DevicePool, open_device_pool
@@ -83,6 +84,7 @@ def test_graphs_keep_one_block_and_no_request_is_promised_it(config: EngineConfi
         assert "capturing" in doing
         facts = pool.describe()
         assert facts["device"] == "cpu-kernels"
+        assert facts["compute threads"] == f"1, on {own_cores()}"
         assert facts["region"] == f"{pool.region.nbytes:,} bytes in device memory"
         assert facts["decode graphs"] == f"of 1, 2 rows, contexts up to {MODEL.context_len_max} tokens"
         layout = pool.layout

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from baton.config import ConfigError
+from baton.cores import Cores
 from baton.errors import InvalidField
 from baton.rpc_client import ChannelLimits, Channels
+from cli import supervisor
 from cli.cluster_view import view_nodes
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterError, ClusterSpec
@@ -133,7 +135,10 @@ def test_a_spec_is_checked() -> None:
     ClusterSpec(engine=EngineKind.MOCK).check()
 
 
-def test_cores_are_shared_out() -> None:
-    """All engines together compute with no more threads than there are cores, each with one at least."""
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines together compute with no more threads than there are cores, or than a CPU quota has time for, each
+    with one at least; unless somebody has said how many."""
+    monkeypatch.setattr(supervisor, "own_cores", lambda: Cores(allowed=64, quota=7.5))
+    assert ClusterSpec(prefill=1, decode=1).compute_threads() == 4
     assert ClusterSpec(prefill=32, decode=32).compute_threads() == 1
     assert ClusterSpec(threads=3).compute_threads() == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from baton.cores import Cores
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
+from baton.native import NativeLibrary
 from engine.forward import Forward, TorchForward
 from engine.kv_pool import KvPool
 from engine.model_config import ModelConfig, Quantisation, parse_model_config
 from engine.models.decoder import Decoder
 from engine.models.products import NativePacking, OneDnnPacking, Packing
 from engine.models.weights import weight_shapes
+from engine.native import kernels as kernels_module
 from engine.native.kernels import Workspace, native_kernels
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice
@@ -339,6 +342,25 @@ def test_the_highest_score(columns: int) -> None:
     rows[2] = float("-inf")
     expected = [row.index(max(row)) for row in rows.float().tolist()]
     assert kernels.highest(rows).tolist() == expected
+
+
+def test_the_barrier_knows_how_many_cores_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told at the start: of eight cores a quota leaves one and a half, with two threads on which it may spin."""
+    calls: list[tuple[str, tuple[object, ...]]] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def function(*arguments: object) -> int:
+                calls.append((name, arguments))
+                return 1
+
+            return function
+
+    handle: Any = Library()
+    monkeypatch.setattr(kernels_module, "load", lambda source: NativeLibrary(handle=handle, status="of the test"))
+    monkeypatch.setattr(kernels_module, "own_cores", lambda: Cores(allowed=8, quota=1.5))
+    assert native_kernels.__wrapped__() is not None
+    assert calls == [("baton_kernels_level", ()), ("baton_kernels_cores", (2,))]
 
 
 def test_other_types_and_modes_stay_with_torch() -> None:

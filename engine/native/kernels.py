@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.cores import own_cores
 from baton.log import get_log
 from baton.native import load
 from engine.native.packing import PackedMatrix
@@ -115,7 +116,8 @@ class Ends:
 class Kernels:
     """The functions of kernels.c. Any thread may call them; a workspace belongs to one caller at a time."""
 
-    def __init__(self, handle: ctypes.CDLL) -> None:
+    def __init__(self, handle: ctypes.CDLL, *, cores: int) -> None:
+        """`cores`: how many this process may use. With more threads than that none spins while it waits for another."""
         pointer, integer, flag, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
         self.level = int(handle.baton_kernels_level())
         """0: this CPU lacks the instructions. 1: it has them. 2: it has AMX, too."""
@@ -127,6 +129,7 @@ class Kernels:
             found.restype, found.argtypes = result, types
             return found
 
+        function("baton_kernels_cores", None, flag)(cores)
         self._linear = function(
             "baton_linear",
             None,
@@ -269,7 +272,7 @@ def native_kernels() -> Kernels | None:
     if library.handle is None:
         log.warning("compute kernels are missing: PyTorch's are used, which are slower", why=library.status)
         return None
-    kernels = Kernels(library.handle)
+    kernels = Kernels(library.handle, cores=own_cores().usable)
     if kernels.level == 0:
         log.info("compute kernels need AVX512-BF16, which this CPU lacks: PyTorch's are used")
         return None
