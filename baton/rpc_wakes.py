@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
-_BYTES_AT_ONCE: Final = 1 << 16
+_BYTES_AT_ONCE: Final = 4096
 _MAKING: Final = threading.Lock()
 
 
