@@ -23,6 +23,7 @@ from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.health import HEALTH_SERVICE, REFLECTION_SERVICE
 from baton.liveness import LivenessConfig
 from baton.log import get_log
+from baton.rpc_wakes import whole_wakes
 from baton.status import to_status
 
 log = get_log("rpc")
@@ -156,17 +157,16 @@ class RpcServer:
 
     def _build(self) -> grpc.aio.Server:
         limits = self._limits
-        server = grpc.aio.server(
-            interceptors=[self._edge],
-            maximum_concurrent_rpcs=limits.rpcs_max + limits.rpcs_untimed_max,
-            options=[
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", limits.message_bytes_max),
-                ("grpc.max_send_message_length", limits.message_bytes_max),
-                ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_interval_ms_min),
-                *self._liveness.ping_options(None),
-            ],
-        )
+        options = [
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", limits.message_bytes_max),
+            ("grpc.max_send_message_length", limits.message_bytes_max),
+            ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_interval_ms_min),
+            *self._liveness.ping_options(None),
+        ]
+        calls_max = limits.rpcs_max + limits.rpcs_untimed_max
+        with whole_wakes():
+            server = grpc.aio.server(interceptors=[self._edge], maximum_concurrent_rpcs=calls_max, options=options)
         names = [service for service, _, _ in self._services]
         for _, register, servicer in self._services:
             register(servicer, server)

@@ -15,6 +15,7 @@ import grpc.aio
 from baton.endpoint import check_reachable
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.liveness import LivenessConfig
+from baton.rpc_wakes import whole_wakes
 from baton.status import from_rpc_error
 
 
@@ -63,7 +64,8 @@ class Channels:
                     Reason.TOO_MANY_PEERS,
                     f"No channel to {endpoint}: this process has {len(self._channels)} already, its limit.",
                 )
-            channel = grpc.aio.insecure_channel(endpoint, options=self._options())
+            with whole_wakes():
+                channel = grpc.aio.insecure_channel(endpoint, options=self._options())
             self._channels[endpoint] = channel
         return channel
 

@@ -109,7 +109,7 @@ class _Observed(ObservedRequest):
             self._metrics.queued.dec()
             self._metrics.running.inc()
             self._metrics.ttft_s.observe(gap_s)
-            return
+            count, gap_s = count - 1, 0.0  # what came with the first token was not waited for
         for _ in range(count):
             self._metrics.itl_s.observe(gap_s / count)
 

@@ -21,7 +21,8 @@ from tests.test_cluster_resume import FAST, ROUTER_FLAGS, SLOW_DECODE, Asked, ki
 SIZE = 16
 SMALL, LARGE = 8, 100
 """Blocks of a prefill node's region; decode nodes have more."""
-TOKENS = 400
+TOKENS = 1_000
+"""So many that none has ended when the last one is seen to have outgrown a small region, however late that is seen."""
 
 
 async def busiest(cluster: RunningCluster) -> str:
@@ -72,7 +73,8 @@ def test_an_answer_that_has_outgrown_all_of_them_ends_at_once() -> None:
     async def scenario(cluster: RunningCluster) -> None:
         rng = random.Random(32)
         prompt, short = random_prompt(rng, 3 * SIZE), random_prompt(rng, SIZE)
-        assert (await cluster.client.generate(prompt, max_tokens=TOKENS)).ids == mock_tokens(prompt, TOKENS)
+        enough = 2 * SMALL * SIZE
+        assert (await cluster.client.generate(prompt, max_tokens=enough)).ids == mock_tokens(prompt, enough)
         asked = Asked(cluster, prompt, max_tokens=TOKENS)
         await asked.tokens(SMALL * SIZE)
         victim = await runner_of(cluster)

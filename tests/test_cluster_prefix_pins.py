@@ -116,7 +116,8 @@ def test_a_region_full_of_pins_admits_what_fits_beside_them() -> None:
 
     async def scenario() -> None:
         rng = random.Random(2)
-        async with inprocess(mock_spec(blocks=BLOCKS)) as cluster, Operator(cluster) as operator:
+        spec = mock_spec(blocks=BLOCKS, router_flags={"placement_wait_ms_max": 60_000})
+        async with inprocess(spec) as cluster, Operator(cluster) as operator:
             for i in range(4):
                 prefix = random_prompt(rng, 5 * SIZE)
                 await operator.pin(f"p{i}", prefix, warm=False)

@@ -94,7 +94,9 @@ def test_who_holds_quarantined_blocks() -> None:
         assert counted is not None and int(counted[1]) >= 5, over
 
     spec = mock_spec(
-        blocks=400, prefill_flags=SLOW_PREFILL, decode_flags={"receiver.lease_ms": 400, "receiver.revoke_ms": REVOKE_MS}
+        blocks=400,
+        prefill_flags=SLOW_PREFILL,
+        decode_flags={"receiver.lease_ms": 1_000, "receiver.revoke_ms": REVOKE_MS},
     )
     with running(spec) as cluster:
         cluster.run(scenario(cluster))

@@ -36,6 +36,8 @@ FAST = {"membership.heartbeat_ms": 100, "membership.ttl_ms": 600}
 ROUTER_FLAGS: dict[str, object] = {**FAST, "liveness.reconnect_ms_max": 300, "placement_wait_ms_max": 20_000}
 SLOW_DECODE = {"engine.mock_layer_delay_ms": 1}
 PROMPT_SEED = 71
+LOAD_TOKENS = 500
+"""So many that the first of forty answers goes on for long when the last has begun."""
 REAL_TOKENS = 900
 
 
@@ -115,12 +117,14 @@ def test_a_decode_node_is_killed_under_load() -> None:
     async def scenario(cluster: RunningCluster) -> None:
         rng = random.Random(PROMPT_SEED + 1)
         prompts = [random_prompt(rng, rng.randrange(1, 120)) for _ in range(40)]
-        asked = [Asked(cluster, prompt, max_tokens=300, temperature=0.7, seed=i) for i, prompt in enumerate(prompts)]
-        await asyncio.gather(*(each.tokens(30) for each in asked))
+        asked = [
+            Asked(cluster, prompt, max_tokens=LOAD_TOKENS, temperature=0.7, seed=i) for i, prompt in enumerate(prompts)
+        ]
+        await asyncio.gather(*(each.tokens(10) for each in asked))
         await kill(cluster, "decode-1")
         answers = await asyncio.gather(*(each.answer for each in asked))
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            assert answer.ids == mock_tokens(prompt, 300, temperature=0.7, seed=i), (i, answer.stats)
+            assert answer.ids == mock_tokens(prompt, LOAD_TOKENS, temperature=0.7, seed=i), (i, answer.stats)
         assert {answer.stats.resumptions for answer in answers} == {0, 1}
         assert {answer.stats.decode_node for answer in answers} == {"decode-0"} | {
             answer.stats.decode_node for answer in answers if not answer.stats.resumptions
@@ -131,7 +135,7 @@ def test_a_decode_node_is_killed_under_load() -> None:
         unheard = [line for line in log if "cancel unanswered" in line]
         assert len(unheard) <= sum(answer.stats.resumptions for answer in answers)
 
-    spec = mock_spec(prefill=2, decode=2, blocks=1500, both=FAST, router_flags=ROUTER_FLAGS, decode_flags=SLOW_DECODE)
+    spec = mock_spec(prefill=2, decode=2, blocks=2000, both=FAST, router_flags=ROUTER_FLAGS, decode_flags=SLOW_DECODE)
     with running(spec) as cluster:
         cluster.run(scenario(cluster))
 

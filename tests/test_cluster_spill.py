@@ -25,6 +25,8 @@ DECODE: Final = "decode-0"
 BLOCKS: Final = 24
 HOST_BLOCKS: Final = 60
 ANSWER_TOKENS: Final = 128
+LONG_TOKENS: Final = 250
+"""The device holds one such answer: the others are parked for long enough to be seen."""
 AT_ONCE: Final = 12
 
 
@@ -51,9 +53,9 @@ def spill_counters(status: node_pb2.NodeStatus) -> dict[str, int]:
     return {c.name.removeprefix(own): int(c.value) for c in status.counters if c.name.startswith(own)}
 
 
-async def ask(cluster: RunningCluster, prompt: list[int]) -> None:
-    answer = await cluster.client.generate(prompt, max_tokens=ANSWER_TOKENS)
-    assert answer.ids == mock_tokens(prompt, ANSWER_TOKENS)
+async def ask(cluster: RunningCluster, prompt: list[int], tokens: int = ANSWER_TOKENS) -> None:
+    answer = await cluster.client.generate(prompt, max_tokens=tokens)
+    assert answer.ids == mock_tokens(prompt, tokens)
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -95,7 +97,7 @@ def test_a_drain_waits_for_what_is_in_host_memory(cluster: RunningCluster) -> No
         return (await cluster.status(DECODE)).safe_to_delete
 
     async def scenario() -> None:
-        asking = [asyncio.create_task(ask(cluster, prompt)) for prompt in prompts(22)[:few]]
+        asking = [asyncio.create_task(ask(cluster, prompt, LONG_TOKENS)) for prompt in prompts(22)[:few]]
         await wait_for(all_run_and_some_are_parked, "a parked sequence", story=cluster.story)
         status = await order("Drain")
         assert not status.safe_to_delete

@@ -42,6 +42,7 @@ SPEC = mock_spec(
         "spill.host_blocks": HOST_BLOCKS,
         "spill.headroom_blocks": 1,
     },
+    router_flags={"placement_wait_ms_max": 60_000},
 )
 
 

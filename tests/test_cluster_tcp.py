@@ -197,7 +197,7 @@ def test_a_stopped_prefill_node_is_fenced_without_its_help() -> None:
         blocks=150,
         both={"transports": "tcp", **FAST_MEMBERSHIP},
         router_flags={**FAST_MEMBERSHIP, "placement_wait_ms_max": 30_000},
-        decode_flags={"receiver.lease_ms": 400, "receiver.revoke_ms": 100, **SLOW_DECODE},
+        decode_flags={"receiver.lease_ms": 1_000, "receiver.revoke_ms": 100, **SLOW_DECODE},
         node_flags={"prefill-0": SLOW_PREFILL},
     )
     with running(spec) as cluster:

@@ -16,6 +16,8 @@ from router.config import RouterConfig
 from router.http_server import HttpServer
 
 HANG_S = 30.0
+BODY_MS_MAX = 1_000
+"""What has begun to be said in time must have that time on a busy machine too."""
 REQUEST = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Stream]]
@@ -90,7 +92,7 @@ def test_a_connection_that_asks_nothing_is_closed() -> None:
         for reader, _ in (silent, half, second):
             assert await reader.read() == b""
 
-    run(scene, http_body_ms_max=100)
+    run(scene, http_body_ms_max=BODY_MS_MAX)
 
 
 def test_a_body_may_come_after_the_time_of_the_head() -> None:
@@ -102,4 +104,4 @@ def test_a_body_may_come_after_the_time_of_the_head() -> None:
         assert await silent[0].read() == b""  # which began to wait after the other
         assert (await answer(stream, b"hi"))[1] == b"hi"
 
-    run(scene, http_body_ms_max=100)
+    run(scene, http_body_ms_max=BODY_MS_MAX)

@@ -1,7 +1,8 @@
-"""The router's figures about requests that a mixed node kept."""
+"""The router's figures: gaps between tokens, and requests that a mixed node kept."""
 
 from __future__ import annotations
 
+import pytest
 from batonpb import common_pb2, inference_pb2
 
 from baton.wire import LOCAL_TRANSPORT
@@ -22,3 +23,16 @@ def test_a_kept_request_is_no_transfer() -> None:
     assert 'baton_transfer_bytes_total{transport="shm"} 640.0\n' in text
     assert 'baton_transfer_exposed_seconds_count{transport="shm"} 1.0\n' in text
     assert 'transport="local"' not in text
+
+
+def test_every_token_but_the_first_has_a_gap() -> None:
+    """Three tokens come at once and are the first, since the router was busy; two come 0.4 s later, and one alone."""
+    metrics = RouterMetrics(list)
+    observed = metrics.received(0.0)
+    observed.tokens(1.0, 3)
+    observed.tokens(1.4, 2)
+    observed.tokens(1.5, 1)
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    assert (figures["baton_ttft_seconds_count"], figures["baton_ttft_seconds_sum"]) == ("1.0", "1.0")
+    assert figures["baton_itl_seconds_count"] == "5.0"
+    assert float(figures["baton_itl_seconds_sum"]) == pytest.approx(0.5)

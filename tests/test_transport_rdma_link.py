@@ -291,7 +291,7 @@ def test_strangers_cost_no_queue_pair() -> None:
     """A wrong proof, bytes that are none of ours, silence: refused, counted, nothing to fence."""
 
     async def test() -> None:
-        async with receiving(handshake_ms_max=50) as r:
+        async with receiving(handshake_ms_max=1_000) as r:
             silent, wrong, noise = Raw(r), Raw(r), Raw(r)
             for raw in (silent, wrong, noise):
                 await raw.open()

@@ -85,7 +85,7 @@ def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
 
 def test_a_silent_stranger_is_dropped_and_others_are_limited() -> None:
     """Two connections that say nothing fill the places of strangers: the third is refused, then all time out."""
-    config = TcpReceiverConfig(handshakes_max=2, handshake_ms_max=200)
+    config = TcpReceiverConfig(handshakes_max=2, handshake_ms_max=1_000)
 
     async def test() -> None:
         async with receiving(config) as r:
