@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
-seconds_max=${SECONDS_MAX:-600}
+seconds_max=${SECONDS_MAX:-900}
 work=$PWD/build/rdma
 [ "$#" -gt 0 ] || set -- -m pytest -p no:cacheprovider -p no:xdist -v --durations=8 tests/rdma
 
