@@ -9,11 +9,21 @@ import pytest
 from tests.shm_harness import run
 from tests.transport_kits import RDMA_KITS, Kit
 from tests.transport_suite import CASES
-from tests.transport_suite_more import MORE_CASES
+from tests.transport_suite_more import (
+    MORE_CASES,
+    a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence,
+)
 
 
-@pytest.mark.parametrize("kit", RDMA_KITS, ids=lambda kit: kit.name)
-@pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda case: case.__name__)
-def test_conformance(case: Callable[[Kit], Coroutine[None, None, None]], kit: Kit) -> None:
-    """See the case's own text."""
+GIVEN_UP = a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence
+KIT, DEVICE_KIT = RDMA_KITS
+
+
+@pytest.mark.parametrize(
+    ("kit", "case"),
+    [(KIT, case) for case in CASES + MORE_CASES] + [(DEVICE_KIT, case) for case in (*CASES, GIVEN_UP)],
+    ids=lambda of: of.name if isinstance(of, Kit) else of.__name__,
+)
+def test_conformance(kit: Kit, case: Callable[[Kit], Coroutine[None, None, None]]) -> None:
+    """See the case's own text. From device to device, where the machine is slow, the rest runs against the double."""
     run(case(kit))
