@@ -14,7 +14,6 @@ from tests.transport_suite_more import (
     a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence,
 )
 
-
 GIVEN_UP = a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence
 KIT, DEVICE_KIT = RDMA_KITS
 
