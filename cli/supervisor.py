@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from baton.config import ConfigError, env_name, flag_name
 from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
-from baton.log import LogLevel
+from baton.log import LogFormat, LogLevel
 from cli.child import Child, ChildProgress, describe_exit, stop_children
 from cli.listening import listen_places, listen_problems, router_address
 from cli.services import Service, load_config
@@ -78,6 +78,7 @@ class ClusterSpec:
     env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     """Added to this process's environment for every child."""
     log_level: LogLevel = LogLevel.INFO
+    log_format: LogFormat = LogFormat.TEXT
     log_dir: Path | None = None
     """Made where it does not exist, and kept. None: a temporary folder, kept only where a process failed."""
     start_ms_max: int = 300_000
@@ -157,12 +158,8 @@ class ClusterError(BatonError):
         self.process = process
 
 
-def _ignore_progress(name: str, progress: ChildProgress) -> None:
-    del name, progress
-
-
-def _ignore_ready(name: str, endpoint: str) -> None:
-    del name, endpoint
+def _ignore(*_news: object) -> None:
+    """Nobody is to be told."""
 
 
 class Cluster:
@@ -175,8 +172,8 @@ class Cluster:
         self,
         spec: ClusterSpec,
         *,
-        on_progress: Callable[[str, ChildProgress], None] = _ignore_progress,
-        on_ready: Callable[[str, str], None] = _ignore_ready,
+        on_progress: Callable[[str, ChildProgress], None] = _ignore,
+        on_ready: Callable[[str, str], None] = _ignore,
     ) -> None:
         """`on_progress(name, progress)` and `on_ready(name, endpoint)` are called on the loop, from `start`."""
         self.spec = spec
@@ -344,6 +341,7 @@ class Cluster:
     def _command(self, name: str, service: Service, directory: str) -> list[str]:
         # -P: a folder of the user's that is called engine or cli is not ours.
         command = [sys.executable, "-P", "-m", "cli.main", service.value, "--log-level", self.spec.log_level.value]
+        command += ["--log-format", self.spec.log_format.value]
         if self.spec.config is not None:
             command += ["--config", str(self.spec.config)]
         for key, value in self.spec.flags_of(name, service, directory).items():

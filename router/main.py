@@ -15,7 +15,9 @@ from batonpb import inference_pb2, inference_pb2_grpc, pins_pb2_grpc
 from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
+from baton.lifecycle import Lifecycle
 from baton.log import get_log
+from baton.membership import Membership
 from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.tracing import Traceparent, new_request_id
@@ -27,6 +29,7 @@ from router.config import RouterConfig
 from router.node import RouterNode
 from router.pin_service import PinsService
 from router.pins import PinKeeper
+from router.prefill_nodes import NOT_READY_RETRY_MS
 from router.prefix_text import PrefixEncoder
 from router.service import InferenceService
 from router.text import TextCodec
@@ -153,6 +156,18 @@ def _metrics(runtime: NodeRuntime) -> RouterMetrics:
     return RouterMetrics(lambda: [record for record in nodes() if record.role is not Role.ROUTER])
 
 
+def _check_cluster(membership: Membership) -> None:
+    """Raises BatonError DIRECTORY_LOST or NO_DECODE_NODE where each request would end so."""
+    membership.check_known()
+    decode_nodes = membership.nodes(Role.DECODE)
+    if not any(record.lifecycle is Lifecycle.READY for record in decode_nodes):
+        raise BatonError(
+            Reason.NO_DECODE_NODE,
+            f"No decode node is ready ({len(decode_nodes)} known). Start one, or wait for one to come up.",
+            retry_after_ms=NOT_READY_RETRY_MS,
+        )
+
+
 def _open_http(
     config: RouterConfig,
     node: RouterNode,
@@ -173,6 +188,7 @@ def _open_http(
         metrics=metrics,
         rng=runtime.rng,
         takes_requests=lambda: runtime.lifecycle.takes_requests,
+        check_cluster=lambda: _check_cluster(runtime.membership),
     )
     server = HttpServer(app.asgi(), config, refused=lambda error: node.refused(error, door="http"))
     log.info("HTTP is served", endpoint=server.start(config.http_listen))

@@ -86,12 +86,12 @@ def test_every_command_that_prints_a_table_prints_it_as_data_too() -> None:
 
 @pytest.mark.parametrize("service", list(Service))
 def test_every_key_is_a_flag(service: Service) -> None:
-    """The options of a service are its configuration keys, plus --config and --log-level."""
+    """The options of a service are its configuration keys, plus those of all."""
     command = cli.get_command(click.Context(cli), service.value)
     assert command is not None
     flags = [option for parameter in command.params for option in parameter.opts]
     keys = [flag_name(key.key) for key in describe(config_class(service))]
-    assert flags == [*keys, "--config", "--log-level"]
+    assert flags == [*keys, "--config", "--log-level", "--log-format"]
 
 
 def test_a_flag_that_is_always_refused_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
