@@ -362,10 +362,12 @@ class Cluster:
                 self._own_log_dir = Path(tempfile.mkdtemp(prefix="baton-up-"))
             else:
                 self.spec.log_dir.mkdir(parents=True, exist_ok=True)
+                for name in self.names:
+                    (self.spec.log_dir / f"{name}.log").open("ab").close()
         except OSError as error:
             raise BatonError(
                 Reason.BAD_CONFIG,
-                f"Cannot make the log folder {self.spec.log_dir or tempfile.gettempdir()}: {error.strerror}. "
+                f"Cannot write to the log folder {self.spec.log_dir or tempfile.gettempdir()}: {error.strerror}. "
                 "Name another one with --log-dir.",
                 field="log_dir",
             ) from error

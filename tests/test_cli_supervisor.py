@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.config import ConfigError
-from baton.errors import InvalidField
+from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc_client import ChannelLimits, Channels
 from cli.cluster_view import view_nodes
 from cli.services import Service
@@ -99,6 +99,23 @@ def test_one_process_cannot_start() -> None:
         others = [await cluster.wait_exit(name) for name in cluster.names if name != "decode-0"]
         assert set(others) <= {0, -signal.SIGTERM}
         assert not cluster.log_dir.exists()
+
+    play(scene())
+
+
+def test_a_log_cannot_be_written(tmp_path: Path) -> None:
+    """A folder has its name: nothing is started, and the message has the flag."""
+    (tmp_path / "decode-0.log").mkdir()
+
+    async def scene() -> None:
+        cluster = Cluster(ClusterSpec(engine=EngineKind.MOCK, log_dir=tmp_path))
+        with pytest.raises(
+            BatonError, match=r"^Cannot write to the log folder .*: Is a directory\. .* --log-dir\.$"
+        ) as caught:
+            await cluster.start()
+        assert (caught.value.reason, caught.value.field) == (Reason.BAD_CONFIG, "log_dir")
+        assert cluster.pids == {}
+        assert await cluster.stop() == []
 
     play(scene())
 
