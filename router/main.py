@@ -152,8 +152,11 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 def _metrics(runtime: NodeRuntime) -> RouterMetrics:
     from router.metrics import RouterMetrics
 
-    nodes = runtime.membership.nodes
-    return RouterMetrics(lambda: [record for record in nodes() if record.role is not Role.ROUTER])
+    membership = runtime.membership
+    return RouterMetrics(
+        lambda: [record for record in membership.nodes() if record.role is not Role.ROUTER],
+        directory_lost=lambda: membership.stale,
+    )
 
 
 def _check_cluster(membership: Membership) -> None:

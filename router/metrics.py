@@ -29,9 +29,12 @@ _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REA
 
 
 class RouterMetrics(RequestObserver):
-    """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now."""
+    """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now,
+    `directory_lost` whether they may be out of date."""
 
-    def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
+    def __init__(
+        self, nodes: Callable[[], Sequence[NodeRecord]], *, directory_lost: Callable[[], bool] = lambda: False
+    ) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "baton_requests",
@@ -96,6 +99,9 @@ class RouterMetrics(RequestObserver):
         Gauge("baton_build_info", "1, for the version of this router.", ["version"], registry=registry).labels(
             version("baton-serve")
         ).set(1)
+        Gauge(
+            "baton_directory_reached", "0 while the directory is out of this router's reach, else 1.", registry=registry
+        ).set_function(lambda: not directory_lost())
         registry.register(_NodeCollector(nodes))
         ProcessCollector(registry=registry)
 

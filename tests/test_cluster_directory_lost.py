@@ -87,15 +87,19 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
     assert found is not None
     endpoint = found[1]
 
-    def health() -> tuple[int, str]:
+    def get(path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", path)
             response = connection.getresponse()
-            body = json.loads(response.read())
-            return response.status, body["error"]["code"] if "error" in body else body["status"]
+            return response.status, response.read().decode()
         finally:
             connection.close()
+
+    def health() -> tuple[int, str]:
+        status, body = get("/health")
+        told = json.loads(body)
+        return status, told["error"]["code"] if "error" in told else told["status"]
 
     async def ask(count: int) -> None:
         prompt = random_prompt(rng, 40)
@@ -126,6 +130,7 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
         await wait_for(refused, "new requests to be refused", story=cluster.story)
         assert served > 0, "nothing was placed from what is known"
         assert health() == (503, "directory_lost")
+        assert "baton_directory_reached 0.0\n" in get("/metrics")[1]
         assert not any(task.done() for task in long_ones), "the answers were too short for this test"
         assert (await error_of(ask(2))).reason is Reason.DIRECTORY_LOST
         await asyncio.gather(*long_ones)
@@ -137,6 +142,7 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
 
         await wait_for(healed, "new requests to be taken", story=cluster.story)
         await wait_for(healthy, "the router to know all of them again", story=cluster.story)
+        assert "baton_directory_reached 1.0\n" in get("/metrics")[1]
         await asyncio.gather(*(ask(5) for _ in range(4)))
         await assert_conserved(cluster)
 
