@@ -24,6 +24,20 @@ def test_the_commands() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("nods", "No such command 'nods'. Did you mean 'nodes'?\n"),
+        ("corden", "No such command 'corden'. Did you mean 'cordon' or 'uncordon'?\n"),
+        ("xyzzy", "No such command 'xyzzy'.\n"),
+    ],
+)
+def test_a_command_that_is_mistyped(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is alike is named, as for flags."""
+    assert run([typed]) == 2
+    assert capsys.readouterr().err.endswith(f"Error: {words}")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`baton COMMAND --help` ends well and shows a line that can be typed."""
