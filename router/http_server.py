@@ -34,7 +34,7 @@ from router.http_reply import CallReply, CutOff, Events, error_response
 from router.intake import not_taken
 from router.metrics import RouterMetrics
 from router.node import RouterNode
-from router.openai_replies import Replies, model_json
+from router.openai_replies import Json, Replies, model_json
 from router.openai_requests import OpenAiCall, parse_body, parse_chat, parse_completion
 from router.text import TextCodec
 
@@ -105,14 +105,17 @@ class OpenAiApp:
             return response
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_json(self._node.model(), self._began)]})
+        return JSONResponse({"object": "list", "data": [self._model_json()]})
 
     async def _model(self, request: Request) -> Response:
         model, name = self._node.model(), request.path_params["name"]
         if name != model.name:
             text = f"This cluster serves '{model.name}', not '{name}'."
             raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
-        return JSONResponse(model_json(model, self._began))
+        return JSONResponse(self._model_json())
+
+    def _model_json(self) -> Json:
+        return model_json(self._node.model(), created=self._began, tokens_max=self._node.tokens_max())
 
     async def _health(self, _request: Request) -> Response:
         """Ready for requests: this router takes them, and there are nodes to serve them."""

@@ -309,6 +309,9 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     assert http_call(endpoint, "GET", "/health")[0] == 200
     assert json.loads(http_call(endpoint, "GET", "/version")[2]) == {"version": version("baton-serve")}
 
+    (served,) = client.models.list().data
+    assert (served.id, served.model_dump()["max_model_len"]) == ("tiny", 4096)
+
     before = metrics_of(endpoint)
     client.completions.create(model="tiny", prompt=list(range(2, 70)), **GREEDY)
     again = client.completions.create(model="tiny", prompt=list(range(2, 70)), **GREEDY)
