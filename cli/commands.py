@@ -86,9 +86,10 @@ class _LazyGroup(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             alike = difflib.get_close_matches(args[0], _COMMANDS)
-            if alike:
-                error.message += f" Did you mean {' or '.join(map(repr, alike))}?"
-            raise
+            if not alike:
+                raise
+            text = f"{error.message} Did you mean {' or '.join(map(repr, alike))}?"
+            raise click.UsageError(text, ctx=error.ctx) from error
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """From the table: completing a command's name imports none of them."""

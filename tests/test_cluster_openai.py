@@ -304,9 +304,18 @@ def test_a_client_that_leaves_ends_its_answers(
     assert metrics_of(endpoint)[cancelled] - before == n
 
 
+async def healthy(endpoint: str) -> bool:
+    """Or there is no decode node, and nothing else is wrong."""
+    status, _, raw = http_call(endpoint, "GET", "/health")
+    if status == 200:
+        return True
+    assert (status, json.loads(raw)["error"]["code"]) == (503, "no_decode_node")
+    return False
+
+
 def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: openai.OpenAI) -> None:
     """What the calls here have left in the counters; nothing queued or running."""
-    assert http_call(endpoint, "GET", "/health")[0] == 200
+    cluster.run(wait_for(lambda: healthy(endpoint), "the router to know both nodes"))
     assert json.loads(http_call(endpoint, "GET", "/version")[2]) == {"version": version("baton-serve")}
 
     (served,) = client.models.list().data
@@ -345,15 +354,8 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
 def test_health_is_of_the_whole_cluster(cluster: RunningCluster, endpoint: str) -> None:
     """Without a decode node that takes requests nothing can be served, and that is no reason to restart the router."""
 
-    async def healthy() -> bool:
-        status, _, raw = http_call(endpoint, "GET", "/health")
-        if status == 200:
-            return True
-        assert (status, json.loads(raw)["error"]["code"]) == (503, "no_decode_node")
-        return False
-
     async def unhealthy() -> bool:
-        return not await healthy()
+        return not await healthy(endpoint)
 
     async def story() -> None:
         await order(cluster, "decode-0", "Cordon")
@@ -363,7 +365,7 @@ def test_health_is_of_the_whole_cluster(cluster: RunningCluster, endpoint: str) 
             assert metrics_of(endpoint)['baton_nodes{role="decode",state="cordoned"}'] == 1
         finally:
             await order(cluster, "decode-0", "Uncordon")
-        await wait_for(healthy, "the router to see it")
+        await wait_for(lambda: healthy(endpoint), "the router to see it")
 
     cluster.run(story())
 
