@@ -1,4 +1,4 @@
-"""Logging of one process: one line per event, `HH:MM:SS.mmm LEVEL node component message key=value`, to stderr.
+"""Logging of one process: one line per event, `TIME LEVEL node component message key=value` or JSON, to stderr.
 
 log = get_log("directory")
 log.info("record expired", name="decode-0", ttl_ms=3000)
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
-import time
 from collections.abc import Mapping, MutableMapping
+from datetime import datetime
 from enum import Enum
 from typing import Any, Final, TextIO
 
@@ -25,6 +26,11 @@ class LogLevel(Enum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+class LogFormat(Enum):
+    TEXT = "text"
+    JSON = "json"
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
@@ -50,24 +56,43 @@ class LineFormatter(logging.Formatter):
         self._node = node
 
     def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        component = record.name.removeprefix(_ROOT + ".")
-        head = f"{clock}.{int(record.msecs):03d} {record.levelname} {self._node} {component} "
+        head = f"{_time_text(record)} {record.levelname} {self._node} {_component(record)} "
         line = head + _one_line(record.getMessage())
-        fields: Mapping[str, object] = getattr(record, _FIELDS, {})
-        line += "".join(f" {key}={_value_text(value)}" for key, value in fields.items())
+        line += "".join(f" {key}={_value_text(value)}" for key, value in _fields(record).items())
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
 
 
-def set_up_logging(*, node: str, level: LogLevel, stream: TextIO | None = None) -> logging.Handler:
+class JsonFormatter(LineFormatter):
+    """One JSON object a line, the traceback inside: `time`, `level`, `node`, `component`, `message`, `fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, object] = {
+            "time": _time_text(record),
+            "level": record.levelname,
+            "node": self._node,
+            "component": _component(record),
+            "message": record.getMessage(),
+            "fields": {key: _json_value(value) for key, value in _fields(record).items()},
+        }
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+_FORMATTERS: Final = {LogFormat.TEXT: LineFormatter, LogFormat.JSON: JsonFormatter}
+
+
+def set_up_logging(
+    *, node: str, level: LogLevel, log_format: LogFormat = LogFormat.TEXT, stream: TextIO | None = None
+) -> logging.Handler:
     """Send this process's events to `stream` (default stderr), replacing what an earlier call has set up.
 
     Libraries are heard from WARNING up. Returns the handler, for `tear_down_logging`.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(LineFormatter(node))
+    handler.setFormatter(_FORMATTERS[log_format](node))
     root = logging.getLogger()
     for old in list(root.handlers):
         if isinstance(old.formatter, LineFormatter):
@@ -84,7 +109,27 @@ def tear_down_logging(handler: logging.Handler) -> None:
     logging.getLogger(_ROOT).setLevel(logging.NOTSET)
 
 
-def _value_text(value: object) -> str:
+def _time_text(record: logging.LogRecord) -> str:
+    """This machine's time with its difference from UTC: lines of several days and several machines can be ordered."""
+    return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+
+
+def _component(record: logging.LogRecord) -> str:
+    return record.name.removeprefix(_ROOT + ".")
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+    fields: Mapping[str, object] = getattr(record, _FIELDS, {})
+    return fields
+
+
+def _json_value(value: object) -> object:
+    if value is None or isinstance(value, bool | int):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else _text(value)
+
+
+def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Enum):
@@ -92,8 +137,13 @@ def _value_text(value: object) -> str:
     if isinstance(value, bytes):
         return value.hex()
     text = str(value)
-    if len(text) > VALUE_CHARS_MAX:
-        text = text[: VALUE_CHARS_MAX - 3] + "..."
+    return text if len(text) <= VALUE_CHARS_MAX else text[: VALUE_CHARS_MAX - 3] + "..."
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, float | Enum | bytes):
+        return _text(value)
+    text = _text(value)
     plain = bool(text) and text.isprintable() and not any(c in ' "=' for c in text)
     return text if plain else json.dumps(text, ensure_ascii=False)
 

@@ -3,6 +3,7 @@ gRPC nor torch."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Mapping
@@ -77,6 +78,18 @@ class _LazyGroup(click.Group):
                 command = getattr(module, entry.attribute)
         assert isinstance(command, click.Command), command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            alike = difflib.get_close_matches(args[0], _COMMANDS)
+            if not alike:
+                raise
+            text = f"{error.message} Did you mean {' or '.join(map(repr, alike))}?"
+            raise click.UsageError(text, ctx=error.ctx) from error
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """From the table: completing a command's name imports none of them."""

@@ -9,10 +9,11 @@ from typing import Any, Final
 import click
 
 from baton.config import describe, flag_name
-from baton.log import LogLevel
+from baton.log import LogFormat, LogLevel
 
 CONFIG_FLAG: Final = "config_file"
 LOG_LEVEL_FLAG: Final = "log_level"
+LOG_FORMAT_FLAG: Final = "log_format"
 _NESTING: Final = "__"
 
 
@@ -41,8 +42,9 @@ def _values(type_text: str) -> Callable[[click.Context, click.Parameter, str], l
 
 
 def common_options() -> list[click.Parameter]:
-    """`--config` and `--log-level`."""
+    """`--config`, `--log-level` and `--log-format`."""
     levels = click.Choice([level.value for level in LogLevel])
+    formats = click.Choice([each.value for each in LogFormat])
     return [
         click.Option(
             ["--config", CONFIG_FLAG], type=click.Path(), metavar="FILE.toml", help="Configuration file (TOML).",
@@ -50,6 +52,10 @@ def common_options() -> list[click.Parameter]:
         click.Option(
             ["--log-level", LOG_LEVEL_FLAG], type=levels, default=LogLevel.INFO.value, show_default=True,
             help="How much goes to the log (stderr).",
+        ),
+        click.Option(
+            ["--log-format", LOG_FORMAT_FLAG], type=formats, default=LogFormat.TEXT.value, show_default=True,
+            help="A line of text for each event, or a JSON object.",
         ),
     ]  # fmt: skip
 
@@ -59,7 +65,7 @@ def config_flags(parameters: Mapping[str, object]) -> dict[str, object]:
     return {
         name.replace(_NESTING, "."): value
         for name, value in parameters.items()
-        if value is not None and name not in (CONFIG_FLAG, LOG_LEVEL_FLAG)
+        if value is not None and name not in (CONFIG_FLAG, LOG_LEVEL_FLAG, LOG_FORMAT_FLAG)
     }
 
 

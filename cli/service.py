@@ -14,9 +14,9 @@ from typing import Any, Final, TextIO
 import click
 
 from baton.lifecycle import install_signal_handlers
-from baton.log import LogLevel, get_log, set_up_logging
+from baton.log import LogFormat, LogLevel, get_log, set_up_logging
 from cli.invocation import Invocation
-from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
+from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import Service, config_class, load_config, serve_function
 
 log = get_log("process")
@@ -71,15 +71,16 @@ class ProgressPrinter:
     """Shows `progress(what, done, total)`, which may come from any thread.
 
     Under a supervisor: JSON lines on stdout, at most one a percent. On a terminal: one line of stderr, rewritten.
-    Elsewhere: a line of stderr for every 25 percent.
+    Elsewhere: a line of stderr for every 25 percent, with `logs` an event of the log.
     """
 
-    def __init__(self, *, name: str, supervised: bool, stdout: TextIO, stderr: TextIO) -> None:
+    def __init__(self, *, name: str, supervised: bool, stdout: TextIO, stderr: TextIO, logs: bool = False) -> None:
         self._name = name
         self._supervised = supervised
         self._stdout = stdout
         self._stderr = stderr
-        self._terminal = stderr.isatty()
+        self._terminal = stderr.isatty() and not logs
+        self._logs = logs
         self._lock = threading.Lock()
         self._shown: tuple[str, int] | None = None
 
@@ -97,6 +98,8 @@ class ProgressPrinter:
             elif self._terminal:
                 end = "\n" if percent >= 100 else ""
                 print(f"\r\x1b[K{self._name}: {what} {percent}%", end=end, file=self._stderr, flush=True)
+            elif self._logs:
+                log.info("starting", what=what, percent=step[1])
             else:
                 print(f"{self._name}: {what} {step[1]}%", file=self._stderr, flush=True)
 
@@ -105,8 +108,15 @@ def _command(service: Service, ctx: click.Context, parameters: dict[str, object]
     invocation = ctx.obj
     assert isinstance(invocation, Invocation), invocation
     config = load_config(service, toml_path=config_path(parameters), env=os.environ, flags=config_flags(parameters))
-    set_up_logging(node=config.name, level=LogLevel(str(parameters[LOG_LEVEL_FLAG])))
-    printer = ProgressPrinter(name=config.name, supervised=invocation.supervised, stdout=sys.stdout, stderr=sys.stderr)
+    log_format = LogFormat(str(parameters[LOG_FORMAT_FLAG]))
+    set_up_logging(node=config.name, level=LogLevel(str(parameters[LOG_LEVEL_FLAG])), log_format=log_format)
+    printer = ProgressPrinter(
+        name=config.name,
+        supervised=invocation.supervised,
+        stdout=sys.stdout,
+        stderr=sys.stderr,
+        logs=log_format is LogFormat.JSON,
+    )
     asyncio.run(_serve(service, config, printer))
     _end_process()
 

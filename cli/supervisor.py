@@ -22,7 +22,7 @@ from baton.config import ConfigError, ConfigProblem, env_name, flag_name
 from baton.cores import own_cores
 from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
-from baton.log import LogLevel
+from baton.log import LogFormat, LogLevel
 from cli.child import Child, ChildProgress, describe_exit, stop_children
 from cli.listening import listen_places, listen_problems, router_address
 from cli.services import Service, load_config
@@ -79,6 +79,7 @@ class ClusterSpec:
     env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     """Added to this process's environment for every child."""
     log_level: LogLevel = LogLevel.INFO
+    log_format: LogFormat = LogFormat.TEXT
     log_dir: Path | None = None
     """Made where it does not exist, and kept. None: a temporary folder, kept only where a process failed."""
     start_ms_max: int = 300_000
@@ -345,6 +346,7 @@ class Cluster:
     def _command(self, name: str, service: Service, directory: str) -> list[str]:
         # -P: a folder of the user's that is called engine or cli is not ours.
         command = [sys.executable, "-P", "-m", "cli.main", service.value, "--log-level", self.spec.log_level.value]
+        command += ["--log-format", self.spec.log_format.value]
         if self.spec.config is not None:
             command += ["--config", str(self.spec.config)]
         for key, value in self.spec.flags_of(name, service, directory).items():
@@ -365,10 +367,12 @@ class Cluster:
                 self._own_log_dir = Path(tempfile.mkdtemp(prefix="baton-up-"))
             else:
                 self.spec.log_dir.mkdir(parents=True, exist_ok=True)
+                for name in self.names:
+                    (self.spec.log_dir / f"{name}.log").open("ab").close()
         except OSError as error:
             raise BatonError(
                 Reason.BAD_CONFIG,
-                f"Cannot make the log folder {self.spec.log_dir or tempfile.gettempdir()}: {error.strerror}. "
+                f"Cannot write to the log folder {self.spec.log_dir or tempfile.gettempdir()}: {error.strerror}. "
                 "Name another one with --log-dir.",
                 field="log_dir",
             ) from error

@@ -19,10 +19,10 @@ from baton.cores import own_cores
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
 from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
-from baton.log import LogLevel
+from baton.log import LogFormat, LogLevel
 from cli.child import ChildProgress
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
-from cli.options import LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
+from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
 from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, Cluster, ClusterError, ClusterSpec, check_node_counts
@@ -81,7 +81,7 @@ class UpConfig:
         if self.directory is not None:
             check_directory_setting(self.directory)
 
-    def spec(self, *, config: Path | None, log_level: LogLevel) -> ClusterSpec:
+    def spec(self, *, config: Path | None, log_level: LogLevel, log_format: LogFormat = LogFormat.TEXT) -> ClusterSpec:
         """Raises InvalidField for values that do not fit each other."""
         return ClusterSpec(
             prefill=self._count(self.prefill),
@@ -97,6 +97,7 @@ class UpConfig:
             blocks=self.blocks,
             config=config,
             log_level=log_level,
+            log_format=log_format,
             log_dir=self.log_dir,
             start_ms_max=self.start_ms_max,
             stop_grace_ms=self.stop_grace_ms,
@@ -173,7 +174,11 @@ def _command(**parameters: object) -> int:
         known_sections=SECTIONS,
     )
     try:
-        spec = config.spec(config=path, log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])))
+        spec = config.spec(
+            config=path,
+            log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])),
+            log_format=LogFormat(str(parameters[LOG_FORMAT_FLAG])),
+        )
         spec.check()
     except InvalidField as error:
         raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error

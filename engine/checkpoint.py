@@ -89,7 +89,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
         try:
             _update_from_file(digest, path)
         except OSError as error:
-            raise WeightsError(f"{path} cannot be read: {error}") from error
+            raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -163,6 +163,10 @@ def _locate(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Pa
 
 def _check_file(path: Path, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Check that the file holds these tensors in these shapes -> bytes of each as stored."""
+    try:
+        path.open("rb").close()  # the library says of a file that may not be read that there is none
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
     try:
         with safe_open(path, framework="pt") as file:
             present = set(file.keys())

@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigFileError(f"{path} cannot be read: {error}") from error
+        raise ConfigFileError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigFileError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):

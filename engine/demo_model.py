@@ -123,7 +123,9 @@ def _write_files(folder: Path, params: DemoModelParams) -> None:
     tokenizer = _tokenizer(params.vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
     tensors = _tensors(config, params.seed, _unprintable_ids(tokenizer))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod((folder / "config.json").stat().st_mode)  # the library lets nobody else read it
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS_TOKEN,

@@ -18,13 +18,22 @@ def resolve_model(name_or_folder: str, *, weights: bool = True, download: Callab
     meanwhile. `download` replaces the hub.
 
     Raises:
-        ModelFolderError: neither a folder nor a model that the hub gives out; says what was tried.
+        ModelFolderError: neither a folder nor a model that the hub gives out; says what was tried. Or a folder that
+            this user may not read.
     """
     folder = Path(name_or_folder).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ModelFolderError(f"{folder} is a file; name the folder that holds config.json")
+    try:
+        if folder.is_dir():
+            next(folder.iterdir(), None)
+            (folder / "config.json").exists()  # listing a folder is one right, looking into it another
+            return folder
+        if folder.exists():
+            raise ModelFolderError(f"{folder} is a file; name the folder that holds config.json")
+    except OSError as error:
+        raise ModelFolderError(
+            f"the model folder {folder} cannot be read: {error.strerror}; the user that this process runs as needs the "
+            "right to read it and to enter it and the folders above"
+        ) from error
     owner, _, rest = name_or_folder.partition("/")
     if not owner or owner[0] in ".~" or not rest or "/" in rest:
         raise ModelFolderError(

@@ -261,8 +261,11 @@ class Receiver:
 
     def writer_lost(self, pair: Pair) -> None:
         """The writer is out of reach, and may come back: what it has open here is taken back, with a fence."""
+        if pair not in self._writers:  # its books are closed, so it has ended in order, or has never connected
+            log.info("writer gone", writer=self.holdings.told(pair))
+            return
         log.warning("writer lost", writer=self.holdings.told(pair))
-        if pair in self._writers and not self.grants.is_quiet(pair):
+        if not self.grants.is_quiet(pair):
             self._handle(WriterSuspected(pair=pair))
 
     def upkeep(self) -> None:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 
 import h11
 import uvicorn
@@ -33,7 +34,7 @@ from router.http_reply import CallReply, CutOff, Events, error_response
 from router.intake import not_taken
 from router.metrics import RouterMetrics
 from router.node import RouterNode
-from router.openai_replies import Replies, model_json
+from router.openai_replies import Json, Replies, model_json
 from router.openai_requests import OpenAiCall, parse_body, parse_chat, parse_completion
 from router.text import TextCodec
 
@@ -53,7 +54,9 @@ class OpenAiApp:
         metrics: RouterMetrics,
         rng: random.Random,
         takes_requests: Callable[[], bool],
+        check_cluster: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_cluster` raises BatonError while no request could be served."""
         self._node = node
         self._config = config
         self._codec = codec
@@ -61,6 +64,7 @@ class OpenAiApp:
         self._metrics = metrics
         self._rng = rng
         self._takes_requests = takes_requests
+        self._check_cluster = check_cluster
         self._began = int(time.time())
 
     def asgi(self) -> Starlette:
@@ -71,53 +75,67 @@ class OpenAiApp:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
+                Route("/live", self._live),
+                Route("/version", self._version),
                 Route("/metrics", self._metrics_text),
             ],
             exception_handlers={BatonError: _on_baton_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
 
     async def _completions(self, request: Request) -> Response:
-        return await self._take_in(request, lambda raw: parse_completion(parse_body(raw)))
+        return await self._take_in(request, lambda raw: parse_completion(parse_body(raw)), chat=False)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._take_in(request, lambda raw: parse_chat(parse_body(raw), self._chats.encode))
+        return await self._take_in(request, lambda raw: parse_chat(parse_body(raw), self._chats.encode), chat=True)
 
-    async def _take_in(self, request: Request, parse: Callable[[bytes], OpenAiCall]) -> Response:
-        """Raises BatonError, told to the log too: there is no request yet."""
-        request_id: RequestId | None = None
+    async def _take_in(self, request: Request, parse: Callable[[bytes], OpenAiCall], *, chat: bool) -> Response:
+        """What is refused here is told to the log by the same id as to the client: there is no request yet."""
+        request_id = new_request_id(self._rng)
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
-            request_id = called.request_id
+            request_id = called.request_id or request_id
             raw = await self._body(request)
             # Off the loop: long chats take long to render and encode, and others' tokens must flow.
-            return self._reply(await asyncio.to_thread(parse, raw), called)
+            return self._reply(await asyncio.to_thread(parse, raw), called, request_id)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
                 self._node.refused(error, door="http", request_id=request_id)
-            raise
+            response = error_response(error, chat=chat)
+            response.headers["x-request-id"] = request_id
+            return response
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_json(self._node.model(), self._began)]})
+        return JSONResponse({"object": "list", "data": [self._model_json()]})
 
     async def _model(self, request: Request) -> Response:
         model, name = self._node.model(), request.path_params["name"]
         if name != model.name:
             text = f"This cluster serves '{model.name}', not '{name}'."
             raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
-        return JSONResponse(model_json(model, self._began))
+        return JSONResponse(self._model_json())
+
+    def _model_json(self) -> Json:
+        return model_json(self._node.model(), created=self._began, tokens_max=self._node.tokens_max())
 
     async def _health(self, _request: Request) -> Response:
-        """Ready for requests: this router takes them, and a prefill node is there."""
+        """Ready for requests: this router takes them, and there are nodes to serve them."""
         self._check_open()
+        self._check_cluster()
         self._node.model()
         return JSONResponse({"status": "ok"})
+
+    async def _live(self, _request: Request) -> Response:
+        """Whether this process is to be restarted is another question than whether there is a cluster behind it."""
+        return JSONResponse({"status": "ok"})
+
+    async def _version(self, _request: Request) -> Response:
+        return JSONResponse({"version": version("baton-serve")})
 
     async def _metrics_text(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    def _reply(self, call: OpenAiCall, called: CallMetadata) -> CallReply:
+    def _reply(self, call: OpenAiCall, called: CallMetadata, request_id: RequestId) -> CallReply:
         self._check_open()
-        request_id = called.request_id or new_request_id(self._rng)
         trace = called.traceparent or Traceparent.new(self._rng, sampled=False)
         timeout_s = self._config.rpc.public_deadline_ms_default / 1000
         deadline_s = asyncio.get_running_loop().time() + timeout_s

@@ -16,7 +16,9 @@ from baton.binding import check_can_bind
 from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
+from baton.lifecycle import Lifecycle
 from baton.log import get_log
+from baton.membership import Membership
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import NodeLoad, Role
@@ -27,6 +29,7 @@ from router.config import RouterConfig
 from router.node import RouterNode
 from router.pin_service import PinsService
 from router.pins import PinKeeper
+from router.prefill_nodes import NOT_READY_RETRY_MS
 from router.prefix_text import PrefixEncoder
 from router.service import InferenceService
 from router.text import TextCodec
@@ -149,8 +152,23 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 def _metrics(runtime: NodeRuntime) -> RouterMetrics:
     from router.metrics import RouterMetrics
 
-    nodes = runtime.membership.nodes
-    return RouterMetrics(lambda: [record for record in nodes() if record.role is not Role.ROUTER])
+    membership = runtime.membership
+    return RouterMetrics(
+        lambda: [record for record in membership.nodes() if record.role is not Role.ROUTER],
+        directory_lost=lambda: membership.stale,
+    )
+
+
+def _check_cluster(membership: Membership) -> None:
+    """Raises BatonError DIRECTORY_LOST or NO_DECODE_NODE where each request would end so."""
+    membership.check_known()
+    decode_nodes = membership.nodes(Role.DECODE)
+    if not any(record.lifecycle is Lifecycle.READY for record in decode_nodes):
+        raise BatonError(
+            Reason.NO_DECODE_NODE,
+            f"No decode node is ready ({len(decode_nodes)} known). Start one, or wait for one to come up.",
+            retry_after_ms=NOT_READY_RETRY_MS,
+        )
 
 
 def _open_http(
@@ -173,6 +191,7 @@ def _open_http(
         metrics=metrics,
         rng=runtime.rng,
         takes_requests=lambda: runtime.lifecycle.takes_requests,
+        check_cluster=lambda: _check_cluster(runtime.membership),
     )
     server = HttpServer(app.asgi(), config, refused=lambda error: node.refused(error, door="http"))
     log.info("HTTP is served", endpoint=server.start(config.http_listen))

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Final
 
 from batonpb import common_pb2, inference_pb2
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.errors import Reason
+from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
-from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord
+from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord, Role
 from router.observer import ObservedRequest, RequestObserver
 
 TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ITL_BUCKETS_S: Final = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+E2E_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 HANDOFF_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
 BLOCK_CLASSES: Final = tuple(each.name for each in fields(BlockLoad) if each.name not in ("promised", "pinned"))
+_NODE_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 class RouterMetrics(RequestObserver):
-    """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now."""
+    """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now,
+    `directory_lost` whether they may be out of date."""
 
-    def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
+    def __init__(
+        self, nodes: Callable[[], Sequence[NodeRecord]], *, directory_lost: Callable[[], bool] = lambda: False
+    ) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "baton_requests",
@@ -52,6 +60,10 @@ class RouterMetrics(RequestObserver):
         self.itl_s = Histogram(
             "baton_itl_seconds", "Gaps between tokens; tokens that come together share theirs.",
             buckets=ITL_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self.e2e_s = Histogram(
+            "baton_e2e_seconds", "From the arrival of a request that was answered to its last token.",
+            buckets=E2E_BUCKETS_S, registry=registry,
         )  # fmt: skip
         self.prompt_tokens = Counter("baton_prompt_tokens", "Tokens of prompts answered.", registry=registry)
         self.cached_tokens = Counter(
@@ -84,7 +96,14 @@ class RouterMetrics(RequestObserver):
             "baton_control_loop_lag_seconds", "How late this router's control thread was, at each look.",
             buckets=tuple(ms / 1000 for ms in BUCKETS_MS), registry=registry,
         )  # fmt: skip
-        registry.register(_BlockCollector(nodes))
+        Gauge("baton_build_info", "1, for the version of this router.", ["version"], registry=registry).labels(
+            version("baton-serve")
+        ).set(1)
+        Gauge(
+            "baton_directory_reached", "0 while the directory is out of this router's reach, else 1.", registry=registry
+        ).set_function(lambda: not directory_lost())
+        registry.register(_NodeCollector(nodes))
+        ProcessCollector(registry=registry)
 
     def received(self, now_s: float) -> ObservedRequest:
         return _Observed(self, now_s)
@@ -97,7 +116,7 @@ class RouterMetrics(RequestObserver):
 class _Observed(ObservedRequest):
     def __init__(self, metrics: RouterMetrics, now_s: float) -> None:
         self._metrics = metrics
-        self._last_s = now_s
+        self._began_s = self._last_s = now_s
         self._has_token = False
         self._outcome = "cancelled"
         metrics.queued.inc()
@@ -116,6 +135,7 @@ class _Observed(ObservedRequest):
     def finished(self, reason: common_pb2.FinishReason, stats: inference_pb2.RequestStats) -> None:
         metrics = self._metrics
         self._outcome = _OUTCOMES[reason]
+        metrics.e2e_s.observe(self._last_s - self._began_s)
         metrics.prompt_tokens.inc(stats.prompt_tokens)
         metrics.cached_tokens.inc(stats.prompt_tokens_cached)
         metrics.skipped_tokens.inc(stats.prompt_tokens_skipped)
@@ -142,13 +162,31 @@ class _Observed(ObservedRequest):
         self._metrics.requests.labels(self._outcome).inc()
 
 
-class _BlockCollector(Collector):
-    """Blocks of each node as it last reported them."""
+class _NodeCollector(Collector):
+    """What each node has last reported to the directory."""
 
     def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
         self._nodes = nodes
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        there = GaugeMetricFamily("baton_nodes", "Nodes that the directory knows.", labels=["role", "state"])
+        counts = dict.fromkeys(itertools.product(_NODE_ROLES, Lifecycle), 0)  # zeros too, for alerts
+        requests = GaugeMetricFamily(
+            "baton_node_requests", "Requests that wait and run on the node.", labels=["node", "role", "state"]
+        )
+        for record in self._nodes():
+            key = (record.role, record.lifecycle)
+            counts[key] = counts.get(key, 0) + 1
+            labels = [record.name, record.role.name.lower()]
+            requests.add_metric([*labels, "waiting"], record.load.waiting_requests)
+            requests.add_metric([*labels, "running"], record.load.running_requests)
+        for (role, state), count in counts.items():
+            there.add_metric([role.name.lower(), state.name.lower()], count)
+        yield there
+        yield requests
+        yield from self._memory()
+
+    def _memory(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
             "baton_node_blocks", "KV blocks by owner, as the node last reported.", labels=["node", "role", "class"]
         )

@@ -31,7 +31,7 @@ from router.job import Job, TokenPart, Try, finished_event, started_event, token
 from router.observer import ObservedRequest, RequestObserver
 from router.prefill_calls import PrefillCalls
 from router.prefill_nodes import PrefillNodes
-from router.regions import RegionWatch
+from router.regions import RegionWatch, tokens_max
 from router.request_log import RequestLog
 from router.retries import GONE, RESUMABLE, ResumptionPace, Verdict, pause_ms
 from router.slow_client import unread_limit
@@ -105,6 +105,7 @@ class RouterNode:
         )
         self._ended = LeaveRate()
         self._regions = RegionWatch()
+        self._records: Sequence[NodeRecord] = ()
 
     async def generate(
         self,
@@ -313,6 +314,7 @@ class RouterNode:
             self._tasks.spawn(self._drop_channel(endpoint))
         self._streams.follow(records)
         self._regions.look(records)
+        self._records = records
 
     async def _drop_channel(self, endpoint: str) -> None:
         """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
@@ -322,6 +324,10 @@ class RouterNode:
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
         return self._prefill_nodes.model()
+
+    def tokens_max(self) -> int:
+        """What prompt and answer may have together on the nodes that are there. Raises BatonError NO_PREFILL_NODE."""
+        return tokens_max(self._records, self.model())
 
 
 def _noting(job: Job, cut_off: Callable[[BatonError], None]) -> Callable[[BatonError], None]:

@@ -61,7 +61,7 @@ def error_json(error: BatonError, *, chat: bool = False) -> Json:
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
-def model_json(model: ModelInfo, created: int) -> Json:
+def model_json(model: ModelInfo, *, created: int, tokens_max: int) -> Json:
     return {
         "id": model.name,
         "object": "model",
@@ -69,7 +69,7 @@ def model_json(model: ModelInfo, created: int) -> Json:
         "owned_by": "baton",
         "root": model.name,
         "parent": None,
-        "max_model_len": model.context_len_max,
+        "max_model_len": tokens_max,
     }
 
 

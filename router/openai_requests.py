@@ -19,6 +19,11 @@ from router.chat import MESSAGES_MAX
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
 _UINT32_MAX: Final = (1 << 32) - 1
+_CONSTRAINTS: Final = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex",
+    "ebnf",
+)  # fmt: skip
+"""What other servers call a form that the answer must have."""
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
@@ -71,11 +76,12 @@ def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
     """/v1/chat/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     for name in ("tools", "functions"):
         _refuse(body, name, ([],), "answers are text only")
-    _refuse(body, "response_format", ({"type": "text"},), "answers are free text")
     _refuse(body, "modalities", (["text"],), "answers are text only")
     _refuse(body, "audio", (), "answers are text only")
     _refuse(body, "echo", (False,), "the prompt's own text is not returned")
     _refuse(body, "continue_final_message", (False,), "the answer is a new message")
+    _refuse(body, "chat_template", (), "the model's own is used")
+    _refuse(body, "documents", ([],), "a template that knows them takes them from chat_template_kwargs")
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
     if _flag(body, "logprobs"):
@@ -130,6 +136,13 @@ def _request(
 def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     """What both endpoints share, our own extensions too. Ranges are checked where every client's are."""
     _refuse(body, "prompt_logprobs", (), "log-probabilities of the prompt are not computed")
+    _refuse(body, "truncate_prompt_tokens", (), "prompts are taken whole")
+    _refuse(body, "response_format", ({"type": "text"},), "answers are free text")
+    for name in _CONSTRAINTS:
+        _refuse(body, name, (), "answers are free text")
+    for name in ("allowed_token_ids", "bad_words"):
+        _refuse(body, name, ([],), "logit_bias keeps tokens out of an answer")
+    _refuse(body, "skip_special_tokens", (True,), "special tokens are no part of an answer's text")
     sampling = inference_pb2.Sampling()
     for name in _FLOATS:
         if name in body:

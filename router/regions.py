@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.log import get_log
-from baton.wire import NodeRecord, Role
+from baton.wire import ModelInfo, NodeRecord, Role
 
 log = get_log("router")
 
@@ -23,6 +23,20 @@ def region_tokens(record: NodeRecord) -> int:
 def may_hold(record: NodeRecord, tokens: int) -> bool:
     """Whether the node may be able to compute so many tokens at some time. One whose region is not known may."""
     return not 0 < region_tokens(record) < tokens
+
+
+def tokens_max(records: Sequence[NodeRecord], model: ModelInfo) -> int:
+    """What prompt and answer may have together on the nodes that are there: the model's context, or what the largest
+    region of the kind of node with the smaller ones holds."""
+    found = model.context_len_max
+    for role in (Role.PREFILL, Role.DECODE):
+        sizes = [
+            region_tokens(record) or model.context_len_max
+            for record in records
+            if record.role.serves(role) and record.model is not None and record.model.fingerprint == model.fingerprint
+        ]
+        found = min(found, max(sizes, default=found))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +65,15 @@ def outgrown(records: Sequence[NodeRecord]) -> Outgrown | None:
 
 
 class RegionWatch:
-    """Tells the log when answers may outgrow the prefill nodes, each state of it once."""
+    """Tells the log when regions are smaller than the model's context, and when answers may outgrow the prefill nodes:
+    each state of it once."""
 
     def __init__(self) -> None:
         self._told: Outgrown | None = None
+        self._told_tokens = 0
 
     def look(self, records: Sequence[NodeRecord]) -> None:
+        self._look_at_context(records)
         found = outgrown(records)
         if found is not None and found != self._told:
             log.warning(
@@ -66,3 +83,17 @@ class RegionWatch:
                 tokens_max=found.decode_tokens,
             )
         self._told = found
+
+    def _look_at_context(self, records: Sequence[NodeRecord]) -> None:
+        model = next((record.model for record in records if record.model is not None), None)
+        if model is None:
+            return
+        found = tokens_max(records, model)
+        if found not in (self._told_tokens, model.context_len_max):
+            log.info(
+                "requests longer than the largest region are refused, though the model's context is longer: give nodes "
+                "of both kinds more blocks (engine.num_blocks) where such requests are to come",
+                tokens_max=found,
+                context=model.context_len_max,
+            )
+        self._told_tokens = found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import math
 import random
 import re
 import sys
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.errors import CODE_OF, BatonError, Code, Reason
 from baton.ids import RequestId
-from baton.log import LogLevel, get_log, set_up_logging, tear_down_logging
+from baton.log import LogFormat, LogLevel, get_log, set_up_logging, tear_down_logging
 from baton.status import from_rpc_error, to_status
 from baton.tracing import Traceparent, call_metadata, new_request_id, read_metadata
 
@@ -194,6 +196,9 @@ def test_a_request_id_that_we_would_not_log_is_refused(text: str) -> None:
     assert read_metadata([("x-request-id", "client-1.a:b_c")]).request_id == RequestId("client-1.a:b_c")
 
 
+TIME = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
+
+
 def test_an_event_is_one_line_whatever_its_values() -> None:
     """Values with spaces, quotes and line ends of a hostile client cannot forge a second line."""
     stream = io.StringIO()
@@ -211,13 +216,47 @@ def test_an_event_is_one_line_whatever_its_values() -> None:
         tear_down_logging(handler)
     lines = stream.getvalue().splitlines()
     assert re.fullmatch(
-        r"\d\d:\d\d:\d\d\.\d{3} INFO decode-0 directory record expired\\nforged "
+        TIME + r" INFO decode-0 directory record expired\\nforged "
         r'name="a b" text="\\"\\n" reason=INTERNAL share=0.25 empty=""',
         lines[0],
     )
-    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} ERROR decode-0 directory failed id=01ff", lines[1])
+    assert re.fullmatch(TIME + r" ERROR decode-0 directory failed id=01ff", lines[1])
     assert lines[2] == "Traceback (most recent call last):"
     assert lines[-1] == "KeyError: 'x'"
+
+
+def test_an_event_as_json_is_one_line_too() -> None:
+    """Numbers stay numbers, what JSON has not becomes text, and a field may be called like a part of the line."""
+    stream = io.StringIO()
+    handler = set_up_logging(node="decode-0", level=LogLevel.INFO, log_format=LogFormat.JSON, stream=stream)
+    try:
+        log = get_log("directory")
+        log.info(
+            "expired\n",
+            node="a b",
+            share=0.25,
+            left=math.inf,
+            count=3,
+            none=None,
+            long="x" * 400,
+            reason=Reason.INTERNAL,
+        )
+        try:
+            raise KeyError("x")
+        except KeyError:
+            log.exception("failed", id=b"\x01\xff")
+    finally:
+        tear_down_logging(handler)
+    told, failed = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert re.fullmatch(TIME, told.pop("time"))
+    assert told == {
+        "level": "INFO", "node": "decode-0", "component": "directory", "message": "expired\n",
+        "fields": {"node": "a b", "share": 0.25, "left": "inf", "count": 3, "none": None, "long": "x" * 297 + "...",
+                   "reason": "INTERNAL"},
+    }  # fmt: skip
+    assert failed["fields"] == {"id": "01ff"}
+    assert failed["traceback"].startswith("Traceback (most recent call last):")
+    assert failed["traceback"].endswith("KeyError: 'x'")
 
 
 def test_logging_is_set_up_again_without_doubling() -> None:

@@ -24,6 +24,20 @@ def test_the_commands() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("nods", "No such command 'nods'. Did you mean 'nodes'?\n"),
+        ("corden", "No such command 'corden'. Did you mean 'cordon' or 'uncordon'?\n"),
+        ("xyzzy", "No such command 'xyzzy'.\n"),
+    ],
+)
+def test_a_command_that_is_mistyped(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is alike is named, as for flags."""
+    assert run([typed]) == 2
+    assert capsys.readouterr().err.endswith(f"Error: {words}")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`baton COMMAND --help` ends well and shows a line that can be typed."""
@@ -86,12 +100,12 @@ def test_every_command_that_prints_a_table_prints_it_as_data_too() -> None:
 
 @pytest.mark.parametrize("service", list(Service))
 def test_every_key_is_a_flag(service: Service) -> None:
-    """The options of a service are its configuration keys, plus --config and --log-level."""
+    """The options of a service are its configuration keys, plus those of all."""
     command = cli.get_command(click.Context(cli), service.value)
     assert command is not None
     flags = [option for parameter in command.params for option in parameter.opts]
     keys = [flag_name(key.key) for key in describe(config_class(service))]
-    assert flags == [*keys, "--config", "--log-level"]
+    assert flags == [*keys, "--config", "--log-level", "--log-format"]
 
 
 def test_a_flag_that_is_always_refused_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 
 import click
 import pytest
@@ -107,6 +108,18 @@ def test_progress_of_a_service() -> None:
     _, screen = run(Terminal(), supervised=False)
     assert screen.count("\n") == 2
     assert screen.endswith("\r\x1b[Kdecode-0: loading 100%\n\r\x1b[Kdecode-0: prefaulting 100%\n")
+
+
+def test_progress_of_a_service_whose_log_is_json(caplog: pytest.LogCaptureFixture) -> None:
+    """On a terminal too: nothing but events of the log."""
+    stdout, stderr = io.StringIO(), Terminal()
+    printer = ProgressPrinter(name="decode-0", supervised=False, stdout=stdout, stderr=stderr, logs=True)
+    with caplog.at_level(logging.INFO):
+        for done in (0, 4, 249, 250, 1000):
+            printer("loading", done, 1000)
+    assert (stdout.getvalue(), stderr.getvalue()) == ("", "")
+    told = [record.baton_fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert told == [{"what": "loading", "percent": percent} for percent in (0, 25, 100)]
 
 
 def test_the_board_on_a_terminal_rewrites_lines() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from baton.config import ConfigError
 from baton.cores import Cores
-from baton.errors import InvalidField
+from baton.errors import BatonError, InvalidField, Reason
+from baton.log import LogFormat
 from baton.rpc_client import ChannelLimits, Channels
 from cli import supervisor
 from cli.cluster_view import view_nodes
@@ -56,7 +58,8 @@ def test_a_node_dies_and_is_started_again(tmp_path: Path) -> None:
 
 
 def test_flags_reach_their_processes(tmp_path: Path) -> None:
-    """Settings of a service go to all of its nodes, those of a node to that one; both go before the spec's own."""
+    """Settings of a service go to all of its nodes, those of a node to that one; both go before the spec's own. How
+    logs are written is for all."""
 
     async def scene() -> None:
         spec = ClusterSpec(
@@ -67,6 +70,7 @@ def test_flags_reach_their_processes(tmp_path: Path) -> None:
             flags={Service.DECODE: {"engine.num_blocks": 48}},
             node_flags={"decode-1": {"engine.num_blocks": 64}},
             log_dir=tmp_path / "logs",
+            log_format=LogFormat.JSON,
         )
         channels = Channels(limits=ChannelLimits())
         async with Cluster(spec) as cluster:
@@ -74,7 +78,13 @@ def test_flags_reach_their_processes(tmp_path: Path) -> None:
             await channels.close()
         free = {view.record.name: view.status.record.load.blocks.free for view in views if view.status is not None}
         assert free == {"decode-0": 48, "decode-1": 64, "prefill-0": 32, "router-0": 0}
-        assert (tmp_path / "logs" / "prefill-0.log").is_file()
+        for name in cluster.names:
+            lines = (tmp_path / "logs" / f"{name}.log").read_text(encoding="utf-8").splitlines()
+            told = [
+                json.loads(line) for line in lines if line.startswith("{")
+            ]  # what is no line of ours is a library's
+            assert {each["node"] for each in told} == {name}
+            assert "ready" in [each["message"] for each in told]
 
     play(scene())
 
@@ -101,6 +111,23 @@ def test_one_process_cannot_start() -> None:
         others = [await cluster.wait_exit(name) for name in cluster.names if name != "decode-0"]
         assert set(others) <= {0, -signal.SIGTERM}
         assert not cluster.log_dir.exists()
+
+    play(scene())
+
+
+def test_a_log_cannot_be_written(tmp_path: Path) -> None:
+    """A folder has its name: nothing is started, and the message has the flag."""
+    (tmp_path / "decode-0.log").mkdir()
+
+    async def scene() -> None:
+        cluster = Cluster(ClusterSpec(engine=EngineKind.MOCK, log_dir=tmp_path))
+        with pytest.raises(
+            BatonError, match=r"^Cannot write to the log folder .*: Is a directory\. .* --log-dir\.$"
+        ) as caught:
+            await cluster.start()
+        assert (caught.value.reason, caught.value.field) == (Reason.BAD_CONFIG, "log_dir")
+        assert cluster.pids == {}
+        assert await cluster.stop() == []
 
     play(scene())
 

@@ -4,7 +4,10 @@ time from what is known, then refused with the reason; when it comes back, empty
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import random
+import re
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
@@ -13,8 +16,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.errors import BatonError, Code, Reason
-from cli.supervisor import DIRECTORY_NAME
+from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME
 from tests.cluster_harness import (
+    CALL_S_MAX,
     RunningCluster,
     assert_conserved,
     error_of,
@@ -48,6 +52,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
         router_flags={**MEMBERSHIP, "membership.stale_ms_max": STALE_MS},
         decode_flags={"engine.mock_layer_delay_ms": 2},
     )
+    spec = replace(spec, http="127.0.0.1:0")
     with ExitStack() as stack:
         if request.param == "redis":
             redis = stack.enter_context(redis_server())
@@ -74,18 +79,40 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> None:
     """Answers run when it dies. New requests are answered, exactly, until `stale_ms_max` is over; then each is told
-    DIRECTORY_LOST and when to come back. The running answers end whole meanwhile. Back, it serves all again."""
+    DIRECTORY_LOST and when to come back, and so is a load balancer. The running answers end whole meanwhile. Back, it
+    serves all again."""
     cluster = scene.cluster
     rng = random.Random(81)
+    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
+    assert found is not None
+    endpoint = found[1]
+
+    def get(path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def health() -> tuple[int, str]:
+        status, body = get("/health")
+        told = json.loads(body)
+        return status, told["error"]["code"] if "error" in told else told["status"]
 
     async def ask(count: int) -> None:
         prompt = random_prompt(rng, 40)
         answer = await cluster.client.generate(prompt, max_tokens=count)
         assert answer.ids == mock_tokens(prompt, count)
 
+    async def healthy() -> bool:
+        return health() == (200, "ok")
+
     async def story() -> None:
         long_ones = [asyncio.create_task(ask(LONG_TOKENS)) for _ in range(3)]
         await ask(2)
+        await wait_for(healthy, "the router to know all of them", story=cluster.story)
         await scene.kill()
         served = 0
 
@@ -102,6 +129,8 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
 
         await wait_for(refused, "new requests to be refused", story=cluster.story)
         assert served > 0, "nothing was placed from what is known"
+        assert health() == (503, "directory_lost")
+        assert "baton_directory_reached 0.0\n" in get("/metrics")[1]
         assert not any(task.done() for task in long_ones), "the answers were too short for this test"
         assert (await error_of(ask(2))).reason is Reason.DIRECTORY_LOST
         await asyncio.gather(*long_ones)
@@ -112,6 +141,8 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
             return not await refused()
 
         await wait_for(healed, "new requests to be taken", story=cluster.story)
+        await wait_for(healthy, "the router to know all of them again", story=cluster.story)
+        assert "baton_directory_reached 1.0\n" in get("/metrics")[1]
         await asyncio.gather(*(ask(5) for _ in range(4)))
         await assert_conserved(cluster)
 

@@ -8,6 +8,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,8 @@ from cli.supervisor import ROUTER_NAME, ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import BOS_ID, DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.cluster_harness import RunningCluster, assert_conserved, running
+from tests.cluster_harness import RunningCluster, assert_conserved, running, wait_for
+from tests.drain_harness import order
 
 PROMPT: Final = "the sea in the evening"
 MESSAGES: Final[list[ChatCompletionMessageParam]] = [
@@ -302,9 +304,22 @@ def test_a_client_that_leaves_ends_its_answers(
     assert metrics_of(endpoint)[cancelled] - before == n
 
 
+async def healthy(endpoint: str) -> bool:
+    """Or there is no decode node, and nothing else is wrong."""
+    status, _, raw = http_call(endpoint, "GET", "/health")
+    if status == 200:
+        return True
+    assert (status, json.loads(raw)["error"]["code"]) == (503, "no_decode_node")
+    return False
+
+
 def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: openai.OpenAI) -> None:
     """What the calls here have left in the counters; nothing queued or running."""
-    assert http_call(endpoint, "GET", "/health")[0] == 200
+    cluster.run(wait_for(lambda: healthy(endpoint), "the router to know both nodes"))
+    assert json.loads(http_call(endpoint, "GET", "/version")[2]) == {"version": version("baton-serve")}
+
+    (served,) = client.models.list().data
+    assert (served.id, served.model_dump()["max_model_len"]) == ("tiny", 4096)
 
     before = metrics_of(endpoint)
     client.completions.create(model="tiny", prompt=list(range(2, 70)), **GREEDY)
@@ -317,6 +332,8 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     assert rise('baton_requests_total{outcome="length"}') == 2
     assert rise("baton_ttft_seconds_count") == 2
     assert rise("baton_itl_seconds_count") == 2 * 11
+    assert rise("baton_e2e_seconds_count") == 2
+    assert rise("baton_e2e_seconds_sum") > rise("baton_ttft_seconds_sum")
     assert (rise("baton_prompt_tokens_total"), rise("baton_output_tokens_total")) == (136, 24)
     assert again.usage is not None
     assert again.usage.prompt_tokens_details is not None
@@ -328,6 +345,29 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     assert 'baton_node_blocks{class="free",node="decode-0",role="decode"}' in nodes
     assert after['baton_node_host_blocks{class="free",node="decode-0",role="decode"}'] == 0
     assert after['baton_node_parked_requests{node="decode-0",role="decode"}'] == 0
+    assert after['baton_nodes{role="decode",state="ready"}'] == 1
+    assert after['baton_nodes{role="decode",state="draining"}'] == 0
+    assert after[f'baton_build_info{{version="{version("baton-serve")}"}}'] == 1
+    assert after["process_resident_memory_bytes"] > 0
+
+
+def test_health_is_of_the_whole_cluster(cluster: RunningCluster, endpoint: str) -> None:
+    """Without a decode node that takes requests nothing can be served, and that is no reason to restart the router."""
+
+    async def unhealthy() -> bool:
+        return not await healthy(endpoint)
+
+    async def story() -> None:
+        await order(cluster, "decode-0", "Cordon")
+        try:
+            await wait_for(unhealthy, "the router to see it")
+            assert http_call(endpoint, "GET", "/live")[0] == 200
+            assert metrics_of(endpoint)['baton_nodes{role="decode",state="cordoned"}'] == 1
+        finally:
+            await order(cluster, "decode-0", "Uncordon")
+        await wait_for(lambda: healthy(endpoint), "the router to see it")
+
+    cluster.run(story())
 
 
 def test_several_answers_share_the_prompts_blocks(endpoint: str, client: openai.OpenAI) -> None:

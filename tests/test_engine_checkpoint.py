@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +195,28 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / SINGLE_FILE).touch()
     with pytest.raises(ModelFolderError, match="is a file"):
         resolve_model(str(tmp_path / SINGLE_FILE), download=no_hub)
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.mark.parametrize("call", ["is_dir", "iterdir", "exists"])
+def test_a_folder_that_this_user_may_not_read(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Nor enter, or the one above it: the message says so, and that it is about the process's user."""
+    monkeypatch.setattr(Path, call, refuse)
+    with pytest.raises(
+        ModelFolderError, match=r"cannot be read: Permission denied; the user that this process runs as"
+    ):
+        resolve_model(str(demo_folder), download=no_hub)
+
+
+def test_weights_that_this_user_may_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not damaged, and need not be downloaded again."""
+    save_file(tensors(), tmp_path / SINGLE_FILE)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(WeightsError, match=r"model\.safetensors cannot be read: Permission denied$"):
+        load_tensors(tmp_path, SHAPES)
 
 
 def test_copies_have_the_same_fingerprint(demo_folder: Path, demo_copy: Path) -> None:

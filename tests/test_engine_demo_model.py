@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,15 @@ def test_the_same_parameters_give_the_same_bytes(tmp_path: Path) -> None:
     changed = {name for name, content in contents(tmp_path / "a").items() if content != first[name]}
     assert changed == {"model.safetensors", MARKER_FILE}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_whoever_may_read_a_file_may_read_all(tmp_path: Path) -> None:
+    """The node may be another user's than the one that wrote the model."""
+    write_demo_model(tmp_path / "demo", SMALL)
+    before = os.umask(0o022)
+    os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "demo").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~before)
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:

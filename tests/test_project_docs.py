@@ -146,6 +146,8 @@ def served_metrics() -> dict[str, set[str]]:
     seen.ended()
     found = {}
     for family in metrics.registry.collect():
+        if family.name.startswith("process_"):
+            continue  # the library's
         name = family.name + ("_total" if family.type == "counter" else "")
         found[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
     return found

@@ -92,6 +92,26 @@ def test_every_parameter_reaches_our_request() -> None:
     assert (chat.requests[0].sampling.max_tokens, chat.requests[0].sampling.logprobs) == (4, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("guided_json", {"type": "object"}, None), ("structured_outputs", {"regex": "a"}, None), ("regex", "a+", None),
+        ("response_format", {"type": "json_object"}, {"type": "text"}), ("allowed_token_ids", [5], []),
+        ("bad_words", ["a"], []), ("truncate_prompt_tokens", 5, None), ("skip_special_tokens", False, True),
+    ],
+)  # fmt: skip
+def test_what_would_make_another_answer_is_refused_by_name(name: str, value: object, neutral: object) -> None:
+    """Parameters of other servers, of both endpoints; what says "as always" is taken."""
+    for parse, prompt in (
+        (parse_completion, {"prompt": "hi"}),
+        (lambda body: parse_chat(body, encode), {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        refused = attempt(parse, json.dumps({**prompt, name: value}).encode())
+        assert isinstance(refused, BatonError)
+        assert (refused.reason, refused.field) == (Reason.BAD_FIELD, name)
+        assert isinstance(attempt(parse, json.dumps({**prompt, name: neutral}).encode()), OpenAiCall)
+
+
 def test_errors_have_a_status_and_a_time() -> None:
     """429 always says when to come back; what is over for good does not."""
     full = BatonError(Reason.QUEUE_FULL, "Full.", retry_after_ms=1_200)

@@ -49,11 +49,15 @@ class Door:
 
     async def post(self, body: bytes, *headers: bytes) -> bytes:
         """The status line that one call over HTTP gets."""
+        return (await self.head(body, *headers))[0]
+
+    async def head(self, body: bytes, *headers: bytes) -> list[bytes]:
+        """Status line and headers, as they come."""
         reader, writer = await asyncio.open_connection(*split_endpoint(self.http))
         lines = [b"POST /v1/completions HTTP/1.1", b"Host: h", b"Content-Length: %d" % len(body), *headers]
         writer.write(b"\r\n".join([*lines, b"", body]))
         try:
-            return await reader.readline()
+            return (await reader.readuntil(b"\r\n\r\n")).splitlines(keepends=True)[:-1]
         finally:
             writer.close()
             await writer.wait_closed()
@@ -113,12 +117,14 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]
 
 
 def test_a_router_that_drains(caplog: pytest.LogCaptureFixture) -> None:
-    """Both doors say so, with the id that the client gave."""
+    """Both doors say so, with the id that the client gave; over HTTP it comes back."""
 
     async def scene(door: Door) -> None:
         door.open = False
         assert (await door.call((REQUEST_ID_KEY, "mine"))).reason is Reason.NODE_DRAINING
-        assert await door.post(b'{"prompt": [1]}', b"x-request-id: yours") == b"HTTP/1.1 503 Service Unavailable\r\n"
+        head = await door.head(b'{"prompt": [1]}', b"x-request-id: yours")
+        assert head[0] == b"HTTP/1.1 503 Service Unavailable\r\n"
+        assert b"x-request-id: yours\r\n" in head
 
     with caplog.at_level(logging.INFO):
         play(scene)
@@ -130,18 +136,23 @@ def test_a_router_that_drains(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_client_that_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    """A bad id, a body that is no JSON, one that is too long, a field that cannot be read: the field, not the words."""
+    """A bad id, a body that is no JSON, one that is too long, a field that cannot be read: the field, not the words.
+    Over HTTP each is told the id that the log has."""
+    ids = ["none"]
 
     async def scene(door: Door) -> None:
         assert (await door.call((REQUEST_ID_KEY, "no id!"))).reason is Reason.BAD_REQUEST_ID
         for body in (b"secret", b'"' + b"secret" * BODY_BYTES_MAX + b'"', b'{"prompt": [1], "top_p": "secret"}'):
-            assert await door.post(body) == b"HTTP/1.1 400 Bad Request\r\n"
+            head = await door.head(body)
+            assert head[0] == b"HTTP/1.1 400 Bad Request\r\n"
+            ids.extend(line.decode().split()[1] for line in head if line.startswith(b"x-request-id: "))
 
     with caplog.at_level(logging.INFO):
         play(scene)
     fields = [REQUEST_ID_KEY, "none", "body", "top_p"]
     assert [(level, told["field"]) for level, told in refusals(caplog)] == [("INFO", field) for field in fields]
-    assert all(told["request"] == "none" for _, told in refusals(caplog))
+    assert [told["request"] for _, told in refusals(caplog)] == ids
+    assert len(set(ids)) == 4
     assert "secret" not in caplog.text
 
 

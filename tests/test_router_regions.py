@@ -16,7 +16,7 @@ from baton.tracing import Traceparent
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
 from router.job import Job
 from router.prefill_nodes import PrefillNodes
-from router.regions import Outgrown, RegionWatch, outgrown
+from router.regions import Outgrown, RegionWatch, outgrown, tokens_max
 from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
 from tests.router_records import MODEL
@@ -216,3 +216,36 @@ def test_the_log_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     told = [record.baton_fields for record in caplog.records]  # type: ignore[attr-defined]
     assert [fields["tokens_to_be_resumed_max"] for fields in told] == [64, 64, 80]
     assert {fields["tokens_max"] for fields in told} == {96}
+
+
+@pytest.mark.parametrize(
+    ("records", "found"),
+    [
+        ((), 100),
+        ((node(1, 7), node(2, 7, role=Role.DECODE)), 100),
+        ((node(1, 4), node(2, 7, role=Role.DECODE)), 64),
+        ((node(1, 7), node(2, 4, role=Role.DECODE), node(3, 5, role=Role.DECODE)), 80),
+        ((node(1, 3, role=Role.MIXED),), 48),
+        ((node(1, 3, role=Role.MIXED), node(2, 5)), 48),
+        ((node(1, 0), node(2, 5, role=Role.DECODE)), 80),
+        ((node(1, 2), replace(node(2, 1, role=Role.DECODE), model=replace(MODEL, fingerprint="other"))), 32),
+    ],
+)
+def test_how_long_a_request_may_be(records: tuple[NodeRecord, ...], found: int) -> None:
+    """By the largest region of each kind: both have to hold it. Nodes of another model do not count."""
+    assert tokens_max(records, MODEL) == found
+
+
+def test_the_log_is_told_of_regions_below_the_context(caplog: pytest.LogCaptureFixture) -> None:
+    """Each length once, however often nodes report; none where all of the context fits, or nobody is there."""
+    watch, decode = RegionWatch(), node(2, 7, role=Role.DECODE)
+    with caplog.at_level(logging.INFO):
+        watch.look(())
+        for blocks in (7, 5, 5, 7, 5, 4):
+            watch.look((node(1, blocks), decode))
+    told = [
+        record.baton_fields  # type: ignore[attr-defined]
+        for record in caplog.records
+        if record.getMessage().startswith("requests longer than the largest region are refused")
+    ]
+    assert [(fields["tokens_max"], fields["context"]) for fields in told] == [(80, 100), (80, 100), (64, 100)]
