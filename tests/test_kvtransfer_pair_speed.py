@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtransfer.layout import kv_layout
 from kvtransfer.pair_speed import RECENT_S, LandedBytes, Moved, PairSpeed
+from kvtransfer.plan import RecordPlan
+from kvtransfer.step_writes import StepWrites
+from kvtransfer.transports.posted_writes import WriteOutOfBounds
 
 START_S = 1000.0
 """Times below are sums of sixteenths of a second, which floats hold exactly."""
@@ -112,6 +119,41 @@ def test_another_path_is_measured_by_itself() -> None:
     speed.posted(9, START_S + 3)
     speed.completed(9, START_S + 4, copied=True)
     assert speed.in_all(START_S + 9) == speed.recent(START_S + 9) == Moved(nbytes=9, moving_s=1.5)
+
+
+def test_a_layer_counts_from_just_before_its_post_and_not_at_all_where_that_fails() -> None:
+    """The first layer is posted, the second one is refused by the link: the pair is told of both before, since they may
+    complete at once, and of the second that it was not posted."""
+    layout = kv_layout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32", dtype_bytes=4)
+    blocks_B = np.array([0, 1, 3], np.int64)
+    nbytes = len(blocks_B) * layout.record_bytes
+    story: list[tuple[str, int]] = []
+
+    def post(_grant: bytes, ops: Any) -> None:
+        refused = any(what == "posted" for what, _ in story)
+        story.append(("refused" if refused else "posted", ops.total_bytes))
+        if refused:
+            raise WriteOutOfBounds("write 0 of 3")
+
+    link = SimpleNamespace(
+        posting=lambda nbytes: story.append(("posting", nbytes)),
+        not_posted=lambda nbytes: story.append(("not posted", nbytes)),
+    )
+    step = StepWrites(
+        peer=cast(Any, SimpleNamespace(link=link, observer=None, layout=layout)),
+        handoff=cast(Any, SimpleNamespace(grant=b"", sample=None, steps=set())),
+        link=cast(Any, SimpleNamespace(post=post)),
+        src_blocks_B=blocks_B,
+        dst_blocks_B=blocks_B,
+        plan=RecordPlan(layout, blocks_B, blocks_B, src_num_blocks=4, dst_num_blocks=4),
+        layers=range(2),
+    )
+    step.layer_done(0)
+    with pytest.raises(WriteOutOfBounds):
+        step.layer_done(1)
+    assert story == [
+        ("posting", nbytes), ("posted", nbytes), ("posting", nbytes), ("refused", nbytes), ("not posted", nbytes),
+    ]  # fmt: skip
 
 
 @given(landings=st.lists(st.tuples(st.integers(0, 64), st.integers(0, 1 << 40)), max_size=40))
