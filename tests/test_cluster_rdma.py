@@ -93,9 +93,9 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
 
             state["lost"] = ""
             await until(cluster, "the device to be back", lambda: not ports.withdrawn)
-            await until(
-                cluster, "the writer to have it too", lambda: cluster.peers["prefill-0"]._rdma.device is not None
-            )
+            memory = cluster.peers["prefill-0"]._rdma
+            assert memory is not None
+            await until(cluster, "the writer to have it too", lambda: memory.device is not None)
             assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "tcp"
             assert await told() == away
             link = peer.link.now
