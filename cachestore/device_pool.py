@@ -59,6 +59,8 @@ class DevicePool:
     """The runner, where the region lies on its device."""
     staged: StagedRegion | None = None
     """The region on a device as tcp reaches it, where the node offers tcp."""
+    transports: tuple[TransportName, ...] = ()
+    """Those that the configuration names, whether they serve the region and work here or not."""
 
     @property
     def host_region(self) -> Region:
@@ -131,7 +133,7 @@ async def open_device_pool(
         pool = await _open_over(
             region, built, layout, config, name=name, progress=progress, spill=spill, decodes=decodes
         )
-        return replace(pool, staged=staged)
+        return replace(pool, staged=staged, transports=tuple(transports))
     except BaseException as error:
         let_go(error)
         if staged is not None:

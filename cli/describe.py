@@ -25,11 +25,11 @@ from cli.output import Output, output_option, print_json
 from cli.parameters import timeout_option
 from cli.table import format_table
 
-_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "EPOCH", "BYTES MOVED", "LINK FAILURES", "GIVEN UP",
-                       "CORRUPT")  # fmt: skip
+_PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "LINK", "EPOCH", "BYTES MOVED", "GB/S", "GB/S 10 S",
+                       "LINK FAILURES", "GIVEN UP", "CORRUPT", "INSTEAD OF")  # fmt: skip
 
 _WRITER_HEADER: Final = ("WRITER", "INCARNATION", "HOST", "TRANSPORT", "GRANTS", "GRANTED", "QUARANTINED",
-                         "SINCE", "ASKED BACK", "WHY")  # fmt: skip
+                         "SINCE", "ASKED BACK", "BYTES LANDED", "GB/S 10 S", "WHY")  # fmt: skip
 
 _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 
@@ -42,8 +42,10 @@ _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
     """Show everything that NODE says of itself: its life so far, what it holds, its links and counters.
 
-    Links show which transport is in use for each peer, and which better ones were given up. Of a node that others write
-    into, each writer with the blocks that it may still write to: granted, and quarantined since when and why.
+    Links show which transport is in use for each peer, whether it is open, how fast it moves bytes while it has any to
+    move (since it is used, and in the last 10 s), which better ones were given up, and which it is used instead of and
+    why. Of a node that others write into, each writer with the blocks that it may still write to: granted, and
+    quarantined since when and why; and the bytes that have landed, in all and a second.
 
     \b
     Example:
@@ -100,24 +102,33 @@ def _text(view: NodeView) -> str:
             for pin in status.prefixes.pins
         ], right={1, 2, 3})  # fmt: skip
     if status.pairs:
-        text += "\n\n" + format_table(_PAIR_HEADER, [
-            (
-                pair.peer,
-                f"{pair.peer_incarnation:016x}",
-                pair.transport or "none",
-                str(pair.epoch),
-                str(pair.bytes_moved),
-                str(pair.link_failures),
-                ", ".join(pair.transports_given_up) or "-",
-                str(pair.handoffs_corrupt or "-"),
-            )
-            for pair in status.pairs
-        ], right={3, 4, 5})  # fmt: skip
+        text += "\n\n" + format_table(_PAIR_HEADER, [_pair_row(pair) for pair in status.pairs], right={4, 5, 6, 7, 8})
     if status.writers:
         text += "\n\n" + format_table(
-            _WRITER_HEADER, [_writer_row(writer) for writer in status.writers], right={4, 5, 6, 7, 8}
+            _WRITER_HEADER, [_writer_row(writer) for writer in status.writers], right={4, 5, 6, 7, 8, 9, 10}
         )
     return text
+
+
+def _pair_row(pair: node_pb2.PairStatus) -> list[str]:
+    return [
+        pair.peer,
+        f"{pair.peer_incarnation:016x}",
+        pair.transport or "none",
+        "open" if pair.link_open else "closed",
+        str(pair.epoch),
+        str(pair.bytes_moved),
+        _speed(pair.moved),
+        _speed(pair.moved_recently),
+        str(pair.link_failures),
+        ", ".join(pair.transports_given_up) or "-",
+        str(pair.handoffs_corrupt or "-"),
+        "; ".join(f"{other.transport} ({other.why})" for other in pair.passed_over) or "-",
+    ]
+
+
+def _speed(moved: node_pb2.MovedBytes) -> str:
+    return figure_text(moved.bytes_per_s / 1e9) if moved.moving_us else "-"
 
 
 def _writer_row(writer: node_pb2.WriterStatus) -> list[str]:
@@ -131,6 +142,8 @@ def _writer_row(writer: node_pb2.WriterStatus) -> list[str]:
         str(writer.blocks_quarantined),
         _ago(writer.quarantined_ms),
         _ago(writer.taken_back_ms),
+        str(writer.bytes_landed),
+        figure_text(writer.landed_per_s / 1e9) if writer.landed_per_s else "-",
         writer.why or "-",
     ]
 

@@ -128,6 +128,18 @@ def _pair_data(pair: node_pb2.PairStatus) -> dict[str, Any]:
         "link_failures": pair.link_failures,
         "handoffs_corrupt": pair.handoffs_corrupt,
         "records_checksummed": pair.records_checksummed,
+        "link_open": pair.link_open,
+        "moved": _moved_data(pair.moved),
+        "moved_recently": _moved_data(pair.moved_recently),
+        "passed_over": [{"transport": other.transport, "why": other.why} for other in pair.passed_over],
+    }
+
+
+def _moved_data(moved: node_pb2.MovedBytes) -> dict[str, Any]:
+    return {
+        "bytes": moved.nbytes,
+        "moving_us": moved.moving_us,
+        "bytes_per_s": moved.bytes_per_s if moved.moving_us else None,
     }
 
 
@@ -143,4 +155,6 @@ def _writer_data(writer: node_pb2.WriterStatus) -> dict[str, Any]:
         "taken_back_ms": writer.taken_back_ms or None,
         "quarantined_ms": writer.quarantined_ms or None,
         "why": writer.why or None,
+        "bytes_landed": writer.bytes_landed,
+        "landed_per_s": writer.landed_per_s,
     }

@@ -88,6 +88,8 @@ def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
             taken_back_ms=_ms(holding.taken_back_s),
             quarantined_ms=_ms(holding.quarantined_s),
             why=holding.why,
+            bytes_landed=holding.bytes_landed,
+            landed_per_s=holding.landed_per_s,
         )
     for what, count in sorted(receiver.refused.items()):
         message.counters.add(name=f"refused: {what}", value=count)

@@ -16,7 +16,7 @@ from decode_node.node import DecodeNode
 from engine.wire import key_from_proto
 from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.compatibility import check_compatible
-from kvtransfer.negotiation import choose, host_identity
+from kvtransfer.negotiation import choose, host_difference, host_identity, host_parts, passed_over
 from kvtransfer.receiver import Receiver
 
 
@@ -38,13 +38,14 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         self._attendance = attendance
         self._own = own
         self._model = model
-        self._host = host_identity()
+        self._host, self._host_parts = host_identity(), host_parts()
 
     async def Connect(self, request: transfer_pb2.ConnectRequest, context: Any) -> transfer_pb2.ConnectReply:
         pair = self._pair(request.header)
         check_compatible(own=self._model, peer=model_from_proto(request.model), peer_name=request.writer_name)
         own = self._receiver.ports.transports
-        transport = choose(request.transports, own, same_host=request.host == self._host)
+        same_host = request.host == self._host
+        transport = choose(request.transports, own, same_host=same_host)
         if transport is None:
             raise BatonError(
                 Reason.INCOMPATIBLE_NODE,
@@ -62,6 +63,16 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             secret=endpoint.secret,
             epoch=endpoint.epoch,
             num_blocks=self._node.ledger.num_blocks,
+            passed_over=[
+                common_pb2.PassedOver(transport=other.transport, why=other.why)
+                for other in passed_over(
+                    transport,
+                    request.transports,
+                    own,
+                    withdrawn=self._receiver.ports.withdrawn,
+                    apart="" if same_host else host_difference(request.host_parts, self._host_parts),
+                )
+            ],
         )
 
     async def Attend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -14,6 +14,15 @@ from baton.errors import InvalidField
 from kvtransfer.transport import RegionKind, TransportName
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
+
+ANOTHER_MACHINE: Final = "another machine"
+OTHER_MEMORY: Final = "one region is in host memory, the other on a device"
+NOT_THERE: Final = "not offered there"
+NOT_HERE: Final = "not offered here"
+LOST_THERE: Final = "its device there is lost"
+"""Why a pair does not use a transport. See `passed_over`."""
+
+_HOST_PARTS: Final = ("machine", "user", "network namespace", "PID namespace")
 
 DATA_GOES_ELSEWHERE = frozenset({TransportName.RDMA, TransportName.UCX})
 """Their links are made over a TCP connection, which says nothing of the devices' way to each other. rdma proves that
@@ -73,9 +82,31 @@ def check_some_work(working: Sequence[TransportName]) -> None:
 def host_identity(proc: Path = Path("/proc")) -> str:
     """The same for two processes that can share memory: one boot of one machine, one user, and the namespaces that the
     shm transport meets in (network, for its sockets) and watches its writers in (process ids)."""
+    return _hash("|".join(_host(proc)))
+
+
+def host_parts(proc: Path = Path("/proc")) -> list[str]:
+    """What `host_identity` is made of, each by itself, in the order of `_HOST_PARTS`."""
+    return [_hash(part) for part in _host(proc)]
+
+
+def _host(proc: Path) -> list[str]:
     parts = [(proc / "sys/kernel/random/boot_id").read_text().strip(), str(os.geteuid())]
-    parts += [os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid")]
-    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+    return parts + [os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid")]
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def host_difference(one: Sequence[str], other: Sequence[str]) -> str:
+    """What keeps two processes with these `host_parts` from sharing memory; "": nothing does."""
+    if len(one) != len(_HOST_PARTS) or len(other) != len(_HOST_PARTS):
+        return "another machine, user or namespace"
+    differ = [name for name, a, b in zip(_HOST_PARTS, one, other, strict=True) if a != b]
+    if _HOST_PARTS[0] in differ:
+        return ANOTHER_MACHINE
+    return f"another {' and '.join(differ)}" if differ else ""
 
 
 def choose(offered: Iterable[str], own: Sequence[TransportName], *, same_host: bool) -> TransportName | None:
@@ -85,6 +116,59 @@ def choose(offered: Iterable[str], own: Sequence[TransportName], *, same_host: b
             if transport.value == name and (same_host or transport not in SAME_HOST_ONLY):
                 return transport
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """A better transport that a pair does not use, and why, as its writer sees it ("here")."""
+
+    transport: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.transport} ({self.why})"
+
+    @property
+    def expected(self) -> bool:
+        """Nothing that anybody could mend: the log tells of it without a warning."""
+        return self.why in (ANOTHER_MACHINE, OTHER_MEMORY)
+
+
+def passed_over(
+    chosen: TransportName,
+    offered: Sequence[str],
+    own: Sequence[TransportName],
+    *,
+    withdrawn: Sequence[TransportName] = (),
+    apart: str = "",
+) -> tuple[PassedOver, ...]:
+    """Why a pair uses none that is better than `chosen`: told of each that one of the two offers.
+
+    `offered` and `own` as for `choose`; `withdrawn`: what the receiver would offer with its device at work; `apart`:
+    the `host_difference` of the two. What the writer ranks below `chosen` is not better.
+    """
+    there = {transport.value for transport in own}
+    lost = {transport.value for transport in withdrawn}
+    found = []
+    for name in offered[: list(offered).index(chosen.value)]:
+        why = _why_not(name, on_this_side=offered, on_the_other=there, apart=apart) or NOT_THERE
+        found.append(PassedOver(transport=name, why=LOST_THERE if name in lost else why))
+    order = [transport.value for transport in TransportName]
+    for name in order[: order.index(chosen.value)]:
+        if name in there | lost and name not in offered:
+            why = _why_not(name, on_this_side=there, on_the_other=offered, apart=apart)
+            found.append(PassedOver(transport=name, why=why or NOT_HERE))
+    return tuple(found)
+
+
+def _why_not(name: str, *, on_this_side: Collection[str], on_the_other: Collection[str], apart: str) -> str:
+    """What is between the two, whether the other side offers it or not; "": nothing is."""
+    same_host = {transport.value for transport in SAME_HOST_ONLY}
+    if name not in same_host:
+        return ""
+    if apart:
+        return apart
+    return OTHER_MEMORY if any(other in on_the_other and other not in on_this_side for other in same_host) else ""
 
 
 class Offers:

@@ -305,6 +305,7 @@ class Receiver:
                 self._carry_out(self.grants.forget_pair(pair))
                 self._drop_channel(self._writers.pop(pair))
                 del self._places[pair]
+                self.holdings.forget(pair)
                 self.ports.forget(pair)
 
     # Carrying out.

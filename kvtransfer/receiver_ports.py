@@ -51,6 +51,11 @@ class ReceiverPorts:
         """Those that work at the moment."""
         return tuple(name for name in self._ports if name not in self._withdrawn)
 
+    @property
+    def withdrawn(self) -> tuple[TransportName, ...]:
+        """Those that do not work at the moment, and will again when their device is back."""
+        return tuple(name for name in self._ports if name in self._withdrawn)
+
     def describe(self) -> dict[TransportName, dict[str, object]]:
         """Counters and gauges of each port."""
         return {name: port.describe() for name, port in self._ports.items()}

@@ -76,15 +76,19 @@ class StepWrites:
 
     def _post(self, layer: int) -> None:
         ops = self.plan.of_layer(layer)
-        self.link.post(self.handoff.grant, ops)
+        nbytes = len(self.src_blocks_B) * self.peer.layout.record_bytes
+        self.peer.link.posting(nbytes)
+        try:
+            self.link.post(self.handoff.grant, ops)
+        except BaseException:
+            self.peer.link.not_posted(nbytes)
+            raise
         self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
         if self.handoff.sample is not None:
             self.handoff.sample.take(layer, self.dst_blocks_B, ops)
         observer = self.peer.observer
         if observer is not None:
-            writes = len(self.src_blocks_B)
-            nbytes = writes * self.peer.layout.record_bytes
-            observer.layer_posted(self.handoff.key, layer, writes=writes, nbytes=nbytes)
+            observer.layer_posted(self.handoff.key, layer, writes=len(self.src_blocks_B), nbytes=nbytes)
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from

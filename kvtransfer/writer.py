@@ -236,7 +236,7 @@ class WriterPeer:
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         handoff = self._handoffs.of_grant(grant)
-        self.link.completed(copied=copied)
+        self.link.completed(bytes_written, copied=copied)
         if copied:
             self.bytes_moved += bytes_written
         else:

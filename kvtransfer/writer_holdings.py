@@ -13,6 +13,7 @@ from typing import Final
 from baton.ids import GrantId, Pair
 from baton.log import get_log
 from kvtransfer.grant_book import GrantBook
+from kvtransfer.pair_speed import LandedBytes
 from kvtransfer.receiver_messages import (
     CommitAsked,
     GrantTimerFired,
@@ -71,6 +72,10 @@ class WriterHolding:
     """How long its quarantine has lasted; None: there is none."""
     why: str
     """That the oldest of these is being taken back."""
+    bytes_landed: int
+    """Of handoffs whose seals have come, since the writer was first met."""
+    landed_per_s: float
+    """The same for each of the last seconds (`pair_speed.RECENT_S`), pauses included."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,16 +109,23 @@ class WriterHoldings:
         self._now_s = now_s
         self._taken_back: dict[GrantId, _TakenBack] = {}
         self._quarantines: dict[Pair, _Quarantine] = {}
+        self._landed: dict[Pair, LandedBytes] = {}
 
     def follow(self, event: ReceiverEvent, instructions: Sequence[ReceiverInstruction]) -> None:
         """A revocation timer starts when a grant begins to be taken back, and again with each round; all timers of a
-        grant stop when its writer's right is over."""
+        grant stop when its writer's right is over. What a seal vouches for has landed."""
         for instruction in instructions:
             if isinstance(instruction, StartGrantTimer):
                 if instruction.kind is TimerKind.REVOKE:
                     self._going_back(instruction.grant, event)
             elif isinstance(instruction, StopGrantTimers) and instruction.grant in self._taken_back:
                 self._back(self._taken_back.pop(instruction.grant), event)
+        if isinstance(event, SealLanded) and event.pair in self._places:
+            self._landed.setdefault(event.pair, LandedBytes()).add(event.bytes_written, self._now_s())
+
+    def forget(self, pair: Pair) -> None:
+        """The writer is not known any more."""
+        self._landed.pop(pair, None)
 
     def of_writers(self) -> list[WriterHolding]:
         """Every writer that is known, those that hold nothing included."""
@@ -130,6 +142,7 @@ class WriterHoldings:
         for pair, place in self._places.items():
             taken_back, quarantine = oldest.get(pair), self._quarantines.get(pair)
             granted, quarantined = blocks.get(pair, (0, 0))
+            landed = self._landed.get(pair) or LandedBytes()
             found.append(
                 WriterHolding(
                     pair=pair,
@@ -140,6 +153,8 @@ class WriterHoldings:
                     taken_back_s=None if taken_back is None else now_s - taken_back.since_s,
                     quarantined_s=None if quarantine is None else now_s - quarantine.since_s,
                     why="" if taken_back is None else taken_back.why,
+                    bytes_landed=landed.nbytes,
+                    landed_per_s=landed.per_s(now_s),
                 )
             )
         return found

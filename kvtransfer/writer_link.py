@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -11,7 +12,8 @@ from batonpb import transfer_pb2
 from baton.errors import BatonError, Reason
 from baton.ids import Epoch, Pair
 from baton.log import get_log
-from kvtransfer.negotiation import Offers
+from kvtransfer.negotiation import Offers, PassedOver
+from kvtransfer.pair_speed import Moved, PairSpeed
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
 
@@ -32,7 +34,8 @@ class LinkMaker(Protocol):
 
 
 class PairLink:
-    """At most one connection at a time, tried by one task however many wait for it. Control thread only."""
+    """At most one connection at a time, tried by one task however many wait for it. Control thread only, but `posting`
+    and `not_posted`."""
 
     def __init__(
         self,
@@ -56,6 +59,8 @@ class PairLink:
         """Of the receiver's region."""
         self.failures = 0
         """Connections that broke or could not be made."""
+        self.passed_over: tuple[PassedOver, ...] = ()
+        """Better transports than the connection's, when it was made; not those that this side has given up."""
         self._address = address
         self._calls = calls
         self._request = request
@@ -65,6 +70,8 @@ class PairLink:
         self._loop = loop
         self._connecting: asyncio.Task[None] | None = None
         self._landed = self._lost_writes = False
+        self._speed = PairSpeed()
+        self._speed_lock = threading.Lock()
 
     async def ensure(self) -> None:
         """Connect if there is no connection. All who wait share one try. Raises BatonError."""
@@ -78,12 +85,30 @@ class PairLink:
         if not connecting.cancelled():
             connecting.result()
 
-    def completed(self, *, copied: bool) -> None:
-        """A batch that was posted on the connection has completed."""
+    def posting(self, nbytes: int) -> None:
+        """A batch is about to be posted on the connection. On the engine thread."""
+        with self._speed_lock:
+            self._speed.posted(nbytes, self._loop.time())
+
+    def not_posted(self, nbytes: int) -> None:
+        """It could not be. On the engine thread."""
+        with self._speed_lock:
+            self._speed.completed(nbytes, self._loop.time(), copied=False)
+
+    def completed(self, nbytes: int, *, copied: bool) -> None:
+        """A batch that was posted on the connection, or on one before it, has completed."""
+        with self._speed_lock:
+            self._speed.completed(nbytes, self._loop.time(), copied=copied)
         if copied:
             self._landed = True
         else:
             self._lost_writes = True
+
+    def moved(self) -> tuple[Moved, Moved]:
+        """What `transport` has moved, in all and recently."""
+        with self._speed_lock:
+            now_s = self._loop.time()
+            return self._speed.in_all(now_s), self._speed.recent(now_s)
 
     def lost(self, reason: str) -> Epoch | None:
         """The connection has ended by itself: its epoch. None: it was not in use any more."""
@@ -145,9 +170,30 @@ class PairLink:
         except BatonError as error:
             self._count_failure(endpoint.transport, error.message, worked=not isinstance(error, DataDoesNotPass))
             raise
+        if endpoint.transport is not self.transport:
+            with self._speed_lock:
+                self._speed.restart(self._loop.time())
         self.transport, self.epoch = endpoint.transport, endpoint.epoch
         self._landed = self._lost_writes = False
+        self._note_passed_over(reply)
         log.info("data link", peer=self._address.name, transport=reply.transport, epoch=reply.epoch)
+
+    def _note_passed_over(self, reply: transfer_pb2.ConnectReply) -> None:
+        """A fall back is told once, and again when it, or its reason, is another one."""
+        before, given_up = self.passed_over, {transport.value for transport in self.offers.dropped}
+        self.passed_over = tuple(
+            PassedOver(transport=better.transport, why=better.why)
+            for better in reply.passed_over
+            if better.transport not in given_up
+        )
+        if self.passed_over and self.passed_over != before:
+            tell = log.info if all(better.expected for better in self.passed_over) else log.warning
+            tell(
+                "a better transport is not used",
+                peer=self._address.name,
+                transport=reply.transport,
+                instead_of="; ".join(map(str, self.passed_over)),
+            )
 
     def _count_failure(self, transport: TransportName, reason: str, *, worked: bool = True) -> None:
         """At some point the next best transport is used instead."""

@@ -20,8 +20,9 @@ from cachestore.regions import checksum_thread, offered, rdma_region
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.negotiation import Offers, check_some_work, host_identity
+from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
 from kvtransfer.observer import HandoffObserver
+from kvtransfer.pair_report import pair_status
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
@@ -60,7 +61,7 @@ class Peers:
         self._config = config
         self._copy_turns = config.shm.turns()
         self._pool = pool
-        self._host = host_identity()
+        self._host, self._host_parts = host_identity(), host_parts()
         self._loop = asyncio.get_running_loop()
         self._closes_rdma = lent is None
         serving = offered(config.transports, pool.region)
@@ -107,6 +108,7 @@ class Peers:
                     model=model_to_proto(self._pool.model),
                     host=self._host,
                     host_name=socket.gethostname(),
+                    host_parts=self._host_parts,
                 ),
                 layout=self._pool.layout,
                 src_num_blocks=self._pool.ledger.num_blocks,
@@ -161,20 +163,11 @@ class Peers:
         )
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
-        """Tell of each pair and of the transports given up."""
-        for peer in self._peers.values():
-            message.pairs.add(
-                peer=peer.address.name,
-                peer_incarnation=peer.address.pair.receiver,
-                epoch=peer.link.epoch,
-                transport=peer.link.transport.value if peer.link.transport is not None else "",
-                bytes_moved=peer.bytes_moved,
-                transports_given_up=[t.value for t in peer.link.offers.dropped],
-                link_failures=peer.link.failures,
-                handoffs_corrupt=peer.handoffs_corrupt,
-                records_checksummed=peer.records_checksummed,
-            )
+        """Tell of each pair, and of the transports given up and passed over."""
+        message.pairs.extend(pair_status(peer) for peer in self._peers.values())
         message.counters.add(name="transports given up", value=self.transports_given_up)
+        passed_over = sum(bool(peer.link.passed_over) for peer in self._peers.values())
+        message.counters.add(name="pairs that do not use a better transport", value=passed_over)
         if self._rdma is not None:
             add_fact(message, TransportName.RDMA.value, self._rdma.describe())
         adrift = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())

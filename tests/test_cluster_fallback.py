@@ -33,6 +33,7 @@ from tests.cluster_harness import (
 
 PROMPT_TOKENS = 1500
 AT_ONCE = 4
+RATE = r"[0-9.e-]+"
 SLOW_PREFILL = {"engine.mock_layer_delay_ms": 40}
 """Three chunks of four layers: half a second in the middle of a handoff."""
 
@@ -112,10 +113,15 @@ def test_a_pair_whose_shared_memory_breaks_twice_goes_on_over_tcp() -> None:
         assert len(re.findall(r"transport given up .*transport=shm.*left=tcp", log)) == 1, log
         assert log.count("transport given up") == 1
         told = describe(cluster)
-        assert re.search(r"^decode-0 +[0-9a-f]{16} +tcp +[1-9]\d* +[1-9]\d* +3 +shm +-$", told, re.MULTILINE), told
+        assert re.search(
+            rf"^decode-0 +[0-9a-f]{{16}} +tcp +open +[1-9]\d* +[1-9]\d* +{RATE} +{RATE} +3 +shm +- +-$",
+            told,
+            re.MULTILINE,
+        )
         assert re.search(r"^transports given up +1$", told, re.MULTILINE), told
         (data,) = json.loads(describe(cluster, "-o", "json"))["status"]["pairs"]
         assert (data["transport"], data["transports_given_up"], data["link_failures"]) == ("tcp", ["shm"], 3)
+        assert data["passed_over"] == []
 
 
 def describe(cluster: RunningCluster, *flags: str) -> str:
@@ -130,7 +136,8 @@ def in_pid_namespace(command: list[str]) -> list[str]:
 
 def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
     """The prefill node lives in a PID namespace of its own, as in a container: the decode node could not watch it
-    through a pidfd, so shm is never tried. The first request goes over tcp, nothing has failed, and all say so."""
+    through a pidfd, so shm is never tried. The first request goes over tcp, nothing has failed, and all say so, and
+    why: the node's log once, however many links there are, its counter, the pair's status and `baton describe`."""
     if subprocess.run(in_pid_namespace(["/bin/true"]), capture_output=True, check=False).returncode != 0:
         pytest.skip("a PID namespace cannot be made here (CAP_SYS_ADMIN)")
     real = Cluster._command
@@ -139,7 +146,8 @@ def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
         plain = real(self, name, service, directory)
         return in_pid_namespace(plain) if service is Service.PREFILL else plain
 
-    with patch.object(Cluster, "_command", command), running(mock_spec()) as cluster:
+    spec = mock_spec(prefill_flags=SLOW_PREFILL, router_flags={"placement_wait_ms_max": 30_000})
+    with patch.object(Cluster, "_command", command), running(spec) as cluster:
 
         async def scenario() -> None:
             rng = random.Random(72)
@@ -148,8 +156,19 @@ def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
             assert (pair.transport, list(pair.transports_given_up), pair.link_failures) == ("tcp", [], 0)
             assert list((await cluster.status("prefill-0")).record.transports) == ["shm", "tcp"]
             assert (await counters(cluster, "decode-0"))["shm: connections_made"] == 0
+            assert [(other.transport, other.why) for other in pair.passed_over] == [("shm", "another PID namespace")]
+            assert (await counters(cluster, "prefill-0"))["pairs that do not use a better transport"] == 1
+            await break_in_mid_handoff(cluster, rng, TransportName.TCP)
+            assert (await ask(cluster, rng)).stats.transport == "tcp"
             await assert_conserved(cluster)
 
         cluster.run(scenario())
-        assert "data link peer=decode-0 transport=tcp" in cluster.cluster.log_text("prefill-0")
-        assert re.search(r"^decode-0 +[0-9a-f]{16} +tcp +0 +[1-9]\d* +0 +- +-$", describe(cluster), re.MULTILINE)
+        log, told = cluster.cluster.log_text("prefill-0"), describe(cluster)
+        assert log.count("data link peer=decode-0 transport=tcp") == 2
+        assert log.count("a better transport is not used") == 1
+        warning = r'^\S+ WARNING .*used peer=decode-0 transport=tcp instead_of="shm \(another PID namespace\)"$'
+        assert re.search(warning, log, re.MULTILINE), log
+        row = rf"^decode-0 .* tcp +open .* {RATE} +1 +- +- +shm \(another PID namespace\)$"
+        assert re.search(row, told, re.MULTILINE), told
+        (data,) = json.loads(describe(cluster, "-o", "json"))["status"]["pairs"]
+        assert data["passed_over"] == [{"transport": "shm", "why": "another PID namespace"}]

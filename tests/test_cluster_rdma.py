@@ -9,9 +9,11 @@ import pytest
 
 from baton.ids import GrantId
 from kvtransfer.ledger import Ledger
+from kvtransfer.negotiation import LOST_THERE
 from kvtransfer.receiver_states import OPEN, GrantState
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma import RdmaReceiverPort, RdmaWriterLink
+from kvtransfer.transports.rdma_poster import posts_by
 from tests.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.inprocess_cluster import inprocess
 from tests.inprocess_scenes import ask_exactly, peer_of, until
@@ -54,6 +56,56 @@ def test_nothing_lands_late_and_nothing_waits_for_a_lease_when_the_link_is_cut(m
             await call
             assert not any(deliver() for deliver in held)
             assert receiver.grants.states()[GrantState.QUARANTINED] == 0
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+    assert not DoubleQueuePairs.alive
+
+
+def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device goes away between two requests: the second one goes over tcp, and the pair says that it does so for
+    want of the receiver's device. It says so too when the device is back, since its link stays as it is; the next link
+    is over rdma again, and nothing is left to say."""
+    state = install(monkeypatch)
+    rng = random.Random(3)
+
+    async def scenario() -> None:
+        spec = mock_spec(
+            both={"transports": "rdma,tcp", "rdma.rdma.device_check_ms": 5},
+            router_flags={"placement_wait_ms_max": 30_000},
+        )
+        async with inprocess(spec) as cluster:
+
+            async def told() -> tuple[str, bool, list[tuple[str, str]]]:
+                (pair,) = (await cluster.statuses())["prefill-0"].pairs
+                return pair.transport, pair.link_open, [(other.transport, other.why) for other in pair.passed_over]
+
+            assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "rdma"
+            assert await told() == ("rdma", True, [])
+            peer, ports = peer_of(cluster, "decode-0"), cluster.decode["decode-0"].receiver.ports
+
+            state["lost"] = "pulled out"
+            await until(cluster, "both sides to miss the device", lambda: bool(ports.withdrawn) and not peer.link.now)
+            assert await told() == ("rdma", False, [])
+            assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "tcp"
+            away = ("tcp", True, [("rdma", LOST_THERE)])
+            assert await told() == away
+
+            state["lost"] = ""
+            await until(cluster, "the device to be back", lambda: not ports.withdrawn)
+            memory = cluster.peers["prefill-0"]._rdma
+            assert memory is not None
+            await until(cluster, "the writer to have it too", lambda: memory.device is not None)
+            assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "tcp"
+            assert await told() == away
+            link = peer.link.now
+            assert link is not None
+            await link.close()
+            peer.link_lost(peer.address.pair, "closed by the test")
+            assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "rdma"
+            assert await told() == ("rdma", True, [])
+            facts = {fact.name: fact.text for fact in (await cluster.statuses())["prefill-0"].engine.facts}
+            assert facts["rdma posted by"] == posts_by()
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

@@ -385,8 +385,9 @@ def test_a_post_whose_sample_fails_is_still_posted() -> None:
         def take(self, *_: object) -> None:
             raise RuntimeError("can't start new thread")
 
+    link = SimpleNamespace(posting=lambda _nbytes: None)
     peer = SimpleNamespace(
-        observer=None, layout=LAYOUT, completed=lambda _handoff, writes, _nbytes: dropped.append(writes)
+        link=link, observer=None, layout=LAYOUT, completed=lambda _handoff, writes, _nbytes: dropped.append(writes)
     )
     handoff = SimpleNamespace(grant=GRANT, sample=Broken(), steps=set())
     step = StepWrites(

@@ -183,3 +183,21 @@ def test_a_grant_that_comes_back_in_time_is_no_quarantine(caplog: pytest.LogCapt
         scene.handle(RequestCancelled(key=key_of()), timer(0), PairFenced(pair=PAIR, epoch=EPOCH_0))
     assert lines(caplog) == []
     assert scene.of(PAIR).taken_back_s is None
+
+
+def test_what_has_landed_is_told_of_each_writer() -> None:
+    """One writer seals two handoffs, the second twenty seconds later; another writer seals none. Once the first writer
+    is forgotten nothing of it is left."""
+    scene = Scene()
+    for number, nbytes in enumerate((300, 80)):
+        scene.script.reserve(number, key=key_of(f"r{number}"))
+        scene.handle(SealLanded(pair=PAIR, grant=grant_of(number), epoch=EPOCH_0, writes=2, bytes_written=nbytes))
+        if number == 0:
+            assert scene.of(PAIR).landed_per_s == pytest.approx(300 / 9)
+            scene.now_s += 20
+    scene.script.reserve(2, key=key_of("other"), pair=OTHER_PAIR)
+    assert scene.of(PAIR).bytes_landed == 380
+    assert scene.of(PAIR).landed_per_s == pytest.approx(80 / 9)
+    assert (scene.of(OTHER_PAIR).bytes_landed, scene.of(OTHER_PAIR).landed_per_s) == (0, 0.0)
+    scene.holdings.forget(PAIR)
+    assert scene.of(PAIR).bytes_landed == 0

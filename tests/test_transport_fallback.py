@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from batonpb import transfer_pb2
+from batonpb import common_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
 from kvtransfer.layout import kv_layout
-from kvtransfer.negotiation import FallbackConfig, Offers
+from kvtransfer.negotiation import ANOTHER_MACHINE, FallbackConfig, Offers, PassedOver
+from kvtransfer.pair_report import pair_status
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
 from kvtransfer.writer import PeerAddress, WriterConfig, WriterPeer
 from kvtransfer.writer_calls import ReceiverCalls
@@ -30,6 +32,8 @@ class FakeChannel:
 
     def __init__(self) -> None:
         self.offered: list[list[str]] = []
+        self.better: dict[str, str] = {}
+        """Told with each answer, with why it is not used."""
 
     def unary_stream(self, path: str, **_: Any) -> None:
         """Attend is not made by a `WriterPeer` itself."""
@@ -37,7 +41,8 @@ class FakeChannel:
     def unary_unary(self, path: str, **_: Any) -> Callable[..., Awaitable[Any]]:
         async def connect(request: transfer_pb2.ConnectRequest, **_: Any) -> transfer_pb2.ConnectReply:
             self.offered.append(list(request.transports))
-            return transfer_pb2.ConnectReply(transport=request.transports[0], epoch=0, num_blocks=4)
+            better = [common_pb2.PassedOver(transport=name, why=why) for name, why in self.better.items()]
+            return transfer_pb2.ConnectReply(transport=request.transports[0], epoch=0, num_blocks=4, passed_over=better)
 
         async def reserve(request: transfer_pb2.ReserveRequest, **_: Any) -> transfer_pb2.ReserveReply:
             return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(retry_after_ms=1, reason="full"))
@@ -118,6 +123,83 @@ def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
         assert made == [SHM, SHM, TCP]
         assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"]]
         assert (peer.link.transport, peer.link.offers.dropped, peer.link.failures) == (TCP, [SHM], 2)
+        await peer.close()
+
+    asyncio.run(test())
+
+
+def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A pair connects again and again: that it uses nothing better is told when it is news, with the reason, and as a
+    warning where somebody could mend it. What the writer gave up itself is told as that."""
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        return FakeLink(fenced=True)
+
+    async def test() -> None:
+        peer, channel = make_peer(make_link, (TCP,))
+        told: list[tuple[str, str]] = []
+        seen: list[tuple[PassedOver, ...]] = []
+        for better in (
+            {"shm": ANOTHER_MACHINE},
+            {"shm": ANOTHER_MACHINE, "rdma": "its device there is lost"},
+            {"shm": ANOTHER_MACHINE, "rdma": "its device there is lost"},
+            {},
+            {"shm": ANOTHER_MACHINE},
+        ):
+            channel.better = better
+            caplog.clear()
+            assert await ask(peer) is Reason.DECODE_FULL
+            told += [
+                (record.levelname, record.baton_fields["instead_of"])  # type: ignore[attr-defined]
+                for record in caplog.records
+                if record.getMessage() == "a better transport is not used"
+            ]
+            seen.append(peer.link.passed_over)
+            peer.link_lost(PAIR, "broken")
+        machine = "shm (another machine)"
+        assert told == [
+            ("INFO", machine),
+            ("WARNING", f"{machine}; rdma (its device there is lost)"),
+            ("INFO", machine),
+        ]
+        assert [len(passed_over) for passed_over in seen] == [1, 2, 2, 0, 1]
+        status = pair_status(peer)
+        assert (status.transport, status.link_open) == ("tcp", False)
+        assert [(other.transport, other.why) for other in status.passed_over] == [("shm", ANOTHER_MACHINE)]
+
+        peer.link.offers.dropped.append(SHM)
+        channel.better = {"shm": "not offered here"}
+        assert await ask(peer) is Reason.DECODE_FULL
+        status = pair_status(peer)
+        assert (status.link_open, list(status.passed_over), list(status.transports_given_up)) == (True, [], ["shm"])
+        await peer.close()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(test())
+
+
+def test_a_pair_on_another_path_is_measured_anew() -> None:
+    """Two links over shared memory make one measure, with what lies between them; tcp, when that is given up, begins
+    another one. A batch that could not be posted leaves nothing behind."""
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        return FakeLink(fenced=False)
+
+    async def test() -> None:
+        peer, _ = make_peer(make_link)
+        sizes = []
+        for _ in range(3):
+            assert await ask(peer) is Reason.DECODE_FULL
+            for nbytes in (100, 1):
+                peer.link.posting(nbytes)
+            peer.link.not_posted(1)
+            peer.link.completed(100, copied=True)
+            moved, recent = peer.link.moved()
+            assert moved == recent
+            assert peer.link.moved()[0] == moved, "nothing is outstanding, so that no time goes by"
+            sizes.append((peer.link.transport, moved.nbytes))
+            peer.link_lost(PAIR, "broken")
+        assert sizes == [(SHM, 100), (SHM, 200), (TCP, 100)]
         await peer.close()
 
     asyncio.run(test())
@@ -222,7 +304,7 @@ def test_a_link_on_which_nothing_arrived_is_the_last_of_a_transport_with_a_way_o
         )
         await link.ensure()
         for copied in completions:
-            link.completed(copied=copied)
+            link.completed(1, copied=copied)
         assert link.lost("retries exceeded") == 0
         assert link.offers.names == left
 

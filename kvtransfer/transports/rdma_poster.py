@@ -94,6 +94,11 @@ def rdma_library() -> RdmaLibrary | None:
     return RdmaLibrary(library.handle)
 
 
+def posts_by() -> str:
+    """How work requests are posted in this process, for people."""
+    return "pyverbs, one by one: no native library" if rdma_library() is None else NativePoster.name
+
+
 class NativePoster:
     """By C: a chain is one call, without the interpreter's lock."""
 

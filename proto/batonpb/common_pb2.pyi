@@ -62,6 +62,14 @@ class RequestKey(_message.Message):
     attempt: int
     def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class PassedOver(_message.Message):
+    __slots__ = ("transport", "why")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    why: str
+    def __init__(self, transport: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
 class BlockCounts(_message.Message):
     __slots__ = ("quarantined", "writer_owned", "held", "cached", "free", "promised", "pinned")
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]

@@ -22,36 +22,39 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from batonpb import common_pb2 as batonpb_dot_common__pb2
 from batonpb import directory_pb2 as batonpb_dot_directory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12\x62\x61tonpb/node.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61tonpb/directory.proto\"2\n\x0eLifecycleOrder\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x12\n\x10GetStatusRequest\"\xfe\x03\n\nNodeStatus\x12$\n\x06record\x18\x01 \x01(\x0b\x32\x14.baton.v1.NodeRecord\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x17\n\x0fgrants_received\x18\x03 \x01(\r\x12\x16\n\x0egrants_written\x18\x04 \x01(\r\x12\x1d\n\x15unacknowledged_writes\x18\x05 \x01(\r\x12\x1b\n\x13\x63onservation_errors\x18\x06 \x01(\x04\x12#\n\x05pairs\x18\x07 \x03(\x0b\x32\x14.baton.v1.PairStatus\x12#\n\x08\x63ounters\x18\x08 \x03(\x0b\x32\x11.baton.v1.Counter\x12\x1e\n\x16\x61nswers_unacknowledged\x18\t \x01(\r\x12\x1a\n\x12grants_quarantined\x18\n \x01(\r\x12\x16\n\x0esafe_to_delete\x18\x0b \x01(\x08\x12\r\n\x05story\x18\x0c \x01(\t\x12(\n\x08prefixes\x18\r \x01(\x0b\x32\x16.baton.v1.PrefixStatus\x12&\n\x06\x65ngine\x18\x0e \x01(\x0b\x32\x16.baton.v1.EngineStatus\x12\x13\n\x0b\x65nded_empty\x18\x0f \x01(\x08\x12\x0e\n\x06\x65nding\x18\x10 \x01(\x08\x12\'\n\x07writers\x18\x11 \x03(\x0b\x32\x16.baton.v1.WriterStatus\"E\n\x0c\x45ngineStatus\x12\x1d\n\x05\x66\x61\x63ts\x18\x01 \x03(\x0b\x32\x0e.baton.v1.Fact\x12\x16\n\x0epadding_blocks\x18\x02 \x01(\r\"\"\n\x04\x46\x61\x63t\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xdb\x01\n\x0cWriterStatus\x12\x0e\n\x06writer\x18\x01 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x02 \x01(\x06\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0e\n\x06grants\x18\x05 \x01(\r\x12\x16\n\x0e\x62locks_granted\x18\x06 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x07 \x01(\r\x12\x15\n\rtaken_back_ms\x18\x08 \x01(\x04\x12\x0b\n\x03why\x18\t \x01(\t\x12\x16\n\x0equarantined_ms\x18\n \x01(\x04\"\x8e\x01\n\x0cPrefixStatus\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x12\n\nhit_tokens\x18\x02 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x03 \x01(\r\x12\x19\n\x11pinned_blocks_max\x18\x04 \x01(\r\x12!\n\x04pins\x18\x05 \x03(\x0b\x32\x13.baton.v1.PinStatus\"W\n\tPinStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x15\n\rblocks_pinned\x18\x03 \x01(\r\x12\x15\n\rlease_left_ms\x18\x04 \x01(\x04\"\xd6\x01\n\nPairStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x02 \x01(\x06\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12\x1b\n\x13transports_given_up\x18\x06 \x03(\t\x12\x15\n\rlink_failures\x18\x07 \x01(\r\x12\x18\n\x10handoffs_corrupt\x18\x08 \x01(\r\x12\x1b\n\x13records_checksummed\x18\t \x01(\x04\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x32\xf2\x02\n\x04Node\x12=\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x14.baton.v1.NodeStatus\x12\x41\n\x0bWatchStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x14.baton.v1.NodeStatus0\x01\x12\x38\n\x06\x43ordon\x12\x18.baton.v1.LifecycleOrder\x1a\x14.baton.v1.NodeStatus\x12:\n\x08Uncordon\x12\x18.baton.v1.LifecycleOrder\x1a\x14.baton.v1.NodeStatus\x12\x37\n\x05\x44rain\x12\x18.baton.v1.LifecycleOrder\x1a\x14.baton.v1.NodeStatus\x12\x39\n\x07Undrain\x12\x18.baton.v1.LifecycleOrder\x1a\x14.baton.v1.NodeStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12\x62\x61tonpb/node.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\x1a\x17\x62\x61tonpb/directory.proto\"2\n\x0eLifecycleOrder\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x12\n\x10GetStatusRequest\"\xfe\x03\n\nNodeStatus\x12$\n\x06record\x18\x01 \x01(\x0b\x32\x14.baton.v1.NodeRecord\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x17\n\x0fgrants_received\x18\x03 \x01(\r\x12\x16\n\x0egrants_written\x18\x04 \x01(\r\x12\x1d\n\x15unacknowledged_writes\x18\x05 \x01(\r\x12\x1b\n\x13\x63onservation_errors\x18\x06 \x01(\x04\x12#\n\x05pairs\x18\x07 \x03(\x0b\x32\x14.baton.v1.PairStatus\x12#\n\x08\x63ounters\x18\x08 \x03(\x0b\x32\x11.baton.v1.Counter\x12\x1e\n\x16\x61nswers_unacknowledged\x18\t \x01(\r\x12\x1a\n\x12grants_quarantined\x18\n \x01(\r\x12\x16\n\x0esafe_to_delete\x18\x0b \x01(\x08\x12\r\n\x05story\x18\x0c \x01(\t\x12(\n\x08prefixes\x18\r \x01(\x0b\x32\x16.baton.v1.PrefixStatus\x12&\n\x06\x65ngine\x18\x0e \x01(\x0b\x32\x16.baton.v1.EngineStatus\x12\x13\n\x0b\x65nded_empty\x18\x0f \x01(\x08\x12\x0e\n\x06\x65nding\x18\x10 \x01(\x08\x12\'\n\x07writers\x18\x11 \x03(\x0b\x32\x16.baton.v1.WriterStatus\"E\n\x0c\x45ngineStatus\x12\x1d\n\x05\x66\x61\x63ts\x18\x01 \x03(\x0b\x32\x0e.baton.v1.Fact\x12\x16\n\x0epadding_blocks\x18\x02 \x01(\r\"\"\n\x04\x46\x61\x63t\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\x87\x02\n\x0cWriterStatus\x12\x0e\n\x06writer\x18\x01 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x02 \x01(\x06\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0e\n\x06grants\x18\x05 \x01(\r\x12\x16\n\x0e\x62locks_granted\x18\x06 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x07 \x01(\r\x12\x15\n\rtaken_back_ms\x18\x08 \x01(\x04\x12\x0b\n\x03why\x18\t \x01(\t\x12\x16\n\x0equarantined_ms\x18\n \x01(\x04\x12\x14\n\x0c\x62ytes_landed\x18\x0b \x01(\x04\x12\x14\n\x0clanded_per_s\x18\x0c \x01(\x01\"\x8e\x01\n\x0cPrefixStatus\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x12\n\nhit_tokens\x18\x02 \x01(\x04\x12\x15\n\rpinned_blocks\x18\x03 \x01(\r\x12\x19\n\x11pinned_blocks_max\x18\x04 \x01(\r\x12!\n\x04pins\x18\x05 \x03(\x0b\x32\x13.baton.v1.PinStatus\"W\n\tPinStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x15\n\rblocks_pinned\x18\x03 \x01(\r\x12\x15\n\rlease_left_ms\x18\x04 \x01(\x04\"\xe7\x02\n\nPairStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x02 \x01(\x06\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0b\x62ytes_moved\x18\x05 \x01(\x04\x12\x1b\n\x13transports_given_up\x18\x06 \x03(\t\x12\x15\n\rlink_failures\x18\x07 \x01(\r\x12\x18\n\x10handoffs_corrupt\x18\x08 \x01(\r\x12\x1b\n\x13records_checksummed\x18\t \x01(\x04\x12\x11\n\tlink_open\x18\n \x01(\x08\x12#\n\x05moved\x18\x0b \x01(\x0b\x32\x14.baton.v1.MovedBytes\x12,\n\x0emoved_recently\x18\x0c \x01(\x0b\x32\x14.baton.v1.MovedBytes\x12)\n\x0bpassed_over\x18\r \x03(\x0b\x32\x14.baton.v1.PassedOver\"D\n\nMovedBytes\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\x12\x11\n\tmoving_us\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x32\xf2\x02\n\x04Node\x12=\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x14.baton.v1.NodeStatus\x12\x41\n\x0bWatchStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x14.baton.v1.NodeStatus0\x01\x12\x38\n\x06\x43ordon\x12\x18.baton.v1.LifecycleOrder\x1a\x14.baton.v1.NodeStatus\x12:\n\x08Uncordon\x12\x18.baton.v1.LifecycleOrder\x1a\x14.baton.v1.NodeStatus\x12\x37\n\x05\x44rain\x12\x18.baton.v1.LifecycleOrder\x1a\x14.baton.v1.NodeStatus\x12\x39\n\x07Undrain\x12\x18.baton.v1.LifecycleOrder\x1a\x14.baton.v1.NodeStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batonpb.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LIFECYCLEORDER']._serialized_start=57
-  _globals['_LIFECYCLEORDER']._serialized_end=107
-  _globals['_GETSTATUSREQUEST']._serialized_start=109
-  _globals['_GETSTATUSREQUEST']._serialized_end=127
-  _globals['_NODESTATUS']._serialized_start=130
-  _globals['_NODESTATUS']._serialized_end=640
-  _globals['_ENGINESTATUS']._serialized_start=642
-  _globals['_ENGINESTATUS']._serialized_end=711
-  _globals['_FACT']._serialized_start=713
-  _globals['_FACT']._serialized_end=747
-  _globals['_WRITERSTATUS']._serialized_start=750
-  _globals['_WRITERSTATUS']._serialized_end=969
-  _globals['_PREFIXSTATUS']._serialized_start=972
-  _globals['_PREFIXSTATUS']._serialized_end=1114
-  _globals['_PINSTATUS']._serialized_start=1116
-  _globals['_PINSTATUS']._serialized_end=1203
-  _globals['_PAIRSTATUS']._serialized_start=1206
-  _globals['_PAIRSTATUS']._serialized_end=1420
-  _globals['_COUNTER']._serialized_start=1422
-  _globals['_COUNTER']._serialized_end=1460
-  _globals['_NODE']._serialized_start=1463
-  _globals['_NODE']._serialized_end=1833
+  _globals['_LIFECYCLEORDER']._serialized_start=79
+  _globals['_LIFECYCLEORDER']._serialized_end=129
+  _globals['_GETSTATUSREQUEST']._serialized_start=131
+  _globals['_GETSTATUSREQUEST']._serialized_end=149
+  _globals['_NODESTATUS']._serialized_start=152
+  _globals['_NODESTATUS']._serialized_end=662
+  _globals['_ENGINESTATUS']._serialized_start=664
+  _globals['_ENGINESTATUS']._serialized_end=733
+  _globals['_FACT']._serialized_start=735
+  _globals['_FACT']._serialized_end=769
+  _globals['_WRITERSTATUS']._serialized_start=772
+  _globals['_WRITERSTATUS']._serialized_end=1035
+  _globals['_PREFIXSTATUS']._serialized_start=1038
+  _globals['_PREFIXSTATUS']._serialized_end=1180
+  _globals['_PINSTATUS']._serialized_start=1182
+  _globals['_PINSTATUS']._serialized_end=1269
+  _globals['_PAIRSTATUS']._serialized_start=1272
+  _globals['_PAIRSTATUS']._serialized_end=1631
+  _globals['_MOVEDBYTES']._serialized_start=1633
+  _globals['_MOVEDBYTES']._serialized_end=1701
+  _globals['_COUNTER']._serialized_start=1703
+  _globals['_COUNTER']._serialized_end=1741
+  _globals['_NODE']._serialized_start=1744
+  _globals['_NODE']._serialized_end=2114
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from batonpb import common_pb2 as _common_pb2
 from batonpb import directory_pb2 as _directory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -74,7 +75,7 @@ class Fact(_message.Message):
     def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class WriterStatus(_message.Message):
-    __slots__ = ("writer", "writer_incarnation", "host", "transport", "grants", "blocks_granted", "blocks_quarantined", "taken_back_ms", "why", "quarantined_ms")
+    __slots__ = ("writer", "writer_incarnation", "host", "transport", "grants", "blocks_granted", "blocks_quarantined", "taken_back_ms", "why", "quarantined_ms", "bytes_landed", "landed_per_s")
     WRITER_FIELD_NUMBER: _ClassVar[int]
     WRITER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +86,8 @@ class WriterStatus(_message.Message):
     TAKEN_BACK_MS_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_LANDED_FIELD_NUMBER: _ClassVar[int]
+    LANDED_PER_S_FIELD_NUMBER: _ClassVar[int]
     writer: str
     writer_incarnation: int
     host: str
@@ -95,7 +98,9 @@ class WriterStatus(_message.Message):
     taken_back_ms: int
     why: str
     quarantined_ms: int
-    def __init__(self, writer: _Optional[str] = ..., writer_incarnation: _Optional[int] = ..., host: _Optional[str] = ..., transport: _Optional[str] = ..., grants: _Optional[int] = ..., blocks_granted: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., taken_back_ms: _Optional[int] = ..., why: _Optional[str] = ..., quarantined_ms: _Optional[int] = ...) -> None: ...
+    bytes_landed: int
+    landed_per_s: float
+    def __init__(self, writer: _Optional[str] = ..., writer_incarnation: _Optional[int] = ..., host: _Optional[str] = ..., transport: _Optional[str] = ..., grants: _Optional[int] = ..., blocks_granted: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., taken_back_ms: _Optional[int] = ..., why: _Optional[str] = ..., quarantined_ms: _Optional[int] = ..., bytes_landed: _Optional[int] = ..., landed_per_s: _Optional[float] = ...) -> None: ...
 
 class PrefixStatus(_message.Message):
     __slots__ = ("prompt_tokens", "hit_tokens", "pinned_blocks", "pinned_blocks_max", "pins")
@@ -124,7 +129,7 @@ class PinStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., lease_left_ms: _Optional[int] = ...) -> None: ...
 
 class PairStatus(_message.Message):
-    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures", "handoffs_corrupt", "records_checksummed")
+    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures", "handoffs_corrupt", "records_checksummed", "link_open", "moved", "moved_recently", "passed_over")
     PEER_FIELD_NUMBER: _ClassVar[int]
     PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +139,10 @@ class PairStatus(_message.Message):
     LINK_FAILURES_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_CORRUPT_FIELD_NUMBER: _ClassVar[int]
     RECORDS_CHECKSUMMED_FIELD_NUMBER: _ClassVar[int]
+    LINK_OPEN_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_RECENTLY_FIELD_NUMBER: _ClassVar[int]
+    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
     peer: str
     peer_incarnation: int
     transport: str
@@ -143,7 +152,21 @@ class PairStatus(_message.Message):
     link_failures: int
     handoffs_corrupt: int
     records_checksummed: int
-    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ..., handoffs_corrupt: _Optional[int] = ..., records_checksummed: _Optional[int] = ...) -> None: ...
+    link_open: bool
+    moved: MovedBytes
+    moved_recently: MovedBytes
+    passed_over: _containers.RepeatedCompositeFieldContainer[_common_pb2.PassedOver]
+    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ..., handoffs_corrupt: _Optional[int] = ..., records_checksummed: _Optional[int] = ..., link_open: bool = ..., moved: _Optional[_Union[MovedBytes, _Mapping]] = ..., moved_recently: _Optional[_Union[MovedBytes, _Mapping]] = ..., passed_over: _Optional[_Iterable[_Union[_common_pb2.PassedOver, _Mapping]]] = ...) -> None: ...
+
+class MovedBytes(_message.Message):
+    __slots__ = ("nbytes", "moving_us", "bytes_per_s")
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    MOVING_US_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    nbytes: int
+    moving_us: int
+    bytes_per_s: float
+    def __init__(self, nbytes: _Optional[int] = ..., moving_us: _Optional[int] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Counter(_message.Message):
     __slots__ = ("name", "value")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonpb import common_pb2 as batonpb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61tonpb/transfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\xb9\x01\n\x0e\x43onnectRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x13\n\x0bwriter_name\x18\x02 \x01(\t\x12\x17\n\x0fwriter_endpoint\x18\x03 \x01(\t\x12\"\n\x05model\x18\x04 \x01(\x0b\x32\x13.baton.v1.ModelInfo\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x11\n\thost_name\x18\x07 \x01(\t\"w\n\x0c\x43onnectReply\x12\x10\n\x08receiver\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\"1\n\rAttendRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\"\r\n\x0b\x41ttendReply\"\x82\x02\n\x0eReserveRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x13\n\x0blowest_live\x18\x03 \x01(\x04\x12!\n\x03key\x18\x04 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06prompt\x18\x05 \x03(\r\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.baton.v1.SamplingSpec\x12\x0e\n\x06router\x18\x07 \x01(\x06\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_left_ms\x18\t \x01(\x04\x12\x0e\n\x06output\x18\n \x03(\r\"\x80\x01\n\x0cReserveReply\x12\"\n\x07granted\x18\x01 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x62usy\x18\x02 \x01(\x0b\x32\x0e.baton.v1.BusyH\x00\x12\"\n\x06reject\x18\x03 \x01(\x0b\x32\x10.baton.v1.RejectH\x00\x42\x08\n\x06\x61nswer\"\\\n\x05Grant\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x13\n\x0bprefix_skip\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\".\n\x04\x42usy\x12\x16\n\x0eretry_after_ms\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x18\n\x06Reject\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x0cRenewRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\r\n\x05grant\x18\x02 \x01(\x0c\"/\n\nRenewReply\x12\x0f\n\x07renewed\x18\x01 \x01(\x08\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x8a\x02\n\rCommitRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\r\n\x05grant\x18\x02 \x01(\x0c\x12\x0e\n\x06writes\x18\x03 \x01(\x04\x12\x15\n\rbytes_written\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x34\n\x0e\x66irst_logprobs\x18\x06 \x01(\x0b\x32\x17.baton.v1.TokenLogprobsH\x00\x88\x01\x01\x12\x17\n\x0f\x63hecksum_layers\x18\x07 \x03(\r\x12\x17\n\x0f\x63hecksum_blocks\x18\x08 \x03(\r\x12\x11\n\tchecksums\x18\t \x03(\x07\x42\x11\n\x0f_first_logprobs\"0\n\x0b\x43ommitReply\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"l\n\x0cLetGoRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x13\n\x0blowest_live\x18\x03 \x01(\x04\x12\x15\n\rwrites_adrift\x18\x04 \x01(\x08\"\x0c\n\nLetGoReply\"Q\n\rRevokeRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"$\n\x0bRevokeReply\x12\x15\n\rwrites_adrift\x18\x01 \x01(\x08\x32\xa2\x03\n\x08Transfer\x12;\n\x07\x43onnect\x12\x18.baton.v1.ConnectRequest\x1a\x16.baton.v1.ConnectReply\x12:\n\x06\x41ttend\x12\x17.baton.v1.AttendRequest\x1a\x15.baton.v1.AttendReply0\x01\x12;\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x16.baton.v1.ReserveReply\x12\x35\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x14.baton.v1.RenewReply\x12\x38\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x15.baton.v1.CommitReply\x12\x35\n\x05LetGo\x12\x16.baton.v1.LetGoRequest\x1a\x14.baton.v1.LetGoReply\x12\x38\n\x06Revoke\x12\x17.baton.v1.RevokeRequest\x1a\x15.baton.v1.RevokeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61tonpb/transfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\xcd\x01\n\x0e\x43onnectRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x13\n\x0bwriter_name\x18\x02 \x01(\t\x12\x17\n\x0fwriter_endpoint\x18\x03 \x01(\t\x12\"\n\x05model\x18\x04 \x01(\x0b\x32\x13.baton.v1.ModelInfo\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x11\n\thost_name\x18\x07 \x01(\t\x12\x12\n\nhost_parts\x18\x08 \x03(\t\"\xa2\x01\n\x0c\x43onnectReply\x12\x10\n\x08receiver\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12)\n\x0bpassed_over\x18\x07 \x03(\x0b\x32\x14.baton.v1.PassedOver\"1\n\rAttendRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\"\r\n\x0b\x41ttendReply\"\x82\x02\n\x0eReserveRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x13\n\x0blowest_live\x18\x03 \x01(\x04\x12!\n\x03key\x18\x04 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06prompt\x18\x05 \x03(\r\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.baton.v1.SamplingSpec\x12\x0e\n\x06router\x18\x07 \x01(\x06\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_left_ms\x18\t \x01(\x04\x12\x0e\n\x06output\x18\n \x03(\r\"\x80\x01\n\x0cReserveReply\x12\"\n\x07granted\x18\x01 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x62usy\x18\x02 \x01(\x0b\x32\x0e.baton.v1.BusyH\x00\x12\"\n\x06reject\x18\x03 \x01(\x0b\x32\x10.baton.v1.RejectH\x00\x42\x08\n\x06\x61nswer\"\\\n\x05Grant\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x13\n\x0bprefix_skip\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\".\n\x04\x42usy\x12\x16\n\x0eretry_after_ms\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x18\n\x06Reject\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x0cRenewRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\r\n\x05grant\x18\x02 \x01(\x0c\"/\n\nRenewReply\x12\x0f\n\x07renewed\x18\x01 \x01(\x08\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x8a\x02\n\rCommitRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\r\n\x05grant\x18\x02 \x01(\x0c\x12\x0e\n\x06writes\x18\x03 \x01(\x04\x12\x15\n\rbytes_written\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x34\n\x0e\x66irst_logprobs\x18\x06 \x01(\x0b\x32\x17.baton.v1.TokenLogprobsH\x00\x88\x01\x01\x12\x17\n\x0f\x63hecksum_layers\x18\x07 \x03(\r\x12\x17\n\x0f\x63hecksum_blocks\x18\x08 \x03(\r\x12\x11\n\tchecksums\x18\t \x03(\x07\x42\x11\n\x0f_first_logprobs\"0\n\x0b\x43ommitReply\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"l\n\x0cLetGoRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x13\n\x0blowest_live\x18\x03 \x01(\x04\x12\x15\n\rwrites_adrift\x18\x04 \x01(\x08\"\x0c\n\nLetGoReply\"Q\n\rRevokeRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"$\n\x0bRevokeReply\x12\x15\n\rwrites_adrift\x18\x01 \x01(\x08\x32\xa2\x03\n\x08Transfer\x12;\n\x07\x43onnect\x12\x18.baton.v1.ConnectRequest\x1a\x16.baton.v1.ConnectReply\x12:\n\x06\x41ttend\x12\x17.baton.v1.AttendRequest\x1a\x15.baton.v1.AttendReply0\x01\x12;\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x16.baton.v1.ReserveReply\x12\x35\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x14.baton.v1.RenewReply\x12\x38\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x15.baton.v1.CommitReply\x12\x35\n\x05LetGo\x12\x16.baton.v1.LetGoRequest\x1a\x14.baton.v1.LetGoReply\x12\x38\n\x06Revoke\x12\x17.baton.v1.RevokeRequest\x1a\x15.baton.v1.RevokeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,39 +33,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batonpb.transfer_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONNECTREQUEST']._serialized_start=59
-  _globals['_CONNECTREQUEST']._serialized_end=244
-  _globals['_CONNECTREPLY']._serialized_start=246
-  _globals['_CONNECTREPLY']._serialized_end=365
-  _globals['_ATTENDREQUEST']._serialized_start=367
-  _globals['_ATTENDREQUEST']._serialized_end=416
-  _globals['_ATTENDREPLY']._serialized_start=418
-  _globals['_ATTENDREPLY']._serialized_end=431
-  _globals['_RESERVEREQUEST']._serialized_start=434
-  _globals['_RESERVEREQUEST']._serialized_end=692
-  _globals['_RESERVEREPLY']._serialized_start=695
-  _globals['_RESERVEREPLY']._serialized_end=823
-  _globals['_GRANT']._serialized_start=825
-  _globals['_GRANT']._serialized_end=917
-  _globals['_BUSY']._serialized_start=919
-  _globals['_BUSY']._serialized_end=965
-  _globals['_REJECT']._serialized_start=967
-  _globals['_REJECT']._serialized_end=991
-  _globals['_RENEWREQUEST']._serialized_start=993
-  _globals['_RENEWREQUEST']._serialized_end=1056
-  _globals['_RENEWREPLY']._serialized_start=1058
-  _globals['_RENEWREPLY']._serialized_end=1105
-  _globals['_COMMITREQUEST']._serialized_start=1108
-  _globals['_COMMITREQUEST']._serialized_end=1374
-  _globals['_COMMITREPLY']._serialized_start=1376
-  _globals['_COMMITREPLY']._serialized_end=1424
-  _globals['_LETGOREQUEST']._serialized_start=1426
-  _globals['_LETGOREQUEST']._serialized_end=1534
-  _globals['_LETGOREPLY']._serialized_start=1536
-  _globals['_LETGOREPLY']._serialized_end=1548
-  _globals['_REVOKEREQUEST']._serialized_start=1550
-  _globals['_REVOKEREQUEST']._serialized_end=1631
-  _globals['_REVOKEREPLY']._serialized_start=1633
-  _globals['_REVOKEREPLY']._serialized_end=1669
-  _globals['_TRANSFER']._serialized_start=1672
-  _globals['_TRANSFER']._serialized_end=2090
+  _globals['_CONNECTREQUEST']._serialized_end=264
+  _globals['_CONNECTREPLY']._serialized_start=267
+  _globals['_CONNECTREPLY']._serialized_end=429
+  _globals['_ATTENDREQUEST']._serialized_start=431
+  _globals['_ATTENDREQUEST']._serialized_end=480
+  _globals['_ATTENDREPLY']._serialized_start=482
+  _globals['_ATTENDREPLY']._serialized_end=495
+  _globals['_RESERVEREQUEST']._serialized_start=498
+  _globals['_RESERVEREQUEST']._serialized_end=756
+  _globals['_RESERVEREPLY']._serialized_start=759
+  _globals['_RESERVEREPLY']._serialized_end=887
+  _globals['_GRANT']._serialized_start=889
+  _globals['_GRANT']._serialized_end=981
+  _globals['_BUSY']._serialized_start=983
+  _globals['_BUSY']._serialized_end=1029
+  _globals['_REJECT']._serialized_start=1031
+  _globals['_REJECT']._serialized_end=1055
+  _globals['_RENEWREQUEST']._serialized_start=1057
+  _globals['_RENEWREQUEST']._serialized_end=1120
+  _globals['_RENEWREPLY']._serialized_start=1122
+  _globals['_RENEWREPLY']._serialized_end=1169
+  _globals['_COMMITREQUEST']._serialized_start=1172
+  _globals['_COMMITREQUEST']._serialized_end=1438
+  _globals['_COMMITREPLY']._serialized_start=1440
+  _globals['_COMMITREPLY']._serialized_end=1488
+  _globals['_LETGOREQUEST']._serialized_start=1490
+  _globals['_LETGOREQUEST']._serialized_end=1598
+  _globals['_LETGOREPLY']._serialized_start=1600
+  _globals['_LETGOREPLY']._serialized_end=1612
+  _globals['_REVOKEREQUEST']._serialized_start=1614
+  _globals['_REVOKEREQUEST']._serialized_end=1695
+  _globals['_REVOKEREPLY']._serialized_start=1697
+  _globals['_REVOKEREPLY']._serialized_end=1733
+  _globals['_TRANSFER']._serialized_start=1736
+  _globals['_TRANSFER']._serialized_end=2154
 # @@protoc_insertion_point(module_scope)

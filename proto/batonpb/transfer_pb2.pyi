@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("header", "writer_name", "writer_endpoint", "model", "transports", "host", "host_name")
+    __slots__ = ("header", "writer_name", "writer_endpoint", "model", "transports", "host", "host_name", "host_parts")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     WRITER_NAME_FIELD_NUMBER: _ClassVar[int]
     WRITER_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class ConnectRequest(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     HOST_NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_PARTS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     writer_name: str
     writer_endpoint: str
@@ -23,23 +24,26 @@ class ConnectRequest(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     host: str
     host_name: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., writer_name: _Optional[str] = ..., writer_endpoint: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., host_name: _Optional[str] = ...) -> None: ...
+    host_parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., writer_name: _Optional[str] = ..., writer_endpoint: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., host_name: _Optional[str] = ..., host_parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectReply(_message.Message):
-    __slots__ = ("receiver", "transport", "address", "secret", "epoch", "num_blocks")
+    __slots__ = ("receiver", "transport", "address", "secret", "epoch", "num_blocks", "passed_over")
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
     receiver: int
     transport: str
     address: str
     secret: bytes
     epoch: int
     num_blocks: int
-    def __init__(self, receiver: _Optional[int] = ..., transport: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[bytes] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    passed_over: _containers.RepeatedCompositeFieldContainer[_common_pb2.PassedOver]
+    def __init__(self, receiver: _Optional[int] = ..., transport: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[bytes] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., passed_over: _Optional[_Iterable[_Union[_common_pb2.PassedOver, _Mapping]]] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
     __slots__ = ("header",)
