@@ -17,7 +17,7 @@ from benchmarks.engine_cases import Steps, serve, write_config
 from cachestore.device_pool import layout_of
 from engine.block_manager import BlockManager, growth_blocks
 from engine.core import Engine
-from engine.model_config import load_model_config
+from engine.model_config import Quantisation, load_model_config
 from engine.models.weights import weight_shapes
 from engine.native.packing import huge_pages
 from engine.scheduler import SchedulerConfig
@@ -34,14 +34,14 @@ READ_BYTES, READ_PASSES = 1 << 30, 8
 class OwnEngine:
     """Scheduler, blocks and runner on this thread; nothing is kept between two calls."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, quantisation: Quantisation = Quantisation.NONE) -> None:
         config = load_model_config(folder)
         generator = torch.Generator().manual_seed(0)
         tensors = {
             name: (torch.ones(s) if len(s) == 1 else torch.randn(s, generator=generator) * s[1] ** -0.5).bfloat16()
             for name, s in weight_shapes(config).items()
         }
-        self._runner = TorchRunner(config=config, tensors=tensors, block_size=BLOCK_SIZE)
+        self._runner = TorchRunner(config=config, tensors=tensors, block_size=BLOCK_SIZE, quantisation=quantisation)
         region = np.full(layout_of(self._runner.kv_spec).region_bytes(NUM_BLOCKS), 1, np.uint8)
         self._runner.bind(region, NUM_BLOCKS)
         self._calls = 0
