@@ -13,8 +13,8 @@ import pytest
 from benchmarks.engine import over_limit, table
 from benchmarks.engine_cases import DECODES, Steps, full_steps, kv_bytes, measure, weight_bytes
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
-from benchmarks.interference import LOAD, LONG_PROMPT, STREAMS, Load, Run
-from benchmarks.interference_report import best_chunk, by_system, report
+from benchmarks.interference import LOAD, STREAMS, Load, Run
+from benchmarks.interference_report import LONG_PROMPT, best_chunk, by_system, report
 from cli.bench_targets import Message
 
 MIB = 1 << 20

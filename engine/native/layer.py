@@ -50,6 +50,9 @@ class _Step(Structure):
     )
 
 
+_STEP_FIELDS = {field[0] for field in _Step._fields_}
+
+
 class Layers:
     """All layers of a model. One step at a time: `begin`, then `open` and `close` of each layer in order, or `run`.
 
@@ -112,7 +115,7 @@ class Layers:
         places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         places |= {name: array.ctypes.data for name, array in arrays.items()}
         fields = places | sizes
-        assert len(fields) == len(_Step._fields_), sorted(fields)  # the same ones at each step, so none is an old step's
+        assert fields.keys() == _STEP_FIELDS, fields.keys() ^ _STEP_FIELDS  # or one would be an old step's
         for name, value in fields.items():
             setattr(self._step, name, value)
         self._alive = (tensors, plan)
