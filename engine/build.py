@@ -85,8 +85,8 @@ class EngineConfig:
     quantisation: Quantisation = field(
         default=Quantisation.NONE,
         metadata={
-            "help": "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights rounded at the start; other answers, and "
-            "faster decoding of few sequences at a time: not of 16 or more by int8; bfloat16"
+            "help": "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights rounded at the start; other answers, "
+            "and faster decoding of few sequences at a time: not of 16 or more by int8; bfloat16"
         },
     )
     quantisation_must_agree: bool = field(
