@@ -17,7 +17,7 @@ from benchmarks.engine_cases import Steps, serve, write_config
 from cachestore.device_pool import layout_of
 from engine.block_manager import BlockManager, growth_blocks
 from engine.core import Engine
-from engine.model_config import load_model_config
+from engine.model_config import Quantisation, load_model_config
 from engine.models.weights import weight_shapes
 from engine.native.packing import huge_pages
 from engine.scheduler import SchedulerConfig
@@ -34,16 +34,19 @@ READ_BYTES, READ_PASSES = 1 << 30, 8
 class OwnEngine:
     """Scheduler, blocks and runner on this thread; nothing is kept between two calls."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, quantisation: Quantisation = Quantisation.NONE, num_blocks: int = NUM_BLOCKS
+    ) -> None:
         config = load_model_config(folder)
         generator = torch.Generator().manual_seed(0)
         tensors = {
             name: (torch.ones(s) if len(s) == 1 else torch.randn(s, generator=generator) * s[1] ** -0.5).bfloat16()
             for name, s in weight_shapes(config).items()
         }
-        self._runner = TorchRunner(config=config, tensors=tensors, block_size=BLOCK_SIZE)
-        region = np.full(layout_of(self._runner.kv_spec).region_bytes(NUM_BLOCKS), 1, np.uint8)
-        self._runner.bind(region, NUM_BLOCKS)
+        self._runner = TorchRunner(config=config, tensors=tensors, block_size=BLOCK_SIZE, quantisation=quantisation)
+        region = np.full(layout_of(self._runner.kv_spec).region_bytes(num_blocks), 1, np.uint8)
+        self._runner.bind(region, num_blocks)
+        self._num_blocks = num_blocks
         self._calls = 0
         self.outside_s: list[float] = []
         """Of each step of the last call that only decodes: the time that is not the runner's."""
@@ -59,7 +62,7 @@ class OwnEngine:
         step_ended: Callable[[int], None] | None = None,
     ) -> Steps:
         """`step_ended` hears of each, with its number of tokens; what it takes is no part of any step."""
-        blocks = BlockManager(Ledger(NUM_BLOCKS), BLOCK_SIZE, b"benchmark")
+        blocks = BlockManager(Ledger(self._num_blocks), BLOCK_SIZE, b"benchmark")
         limits = SchedulerConfig(tokens_per_step_max=TOKENS_PER_STEP, sequences_max=16, waiting_max=16)
         engine = Engine(self._runner, blocks, limits)
         self.outside_s.clear()

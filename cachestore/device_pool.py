@@ -61,6 +61,8 @@ class DevicePool:
     """The region on a device as tcp reaches it, where the node offers tcp."""
     transports: tuple[TransportName, ...] = ()
     """Those that the configuration names, whether they serve the region and work here or not."""
+    arithmetic: str = ""
+    """See `BuiltEngine`."""
 
     @property
     def host_region(self) -> Region:
@@ -84,6 +86,8 @@ class DevicePool:
             facts["staging"] = f"{self.staged.pinned_bytes:,} bytes of pinned memory, {self.staged.used_bytes:,} in use"
         if self.host is not None:
             facts["below the region"] = self.host.describe()
+        if self.arithmetic:
+            facts["arithmetic"] = self.arithmetic
         return facts if self.on_device is None else facts | self.on_device.describe() | self.engine.describe()
 
     def close(self) -> None:
@@ -183,6 +187,7 @@ async def _open_over(
             block_size=config.block_size,
             limits=config.pins,
         ),
+        arithmetic=built.arithmetic,
         ledger=ledger,
         region=region,
         layout=layout,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -82,8 +84,9 @@ class _Run:
         if options.plot is not None:
             check_plot(options.plot)
         for path in (options.json, options.plot):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise BatonError(Reason.BAD_CONFIG, f"{path} cannot be written: {path.parent} is no folder.")
+            why = None if path is None else unwritable(path)
+            if why is not None:
+                raise BatonError(Reason.BAD_CONFIG, f"{path} cannot be written: {why}.")
         self._in_trace = None if options.trace is None else check_trace(options.trace)
 
     async def run(self) -> int:
@@ -129,6 +132,16 @@ class _Run:
                 draw(data, options.plot, title=what)
         except OSError as error:
             raise BatonError(Reason.BAD_CONFIG, f"{path} cannot be written: {error.strerror}.") from error
+
+
+def unwritable(path: Path) -> str | None:
+    """Why nothing can be written there after the run, as far as that shows before it."""
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        return f"{path.parent} is no folder"
+    if path.is_dir():
+        return "it is a folder"
+    return None if os.access(path if path.exists() else parent, os.W_OK) else "this user may not"
 
 
 async def _show(progress: Progress, loader: Loader) -> None:

@@ -133,7 +133,8 @@ class Loader:
                 text = f"{self._config.in_flight_max} requests were under way already (--in-flight-max)."
                 self.measured.error(IN_FLIGHT_FULL, text, at_s=self.elapsed_s, counts=counts)
                 continue
-            self.measured.late.add(max(0.0, self.elapsed_s - planned.due_s) * 1000)
+            if counts:
+                self.measured.late.add(max(0.0, self.elapsed_s - planned.due_s) * 1000)
             self._spawn(self._request(planned, messages, due_s=planned.due_s))
 
     def _messages(self, planned: Planned) -> Callable[[], Messages]:

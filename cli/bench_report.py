@@ -87,6 +87,8 @@ def _counts(measured: Measured, *, complete: bool) -> str:
         parts.append(f"{measured.warm_up} before them left out as warm-up")
     if not complete:
         parts.append(f"{measured.in_flight} given up unfinished")
+    elif not measured.sent:
+        return "Nothing was sent: no request was due before the end of the run's time (--duration)."
     return ", ".join(parts) + "."
 
 

@@ -100,11 +100,15 @@ class OpenAiTarget:
 
     def __init__(self, url: str, *, model: str | None, timeout_s: float, temperature: float) -> None:
         """Raises ValueError where `url` is none."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"'{url}' is no address of a server; write it as http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:  # a port out of range, half a pair of brackets
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
+            raise ValueError(f"--url: '{url}' is no address of a server; write it as http://127.0.0.1:8000")
         self.name = url
-        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/completions"
         self._model = model

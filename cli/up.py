@@ -200,6 +200,9 @@ async def _up(spec: ClusterSpec) -> int:
     threads = spec.compute_threads()
     shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node, on {own_cores()}"
     click.echo(f"Starting {len(names)} processes, {shared}:", err=True)
+    crowded = crowding(spec, own_cores().usable)
+    if crowded is not None:
+        click.echo(crowded, err=True)
     board = StartBoard(names, sys.stderr)
     cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
     with StopSignals() as signals:
@@ -218,6 +221,20 @@ async def _up(spec: ClusterSpec) -> int:
                 _tell(problem)
         _tell("Stopped.")
     return EXIT_ERROR if problems else 0
+
+
+def crowding(spec: ClusterSpec, cores: int) -> str | None:
+    """What to say where somebody has asked for more compute threads than there are cores; None where they have theirs.
+
+    One thread for each node is the least there can be, so nothing is said where there are more nodes than cores.
+    """
+    asked = spec.threads
+    if asked is None or asked == 1 or asked * spec.engines <= cores:
+        return None
+    return (
+        f"Warning: {spec.engines} nodes of {asked} compute threads share {cores} core{'' if cores == 1 else 's'} and "
+        "take the time from each other, which makes every step slower. Give a smaller --threads, or none."
+    )
 
 
 def _tell(text: str) -> None:

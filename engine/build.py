@@ -85,8 +85,8 @@ class EngineConfig:
     quantisation: Quantisation = field(
         default=Quantisation.NONE,
         metadata={
-            "help": "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights rounded at the start; faster decoding, "
-            "other answers; bfloat16"
+            "help": "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights rounded at the start; other answers, "
+            "and faster decoding of few sequences at a time: not of 16 or more by int8; bfloat16"
         },
     )
     quantisation_must_agree: bool = field(
@@ -165,6 +165,8 @@ class BuiltEngine:
     """To be told of each block that becomes free, where the runner wants to know."""
     on_device: DeviceRunner | None = None
     """The runner again, where its region is to lie in its device's memory."""
+    arithmetic: str = ""
+    """For people: what computes, where the runner does not describe itself. Empty: nothing is computed."""
 
 
 def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> BuiltEngine:
@@ -223,6 +225,7 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
         quantisation="" if config.quantisation is Quantisation.NONE else config.quantisation.value,
         quantisation_must_agree=config.quantisation_must_agree,
         block_freed=None if runner.mirror is None else runner.mirror.forget,
+        arithmetic=runner.arithmetic,
     )
 
 

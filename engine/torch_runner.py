@@ -124,6 +124,14 @@ class TorchRunner:
         """Whether kernels.c computes, and not PyTorch's operations."""
         return self._native is not None
 
+    @property
+    def arithmetic(self) -> str:
+        """For people: what computes, and with which numbers."""
+        if self._native is not None:
+            return f"compute kernels ({self._native.numbers})"
+        one_by_one = ", a token at a time" if self.deterministic else ""
+        return f"PyTorch's operations{one_by_one} ({self.kv_spec.dtype})"
+
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
         """See `Runner.bind`. With a mirror, memory for a copy of the region is taken on the device.
 
@@ -205,8 +213,10 @@ class _Native:
     ) -> None:
         workspace = Workspace()
         packing: Packing = NativePacking(kernels, workspace, quantisation.bits)
+        self.numbers = "bfloat16" if quantisation is Quantisation.NONE else f"bfloat16, weights {quantisation.value}"
         if kernels.level > 1 and quantisation is Quantisation.NONE:
             packing = OneDnnPacking()
+            self.numbers += ", products by oneDNN"
         self._decoder = NativeDecoder(config, tensors, kernels=kernels, packing=packing, workspace=workspace)
 
     def over(self, pool: KvPool) -> NativeForward:

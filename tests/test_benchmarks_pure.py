@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
+
+import pytest
 
 from benchmarks.engine import over_limit, table
 from benchmarks.engine_cases import DECODES, Steps, full_steps, kv_bytes, measure, weight_bytes
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
-from benchmarks.interference_report import best_chunk, by_system, report
+from benchmarks.interference import LOAD, STREAMS, Load, Run
+from benchmarks.interference_report import LONG_PROMPT, best_chunk, by_system, report
+from cli.bench_targets import Message
 
 MIB = 1 << 20
 
@@ -66,6 +73,7 @@ def test_the_layers_of_a_handoff() -> None:
 def run(system: str, gap_ms: float, prompts: int) -> dict[str, Any]:
     return {
         "system": system,
+        "alone_ttft_ms": 300.0,
         "phases": {"alone": (0, 10), "prompts": (10, 20), "saturated": (20, 30)},
         "gaps": [(5, 1.0)] + [(15, gap_ms)] * 10 + [(25, 9 * gap_ms)] * 10,
         "prompts": [(12, 400.0)] + [(25, 800.0)] * prompts,
@@ -78,9 +86,51 @@ def test_interference() -> None:
     assert best_chunk(runs) == "vllm-512"
     assert best_chunk(runs[:1]) is None
     found = by_system(runs)["cluster"]
+    assert "alone_ttft" in report(runs).splitlines()[0]
+    assert found["alone_ttft"] == 300
     assert (found["alone_p50"], found["p99"], found["max"], found["ttft_max"]) == (1, 10, 10, 400)
     assert found["tokens_per_s"] == (10 + 5 * 4000) / 10
     assert "P99 gap of cluster: 0.100 of vllm-512's" in report(runs)
+
+
+def test_the_rate_of_long_prompts_is_taken_beside_the_streams() -> None:
+    """Warm-ups and prompts alone come before the first stream; those that the load is counted from, beside all."""
+    streams = 0
+    beside: list[int] = []
+
+    class Target:
+        name = "a target"
+
+        async def check(self) -> None:
+            pass
+
+        def prepare(self, ids: list[int], output_tokens: int) -> Callable[[], AsyncGenerator[Message, None]]:
+            return lambda: self._messages(len(ids))
+
+        async def _messages(self, length: int) -> AsyncGenerator[Message, None]:
+            nonlocal streams
+            if length == LONG_PROMPT:
+                beside.append(streams)
+                yield Message(1, timed=True)
+                return
+            streams += 1
+            try:
+                while True:
+                    yield Message(1, timed=True)
+                    await asyncio.sleep(0)
+            finally:
+                streams -= 1
+
+    args = argparse.Namespace(
+        warmups=2, alone_prompts=3, prompts_min=1, prompts_s=0.0, alone_s=0.0, settle_s=0.0, saturated_s=0.0,
+        stream_tokens=64, seed="0",
+    )  # fmt: skip
+    run = Run(system="cluster", shape="small")
+    asyncio.run(Load(Target(), run, args).measure(None))
+    assert beside == [0] * 5 + [STREAMS] * 4
+    assert run.gap_s == pytest.approx(run.beside_ttft_ms / 1e3 / LOAD)
+    assert run.beside_ttft_ms > 0
+    assert list(run.phases) == ["alone", "prompts", "saturated"]
 
 
 def test_only_steps_of_all_answers_count() -> None:

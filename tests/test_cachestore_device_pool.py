@@ -22,6 +22,7 @@ from decode_node.config import DecodeConfig
 from engine.build import ComputeDevice, EngineConfig, EngineKind
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.model_config import ComputeDtype, Quantisation
+from engine.native.kernels import native_kernels
 from kvtransfer.checksums import crcs
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
@@ -87,6 +88,7 @@ def test_graphs_keep_one_block_and_no_request_is_promised_it(config: EngineConfi
         assert facts["compute threads"] == f"1, on {own_cores()}"
         assert facts["region"] == f"{pool.region.nbytes:,} bytes in device memory"
         assert facts["decode graphs"] == f"of 1, 2 rows, contexts up to {MODEL.context_len_max} tokens"
+        assert "arithmetic" not in facts
         layout = pool.layout
         shape = (layout.num_layers, NUM_BLOCKS, 2, MODEL.num_kv_heads, BLOCK_SIZE, MODEL.head_dim)
         kv_LN2KSD = np.array(pool.region.memory).view(np.float32).reshape(shape)
@@ -96,6 +98,38 @@ def test_graphs_keep_one_block_and_no_request_is_promised_it(config: EngineConfi
         assert not np.delete(kv_LN2KSD, held, axis=1).any()
 
     asyncio.run(opened(config, decodes=True, look=look))
+
+
+@pytest.mark.parametrize(
+    ("changes", "plainly", "natively"),
+    [
+        ({}, "PyTorch's operations (float32)", None),
+        ({"deterministic": True}, "PyTorch's operations, a token at a time (float32)", None),
+        ({"dtype": ComputeDtype.BFLOAT16}, "PyTorch's operations (bfloat16)", "compute kernels (bfloat16)"),
+        (
+            {"dtype": ComputeDtype.BFLOAT16, "quantisation": Quantisation.INT8},
+            None,
+            "compute kernels (bfloat16, weights int8)",
+        ),
+    ],
+)
+def test_which_way_computes_is_told(
+    config: EngineConfig, changes: dict[str, Any], plainly: str | None, natively: str | None
+) -> None:
+    """On a CPU, with compute kernels where it has the instructions, and plainly where it has not or for float32. Of a
+    device of its own the runner says more, and a mock computes nothing."""
+    kernels = native_kernels()
+    wanted = plainly if kernels is None else natively or plainly
+    if wanted is None:
+        pytest.skip("no compute kernels, so no weights of 8 bits")
+    if kernels is not None and kernels.level > 1 and wanted == "compute kernels (bfloat16)":
+        wanted = "compute kernels (bfloat16, products by oneDNN)"
+
+    def look(pool: DevicePool, _doing: list[str]) -> None:
+        facts = pool.describe()
+        assert (facts["device"], facts["arithmetic"]) == ("cpu", wanted)
+
+    asyncio.run(opened(replace(config, device=ComputeDevice.CPU, **changes), decodes=True, look=look))
 
 
 @pytest.mark.parametrize(

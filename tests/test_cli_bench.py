@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.bench import unwritable
 from cli.bench_plot import check_plot, draw
 from cli.bench_report import report_data
 from cli.bench_stats import Measured, Slo
@@ -117,8 +119,12 @@ def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
         (["--warm-up", "64"], 2, "error: warm_up must be below the number of requests (64), not 64.\n"),
         (["--trace", "/nonexistent"], 2, "error: /nonexistent cannot be read: No such file or directory.\n"),
         (["--json", "/nonexistent/a.json"], 2, "/nonexistent/a.json cannot be written: /nonexistent is no folder.\n"),
+        (["--json", "/tmp"], 2, "error: /tmp cannot be written: it is a folder.\n"),
         (["--plot", "a.gif"], 2, "error: --plot a.gif: the name must end in .png, .svg, .pdf.\n"),
         (["--url", "127.0.0.1:1"], 2, "is no address of a server; write it as http://127.0.0.1:8000.\n"),
+        (["--url", "http://127.0.0.1:99999"], 2, "error: --url: 'http://127.0.0.1:99999' is no address of a server"),
+        (["--url", "http://127.0.0.1:0"], 2, "error: --url: 'http://127.0.0.1:0' is no address of a server"),
+        (["--url", "http://[::1"], 2, "error: --url: 'http://[::1' is no address of a server; write it as http"),
         (["--mock", "--prefill", "0"], 2, "error: prefill must be positive, not 0.\n"),
         (["--model", "/nonexistent"], 1, "there is no folder"),
     ],
@@ -129,6 +135,27 @@ def test_wrong_input(arguments: list[str], status: int, problem: str) -> None:
     assert (result.returncode, result.stdout) == (status, "")
     assert problem in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_figures_are_refused_before_the_run_where_they_could_not_be_kept_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder by a figure's name, a folder that this user may not write to, a file in it that the user may, and one in
+    a folder of the user's that the user may not."""
+    picture = tmp_path / "run.png"
+    picture.mkdir()
+    closed, kept = tmp_path / "closed", tmp_path / "kept.json"
+    closed.mkdir()
+    mine = closed / "mine.json"
+    for file in (mine, kept):
+        file.touch()
+    # Root may write anywhere, so that the modes of real folders show nothing.
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in (closed, kept))
+    assert unwritable(picture) == "it is a folder"
+    assert unwritable(closed / "new.json") == "this user may not"
+    assert unwritable(kept) == "this user may not"
+    assert unwritable(mine) is None
+    assert unwritable(tmp_path / "new.json") is None
 
 
 def test_nobody_is_there() -> None:

@@ -185,6 +185,18 @@ def test_warm_up_is_left_out() -> None:
         assert (measured.sent, measured.warm_up, measured.answered, measured.ttft.count) == (4, 2, 2, 2)
         assert (measured.began_s, measured.seconds) == pytest.approx((4, 2.2))
         assert measured.output_tokens == 6
+        assert measured.late.count == 2
+
+    jump(scene())
+
+
+def test_nothing_is_due() -> None:
+    """A rate so low that no request comes within the run's time: it is said, in place of a report of nothing."""
+
+    async def scene() -> None:
+        measured = (await load(Server(), plan([1e7]), duration_s_max=2.0)).measured
+        assert "\nNothing was sent: no request was due" in report_text(measured, what="this", complete=True)
+        assert "Nothing" not in report_text(measured, what="this", complete=False)
 
     jump(scene())
 

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.supervisor import ClusterSpec
+from cli.up import crowding
+from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from tests.cli_harness import BATON, RUN_S_MAX, Foreground, clean_env, free_endpoint, is_free, run_baton, taken_port
 from tests.terminal_harness import Terminal
@@ -76,8 +79,9 @@ def test_a_cluster_serves_and_stops(tmp_path: Path) -> None:
 def test_http_is_off_unless_asked_for(tmp_path: Path) -> None:
     """`--http HOST:PORT` serves there and the summary says so; a port that is taken is told."""
     with taken_port() as taken:
-        refused = run_baton(*MOCK, "--http", taken)
+        refused = run_baton(*MOCK, "--http", taken, "--threads", "9999")
         assert refused.returncode == 1
+        assert "\nWarning: 2 nodes of 9999 compute threads share " in refused.stderr
         assert f"Cannot listen on {taken}: the port is in use." in refused.stderr
     with Foreground(*MOCK, "--http", taken, folder=tmp_path) as up:
         up.wait_for(READY)
@@ -87,6 +91,17 @@ def test_http_is_off_unless_asked_for(tmp_path: Path) -> None:
         used = {**endpoints(up), "http": taken}
         assert up.stop(signal.SIGINT) == 0
         assert_nothing_left(up, used)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "warned"), [(None, 1, False), (1, 1, False), (2, 6, False), (2, 5, True), (8, 2, True)]
+)
+def test_more_threads_than_cores_are_told_of(threads: int | None, cores: int, warned: bool) -> None:
+    """Three nodes: threads are counted over all of them. Nothing is said of what was not asked for."""
+    said = crowding(ClusterSpec(engine=EngineKind.MOCK, prefill=1, decode=2, threads=threads), cores)
+    assert (said is not None) == warned
+    if said is not None:
+        assert said.startswith(f"Warning: 3 nodes of {threads} compute threads share {cores} cores ")
 
 
 def test_a_directory_that_runs_already(tmp_path: Path) -> None:

@@ -388,6 +388,58 @@ def test_any_course_of_events(data: st.DataObject) -> None:
     assert (counts.free + counts.cached, counts.promised) == (48, 0)
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_place_is_kept_for_a_prompt_that_was_overtaken_so_often(data: st.DataObject) -> None:
+    """Sequences come to decode and leave, and now and then a prompt comes, long or short. More than `overtakes_max`
+    later ones start before the prompt that is next in line only as long as there is a place beside theirs."""
+    sequences = data.draw(st.integers(1, 3))
+    overtakes = data.draw(st.integers(1, 3))
+    bench = Bench(tokens=sequences + 1, sequences=sequences, waiting=1_000, num_blocks=1_000, overtakes_max=overtakes)
+    overtaken: dict[str, int] = {}
+    """Of each prompt that is not begun, in order of arrival."""
+    later: dict[str, set[str]] = {}
+    """Sequences that came to decode and have not started: the prompts that were there before."""
+    decoding: list[str] = []
+    for step in range(data.draw(st.integers(5, 15))):
+        if data.draw(st.booleans()):
+            bench.submit(f"prompt-{step}", data.draw(st.sampled_from([1, 30])))
+            overtaken[f"prompt-{step}"] = 0
+        for number in range(data.draw(st.integers(0, 2))):
+            bench.resume(f"later-{step}-{number}", 4)
+            later[f"later-{step}-{number}"] = set(overtaken)
+        for _ in range(min(len(decoding), data.draw(st.integers(0, 2)))):
+            bench.scheduler.remove(bench.seqs[decoding.pop(0)])
+        first = next(iter(overtaken), None)
+        names = [name for name, *_ in bench.step() or []]
+        for name in names:
+            overtaken.pop(name, None)
+        started = [name for name in names if name in later]
+        for name in started:
+            for prompt in later.pop(name) & set(overtaken):
+                overtaken[prompt] += 1
+        decoding = [
+            name for name in names if bench.seqs[name].output_count and bench.scheduler.find(bench.seqs[name].key)
+        ]
+        if started and first in overtaken and overtaken[first] > overtakes:
+            assert bench.scheduler.running + 1 <= sequences
+
+
+def test_a_begun_prompt_lets_later_ones_past_the_next_while_a_place_is_kept() -> None:
+    """The exception to the bound: a long prompt is half done, and the next one cannot begin before it ends. Of three
+    places one sequence after the other has the second, and the third stays the waiting prompt's."""
+    bench = Bench(tokens=4, sequences=3, overtakes_max=1)
+    bench.submit("long", 12)
+    bench.step()
+    bench.submit("waits", 1)
+    for name in ("a", "b", "c"):
+        bench.resume(name, 4)
+    assert bench.step() == [("a", 4, 5, True), ("long", 4, 7, False)]
+    bench.scheduler.remove(bench.seqs["a"])
+    assert bench.step() == [("b", 4, 5, True), ("long", 7, 10, False)]
+    assert bench.step() == [("b", 5, 6, True), ("long", 10, 12, True), ("waits", 0, 1, True)]
+
+
 def test_a_prompt_that_waits_for_a_row_has_the_next_one() -> None:
     """One row of scores, and it is taken: a prompt is computed but for its last token. Sequences come to decode without
     end; the next row is the prompt's all the same, since they could otherwise go before it for ever."""

@@ -43,6 +43,30 @@ def test_grants_are_asked_one_step_ahead_and_no_further() -> None:
     asyncio.run(scenario())
 
 
+def test_the_grant_of_the_next_prompt_is_asked_for_before_its_step() -> None:
+    """The engine computes a prompt of which less than two steps are left, but more than one. Two more come: the first
+    has its grant while the step is still under way, so that it can be in the next one; the second waits in line."""
+
+    async def scenario() -> None:
+        rng = random.Random(4)
+        async with inprocess(mock_spec(prefill_flags=ENGINE)) as cluster:
+            node, layer = cluster.prefill["prefill-0"], cluster.gates[Point.LAYER]
+            grants = cluster.decode["decode-0"].receiver.grants
+            cluster.layer_held = (2, 1)
+            layer.close()
+            calls = [asyncio.create_task(ask_exactly(cluster, [MARK, *random_prompt(rng, LONG)]))]
+            await layer.reached.wait()
+            (begun,) = node._admitted.values()
+            assert 64 < begun.tokens_ahead < 2 * 64
+            calls += [asyncio.create_task(ask_exactly(cluster, random_prompt(rng, LONG))) for _ in range(2)]
+            await until(cluster, "a second grant", lambda: (grants.unreleased, len(node._queue)) == (2, 1))
+            layer.open()
+            await asyncio.gather(*calls)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
 def test_a_reserve_without_an_answer_holds_up_nobody_else() -> None:
     """A decode node does not answer the Reserve of a long prompt, for as long as it may take. The engine has nothing to
     do, so those behind it in line go ahead, and are answered before it."""

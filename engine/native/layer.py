@@ -50,6 +50,9 @@ class _Step(Structure):
     )
 
 
+_STEP_FIELDS = {field[0] for field in _Step._fields_}
+
+
 class Layers:
     """All layers of a model. One step at a time: `begin`, then `open` and `close` of each layer in order, or `run`.
 
@@ -104,13 +107,17 @@ class Layers:
             "tables": plan.tables, "table_at": plan.table_at_B, "rows_at": plan.rows_at, "contexts": plan.contexts_B,
             "tasks": plan.tasks, "blocks": plan.blocks_T, "slots": plan.slots_T,
         }  # fmt: skip
-        self._step.__init__(  # type: ignore[misc]
-            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-            **{name: array.ctypes.data for name, array in arrays.items()},
-            rows=rows, hidden=hidden, num_tasks=len(plan.tasks), heads=self._heads, kv_heads=kv_heads,
-            block_size=block_size, d=head_dim, attention_scratch_bytes=attention_bytes, threads=threads,
-            eps=self._eps, scale=head_dim**-0.5,
-        )  # fmt: skip
+        sizes = {
+            "rows": rows, "hidden": hidden, "num_tasks": len(plan.tasks), "heads": self._heads, "kv_heads": kv_heads,
+            "block_size": block_size, "d": head_dim, "attention_scratch_bytes": attention_bytes, "threads": threads,
+            "eps": self._eps, "scale": head_dim**-0.5,
+        }  # fmt: skip
+        places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        places |= {name: array.ctypes.data for name, array in arrays.items()}
+        fields = places | sizes
+        assert fields.keys() == _STEP_FIELDS, fields.keys() ^ _STEP_FIELDS  # or one would be an old step's
+        for name, value in fields.items():
+            setattr(self._step, name, value)
         self._alive = (tensors, plan)
 
     def run(self, kv_LN2KSD: torch.Tensor) -> None:
