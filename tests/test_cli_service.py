@@ -35,7 +35,7 @@ def test_a_service_says_that_it_is_ready_and_ends_well(tmp_path: Path, signum: s
         assert directory.stop(signum) == 0
         assert directory.out == ready[0]
         assert is_free(ready[1])
-        log = re.sub(r"^[\d:.]+ ", "", directory.err, flags=re.MULTILINE).splitlines()
+        log = re.sub(r"^\S+ ", "", directory.err, flags=re.MULTILINE).splitlines()
         assert [re.sub(r" (endpoint|pid)=\S+", "", line) for line in log] == [
             "INFO who process ready",
             f"INFO who process asked to stop signal={signum.name}",

@@ -180,7 +180,7 @@ def test_the_orders_of_an_operator() -> None:
         code, out, _ = baton(cluster, "nodes", "-o", "json")
         assert [node["name"] for node in json.loads(out)] == ["decode-0", "prefill-0", "router-0"]
         _, out, _ = baton(cluster, "describe", "prefill-0")
-        assert re.search(r"^decode-0 +[0-9a-f]{16} +shm +0 +[1-9]\d* +0 +- +-$", out, re.MULTILINE)
+        assert re.search(r"^decode-0 +[0-9a-f]{16} +shm +open +0 +[1-9]\d* +\S+ +\S+ +0 +- +- +-$", out, re.MULTILINE)
 
         words = f"baton drain --directory {cluster.cluster.directory} de"
         completed = run_baton(env={"_BATON_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "4"})

@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+import tests.triton_interpreter  # noqa: F401  # before the kernel, and before anything of Triton's
+
+# isort: split
 from triton.runtime.errors import OutOfResources
 
-import tests.triton_interpreter  # noqa: F401  # before the kernel
 from baton.errors import InvalidField
 from cachestore.regions import offered
 from kvtransfer.device.copy_kernel import copy_records

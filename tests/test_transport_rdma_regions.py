@@ -339,7 +339,7 @@ class FakeCuda:
 
 def cuda(fake: FakeCuda) -> CudaDriver:
     driver: Any = object.__new__(CudaDriver)
-    driver._torch = SimpleNamespace(cuda=SimpleNamespace(set_device=lambda _: None))
+    driver._torch = SimpleNamespace(cuda=SimpleNamespace(set_device=lambda _: None, empty_cache=lambda: None))
     driver._runtime = driver._driver = fake
     driver._ordinal = 0
     made: CudaDriver = driver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
@@ -21,6 +22,9 @@ def use_interpreter() -> None:
     with _alone:
         if _changed:
             return
+        # Triton's own functions are what they were made to be when it was imported.
+        early = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
+        assert not early, "Triton was imported before its interpreter was asked for"
         os.environ["TRITON_INTERPRET"] = "1"
         from triton.runtime import interpreter
 
