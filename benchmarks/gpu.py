@@ -12,6 +12,7 @@ failed and all that was to be exact is; `goals` in the output tells of those and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -71,8 +72,8 @@ class Run:
                     continue
                 limit_s = TINY_LIMIT_S if self._arguments.tiny else LIMITS_S[name]
                 self._part(name, min(limit_s, left_s), Path(folder) / f"{name}.json")
-                print(name, json.dumps(self.results[name]), flush=True)
                 self._write()
+                say(name, json.dumps(self.results[name]))
         self._write()
 
     def _part(self, name: str, limit_s: float, figures: Path) -> None:
@@ -94,6 +95,12 @@ class Run:
             write_whole(self._arguments.out, self.results)
 
 
+def say(*words: str) -> None:
+    """For whoever looks on. Nobody does where the terminal has gone: what counts is in the file."""
+    with contextlib.suppress(OSError):
+        print(*words, flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -106,7 +113,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, run.stop)
     run.all()
-    print(json.dumps(run.results["goals"], indent=2), flush=True)
+    say(json.dumps(run.results["goals"], indent=2))
     if run.stopped_by:
         return 128 + run.stopped_by
     return 0 if passed(run.results, run.parts) else 1

@@ -333,8 +333,13 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         self._refuse(connection, RefusalReason.FLUSH)
 
     def _tell_failure(self, what: str, connection: Connection, error: QueuePairFailed | DeviceError) -> None:
-        """Count it. Where it is for good it comes every second, and takes a line a minute."""
-        self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
+        """Count it. A flush that fails ends its link. A fence is tried again every second: where it fails for good it
+        takes a line a minute."""
+        if isinstance(error, DeviceError):
+            self._counts["flush_failed"] += 1
+            log.error(what, writer=connection.writer, reason=str(error))
+            return
+        self._counts["destroy_failed"] += 1
         self._repeats.error(what, peer=connection.writer, reason=str(error))
         self._repeats.upkeep()
 
