@@ -100,16 +100,12 @@ def version_of_others(name: str) -> str:
     return distribution(name).version
 
 
-def version_told() -> str:
-    from baton.version import baton_version
-
-    return baton_version()
-
-
 if __name__ == "__main__":
     sys.meta_path.insert(0, Blocker())
     with mock.patch("importlib.metadata.version", version_of_others):
         assert import_all() > 50
-        print(version_told())
+        from baton.version import baton_version
+
+        print(baton_version())
     print(asyncio.run(serve_and_call()))
     print(sorted(BLOCKED & {name.split(".")[0] for name in sys.modules}))
