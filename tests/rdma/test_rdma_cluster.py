@@ -47,7 +47,7 @@ def test_answers_over_rdma_are_exact() -> None:
         moved = cluster.run(ask_all())
         sent = counters_of(port.device, port.number)["sent_pkts"] - before
         if report := os.environ.get("BATON_RDMA_BYTES"):
-            Path(report).write_text(str(moved))
+            Path(report).write_text(f"{moved} {sent}\n")
         print(f"handed over {moved:,} bytes; the device counts {sent:,} packets of at most 4,096 bytes of data")
         assert moved > 0
         assert sent * 4096 >= moved

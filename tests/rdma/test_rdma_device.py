@@ -7,6 +7,7 @@ import errno
 import os
 import select
 import socket
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from kvtransfer.transports.rdma import (
     RdmaUnavailable,
     RdmaUnproved,
 )
+from kvtransfer.transports.rdma_checks import check_rdma, works
 from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import (
     ProbeLost,
@@ -82,6 +84,18 @@ def completed(poster: Poster, count: int) -> list[tuple[int, int]]:
     finally:
         os.close(wake)
     return found
+
+
+def test_the_doctor_finds_the_device() -> None:
+    """Where all the other tests here run, `baton doctor` says that RDMA works; without the device, that it does not."""
+    assert works(check_rdma()), check_rdma()
+    note_packets()
+    subprocess.run(REMOVE_LINK, shell=True, check=True)
+    try:
+        assert not works(check_rdma())
+    finally:
+        subprocess.run(ADD_LINK, shell=True, check=True)
+    assert works(check_rdma()), check_rdma()
 
 
 def test_a_late_write_is_refused_by_the_device_after_a_fence() -> None:
