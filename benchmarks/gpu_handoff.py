@@ -54,61 +54,23 @@ async def _hand_over(bench: Bench, receiver: subprocess.Popen[str], figures: Fig
     source = DeviceRegion(driver, REGION_BYTES, "bench-source")
     source.rehearse_copy(8)
     link = await CudaIpcWriterLink.connect_device(endpoint, PAIR, source, events, loop, driver)
-    layers, records, record_bytes = (2, 4, 4096) if bench.tiny else (28, 256, 65_536)
-    side = 64 if bench.tiny else 4096
-    dtype = torch.float32 if bench.tiny else torch.bfloat16
-    a = torch.randn(side, side, device=bench.device, dtype=dtype)
-
-    def layer_ops(layer: int) -> WriteOps:
-        at = (layer * records + np.arange(records, dtype=np.int64)) * record_bytes
-        return WriteOps(src=at, dst=at, nbytes=np.full(records, record_bytes, dtype=np.int64))
-
-    def compute(grant: GrantId | None) -> tuple[float, float]:
-        """-> (seconds that the compute stream took, when it had finished)."""
-        bench.synchronize()
-        on_device = bench.device.type == "cuda"
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_device else []
-        begin = time.perf_counter()
-        for mark in marks[:1]:
-            mark.record()
-        for layer in range(layers):
-            for _ in range(4):
-                torch.mm(a, a)
-            if grant is not None:
-                link.post(grant, layer_ops(layer))
-        for mark in marks[1:]:
-            mark.record()
-            mark.synchronize()
-        ended = time.perf_counter()
-        return marks[0].elapsed_time(marks[1]) / 1e3 if marks else ended - begin, ended
-
+    layers = _Layers(bench, link)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{told['commit_port']}") as channel:
         await channel.channel_ready()
         commit = channel.unary_unary(COMMIT)
-        compute(None)
-
-        async def copies_alone() -> float:
-            grant, expected = GrantId(bytes(15) + b"\xff"), len(events.completed) + layers
-            bench.synchronize()
-            begin = time.perf_counter()
-            for layer in range(layers):
-                link.post(grant, layer_ops(layer))
-            await events.until(expected)
-            return time.perf_counter() - begin
-
-        copied_s = [await copies_alone() for _ in range(1 + bench.repeats)][1:]
-        copy_s, nbytes = statistics.median(copied_s), layers * records * record_bytes
+        layers.compute(None)
+        copied_s = [await layers.copies_alone(events) for _ in range(1 + bench.repeats)][1:]
+        copy_s, nbytes = statistics.median(copied_s), layers.writes * layers.record_bytes
         figures.add(mbytes=nbytes / 1e6, copy_ms=1e3 * copy_s, copy_gbytes_s=2 * nbytes / copy_s / 1e9)
         alone_s, beside_s, committed_s = [], [], []
         for number in range(bench.repeats):
-            alone_s.append((await asyncio.to_thread(compute, None))[0])
+            alone_s.append((await asyncio.to_thread(layers.compute, None))[0])
             grant = GrantId(GRANT[:-1] + bytes([number]))
-            expected = len(events.completed) + layers
-            took_s, ended = await asyncio.to_thread(compute, grant)
+            expected = len(events.completed) + layers.count
+            took_s, ended = await asyncio.to_thread(layers.compute, grant)
             beside_s.append(took_s)
             await events.until(expected)
-            writes = layers * records
-            link.seal(Seal(grant=grant, epoch=Epoch(1), writes=writes, bytes_written=writes * record_bytes))
+            link.seal(Seal(grant=grant, epoch=Epoch(1), writes=layers.writes, bytes_written=nbytes))
             await commit(bytes(grant), timeout=60)
             committed_s.append(time.perf_counter() - ended)
     await link.close()
@@ -118,6 +80,54 @@ async def _hand_over(bench: Bench, receiver: subprocess.Popen[str], figures: Fig
         exposed_ms=1e3 * (statistics.median(beside_s) - statistics.median(alone_s)),
         committed_ms=1e3 * statistics.median(committed_s),
     )
+
+
+class _Layers:
+    """What is computed and copied, layer by layer."""
+
+    def __init__(self, bench: Bench, link: CudaIpcWriterLink) -> None:
+        self.count, self.records, self.record_bytes = (2, 4, 4096) if bench.tiny else (28, 256, 65_536)
+        self.writes = self.count * self.records
+        self._bench = bench
+        self._link = link
+        side = 64 if bench.tiny else 4096
+        dtype = torch.float32 if bench.tiny else torch.bfloat16
+        self._factor = torch.randn(side, side, device=bench.device, dtype=dtype)
+
+    def compute(self, grant: GrantId | None) -> tuple[float, float]:
+        """-> (seconds that the compute stream took, when it had finished)."""
+        self._bench.synchronize()
+        on_device = self._bench.device.type == "cuda"
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_device else []
+        begin = time.perf_counter()
+        for mark in marks[:1]:
+            mark.record()
+        for layer in range(self.count):
+            for _ in range(4):
+                torch.mm(self._factor, self._factor)
+            if grant is not None:
+                self._post(grant, layer)
+        for mark in marks[1:]:
+            mark.record()
+            mark.synchronize()
+        ended = time.perf_counter()
+        return marks[0].elapsed_time(marks[1]) / 1e3 if marks else ended - begin, ended
+
+    async def copies_alone(self, events: _Events) -> float:
+        """-> seconds."""
+        grant, expected = GrantId(bytes(15) + b"\xff"), len(events.completed) + self.count
+        self._bench.synchronize()
+        begin = time.perf_counter()
+        for layer in range(self.count):
+            self._post(grant, layer)
+        await events.until(expected)
+        return time.perf_counter() - begin
+
+    def _post(self, grant: GrantId, layer: int) -> None:
+        at = (layer * self.records + np.arange(self.records, dtype=np.int64)) * self.record_bytes
+        self._link.post(
+            grant, WriteOps(src=at, dst=at, nbytes=np.full(self.records, self.record_bytes, dtype=np.int64))
+        )
 
 
 class _Events:

@@ -8,12 +8,12 @@ import importlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 import click
 from click.shell_completion import CompletionItem
 
+from baton.version import baton_version
 from cli.child import tie_to_supervisor
 from cli.interrupts import QuietInterrupts
 from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, Invocation
@@ -102,7 +102,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings=CONTEXT_SETTINGS)
-@click.version_option(version("baton-serve"), prog_name="baton")
+@click.version_option(baton_version(), prog_name="baton")
 def cli() -> None:
     """Baton serves large language models on separate prefill and decode nodes.
 

@@ -116,8 +116,9 @@ class ClusterSpec:
         its CPU quota too."""
         return self.threads or max(1, own_cores().usable // self.engines)
 
-    def flags_of(self, name: str, service: Service, directory: str) -> dict[str, object]:
-        """The configuration keys that the process `name` is given; `directory` is where that one listens."""
+    def flags_of(self, name: str, service: Service, directory: str) -> dict[str, str]:
+        """The configuration keys that the process `name` is given, as flags spell them; `directory` is where that one
+        listens."""
         keys: dict[str, object] = {"name": name}
         if service is Service.DIRECTORY:
             keys["listen"] = self.directory_listen
@@ -136,7 +137,8 @@ class ClusterSpec:
             keys["engine.compute_threads"] = self.compute_threads()
         keys.update(self.flags.get(service, {}))
         keys.update(self.node_flags.get(name, {}))
-        return {key: value for key, value in keys.items() if value is not None}
+        told = {key: value for key, value in keys.items() if value is not None}
+        return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in told.items()}
 
     def check(self) -> None:
         """Refuse now what the processes would refuse after their start. Raises ConfigError: for all of them at once."""
@@ -145,8 +147,7 @@ class ClusterSpec:
         for name, service in self.processes():
             try:
                 flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
-                text = {key: _text(value) for key, value in flags.items()}
-                config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=text)
+                config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=flags)
                 places.update(listen_places(name, config))
             except ConfigError as error:
                 problems += error.problems
@@ -351,7 +352,7 @@ class Cluster:
             command += ["--config", str(self.spec.config)]
         for key, value in self.spec.flags_of(name, service, directory).items():
             if value != self.spec.directory:  # it may have a password: by the environment, which others cannot read
-                command += [flag_name(key), _text(value)]
+                command += [flag_name(key), value]
         return command
 
     def _env(self, service: Service) -> dict[str, str]:
@@ -397,7 +398,3 @@ class Cluster:
             f"{', '.join(waiting)} did not become ready within {self.spec.start_ms_max} ms (start_ms_max).",
             process=waiting[0] if waiting else "",
         )
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 
 import h11
 import uvicorn
@@ -27,6 +26,7 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.log import get_log
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
+from baton.version import baton_version
 from router.chat import ChatEncoder
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
@@ -90,10 +90,10 @@ class OpenAiApp:
 
     async def _take_in(self, request: Request, parse: Callable[[bytes], OpenAiCall], *, chat: bool) -> Response:
         """What is refused here is told to the log by the same id as to the client: there is no request yet."""
-        request_id = new_request_id(self._rng)
+        request_id = request.state.request_id = new_request_id(self._rng)
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
-            request_id = called.request_id or request_id
+            request_id = request.state.request_id = called.request_id or request_id
             raw = await self._body(request)
             # Off the loop: long chats take long to render and encode, and others' tokens must flow.
             return self._reply(await asyncio.to_thread(parse, raw), called, request_id)
@@ -129,7 +129,7 @@ class OpenAiApp:
         return JSONResponse({"status": "ok"})
 
     async def _version(self, _request: Request) -> Response:
-        return JSONResponse({"version": version("baton-serve")})
+        return JSONResponse({"version": baton_version()})
 
     async def _metrics_text(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -304,5 +304,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    log.error("a call failed", path=request.url.path, exc_info=error)
-    return error_response(BatonError(Reason.INTERNAL, "This router has failed at the call; its log says why."))
+    response = error_response(BatonError(Reason.INTERNAL, "This router has failed at the call; its log says why."))
+    told = {}
+    if (request_id := getattr(request.state, "request_id", None)) is not None:
+        told["request"] = response.headers["x-request-id"] = request_id
+    log.error("a call failed", path=request.url.path, **told, exc_info=error)
+    return response

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from importlib.metadata import version
 from typing import Final
 
 from batonpb import common_pb2, inference_pb2
@@ -16,6 +15,7 @@ from prometheus_client.registry import Collector
 from baton.errors import Reason
 from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
+from baton.version import baton_version
 from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord, Role
 from router.observer import ObservedRequest, RequestObserver
 
@@ -96,13 +96,17 @@ class RouterMetrics(RequestObserver):
             "baton_control_loop_lag_seconds", "How late this router's control thread was, at each look.",
             buckets=tuple(ms / 1000 for ms in BUCKETS_MS), registry=registry,
         )  # fmt: skip
+        registry.register(_NodeCollector(nodes))
+        self._tell_of_the_process(directory_lost)
+
+    def _tell_of_the_process(self, directory_lost: Callable[[], bool]) -> None:
+        registry = self.registry
         Gauge("baton_build_info", "1, for the version of this router.", ["version"], registry=registry).labels(
-            version("baton-serve")
+            baton_version()
         ).set(1)
         Gauge(
             "baton_directory_reached", "0 while the directory is out of this router's reach, else 1.", registry=registry
         ).set_function(lambda: not directory_lost())
-        registry.register(_NodeCollector(nodes))
         ProcessCollector(registry=registry)
 
     def received(self, now_s: float) -> ObservedRequest:

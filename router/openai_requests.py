@@ -24,6 +24,8 @@ _CONSTRAINTS: Final = (
     "ebnf",
 )  # fmt: skip
 """What other servers call a form that the answer must have."""
+_SEARCHES: Final = {"use_beam_search": False, "length_penalty": 1, "early_stopping": False}
+"""What other servers' beam search is told, each with the value that changes nothing."""
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
@@ -63,7 +65,7 @@ def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
     _refuse(body, "echo", (False,), "the prompt's own text and log-probabilities are not returned")
     _refuse(body, "suffix", ("",), "text can only be continued at its end")
     _refuse(body, "best_of", (n,), "every answer that is drawn is returned: ask for n of them")
-    _refuse(body, "use_beam_search", (False,), "answers are drawn, not searched")
+    _refuse(body, "add_special_tokens", (True,), "a text begins as the tokenizer lets it: token ids in prompt need not")
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_tokens")
     if body.get("logprobs") is not False:  # some clients say so when they want none
@@ -81,6 +83,7 @@ def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
     _refuse(body, "echo", (False,), "the prompt's own text is not returned")
     _refuse(body, "continue_final_message", (False,), "the answer is a new message")
     _refuse(body, "chat_template", (), "the model's own is used")
+    _refuse(body, "add_special_tokens", (False,), "the chat template spells them out")
     _refuse(body, "documents", ([],), "a template that knows them takes them from chat_template_kwargs")
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
@@ -143,6 +146,10 @@ def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     for name in ("allowed_token_ids", "bad_words"):
         _refuse(body, name, ([],), "logit_bias keeps tokens out of an answer")
     _refuse(body, "skip_special_tokens", (True,), "special tokens are no part of an answer's text")
+    for name, off in _SEARCHES.items():
+        _refuse(body, name, (off,), "answers are drawn, not searched")
+    _refuse(body, "typical_p", (1,), "top_p, top_k and min_p cut what is drawn from")
+    _refuse(body, "no_repeat_ngram_size", (0,), "repetition_penalty and frequency_penalty keep repetitions down")
     sampling = inference_pb2.Sampling()
     for name in _FLOATS:
         if name in body:

@@ -6,7 +6,7 @@ reads all of it to the end. So an answer may grow in a decode node beyond what a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.log import get_log
@@ -26,17 +26,26 @@ def may_hold(record: NodeRecord, tokens: int) -> bool:
 
 
 def tokens_max(records: Sequence[NodeRecord], model: ModelInfo) -> int:
-    """What prompt and answer may have together on the nodes that are there: the model's context, or what the largest
-    region of the kind of node with the smaller ones holds."""
-    found = model.context_len_max
-    for role in (Role.PREFILL, Role.DECODE):
-        sizes = [
-            region_tokens(record) or model.context_len_max
-            for record in records
-            if record.role.serves(role) and record.model is not None and record.model.fingerprint == model.fingerprint
-        ]
-        found = min(found, max(sizes, default=found))
-    return found
+    """What prompt and answer may have together on the nodes that are there, however it is shared between them: the
+    model's context, or what the largest region of the kind of node with the smaller ones holds beside idle pins.
+    Answers may grow beyond that where decode nodes have more."""
+
+    def unpinned(record: NodeRecord) -> int:
+        return region_tokens(record) - record.load.blocks.pinned * model.block_size
+
+    return min(_most(records, model, role, unpinned) for role in (Role.PREFILL, Role.DECODE))
+
+
+def _most(
+    records: Sequence[NodeRecord], model: ModelInfo, role: Role, tokens_of: Callable[[NodeRecord], int] = region_tokens
+) -> int:
+    """What one node of the role holds at most, within the model's context; that where none is there, or not known."""
+    sizes = [
+        tokens_of(record) if region_tokens(record) else model.context_len_max
+        for record in records
+        if record.role.serves(role) and record.model is not None and record.model.fingerprint == model.fingerprint
+    ]
+    return min(max(sizes, default=model.context_len_max), model.context_len_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +79,7 @@ class RegionWatch:
 
     def __init__(self) -> None:
         self._told: Outgrown | None = None
-        self._told_tokens = 0
+        self._told_limits = (0, 0)
 
     def look(self, records: Sequence[NodeRecord]) -> None:
         self._look_at_context(records)
@@ -88,12 +97,17 @@ class RegionWatch:
         model = next((record.model for record in records if record.model is not None), None)
         if model is None:
             return
-        found = tokens_max(records, model)
-        if found not in (self._told_tokens, model.context_len_max):
+        # Not what is left beside pins: that changes with each request that reads one.
+        decode_tokens = _most(records, model, Role.DECODE)
+        prompt_tokens = min(decode_tokens, _most(records, model, Role.PREFILL))
+        found = (prompt_tokens, decode_tokens)
+        if found != self._told_limits and prompt_tokens < model.context_len_max:
             log.info(
-                "requests longer than the largest region are refused, though the model's context is longer: give nodes "
-                "of both kinds more blocks (engine.num_blocks) where such requests are to come",
-                tokens_max=found,
+                "requests that no region holds are refused, though the model's context is longer: give nodes of both "
+                "kinds more blocks (engine.num_blocks) where prompts of more than prompt_tokens_max, or prompts with "
+                "answers of more than tokens_max, are to come",
+                prompt_tokens_max=prompt_tokens,
+                tokens_max=decode_tokens,
                 context=model.context_len_max,
             )
-        self._told_tokens = found
+        self._told_limits = found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -264,6 +265,13 @@ class RunningCluster:
             if isinstance(outcome, BaseException):
                 raise outcome
         return True
+
+
+def http_endpoint(cluster: RunningCluster) -> str:
+    """Where the router serves it, by its log."""
+    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
+    assert found is not None
+    return found[1]
 
 
 @contextmanager

@@ -147,8 +147,7 @@ class InProcessCluster:
     async def start_node(self, name: str, service: Service) -> None:
         """Raises what `serve` raises when it ends instead of becoming ready."""
         flags = self.spec.flags_of(name, service, self.endpoints.get(DIRECTORY_NAME, ""))
-        text = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in flags.items()}
-        config = load_config(service, toml_path=None, env={}, flags=text)
+        config = load_config(service, toml_path=None, env={}, flags=flags)
         ready: asyncio.Future[str] = self.loop.create_future()
         stop = self._stops[name] = asyncio.Event()
         serve = serve_function(service)

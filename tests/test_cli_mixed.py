@@ -65,7 +65,7 @@ def test_too_many_nodes() -> None:
 def test_the_halves_of_a_configuration() -> None:
     """Each key reaches the half that it belongs to, and the defaults are the halves' own."""
     engine = ClusterSpec(mixed=1).flags_of("mixed-0", Service.MIXED, "127.0.0.1:7070")
-    assert engine["engine.compute_threads"] == ClusterSpec(mixed=1).compute_threads()
+    assert engine["engine.compute_threads"] == str(ClusterSpec(mixed=1).compute_threads())
     spec = ClusterSpec(prefill=0, decode=0, mixed=2)
     assert [name for name, _ in spec.processes()] == ["directory", "router-0", "mixed-0", "mixed-1"]
     with pytest.raises(InvalidField, match="decode must be positive"):

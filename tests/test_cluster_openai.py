@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import re
 import signal
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +14,13 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
+from baton.version import baton_version
 from cli.services import Service
-from cli.supervisor import ROUTER_NAME, ClusterSpec
+from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import BOS_ID, DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.cluster_harness import RunningCluster, assert_conserved, running, wait_for
+from tests.cluster_harness import RunningCluster, assert_conserved, http_endpoint, running, wait_for
 from tests.drain_harness import order
 
 PROMPT: Final = "the sea in the evening"
@@ -57,9 +56,7 @@ def cluster(model: Path) -> Iterator[RunningCluster]:
 
 @pytest.fixture(scope="module")
 def endpoint(cluster: RunningCluster) -> str:
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
-    assert found is not None
-    return found[1]
+    return http_endpoint(cluster)
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +313,7 @@ async def healthy(endpoint: str) -> bool:
 def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: openai.OpenAI) -> None:
     """What the calls here have left in the counters; nothing queued or running."""
     cluster.run(wait_for(lambda: healthy(endpoint), "the router to know both nodes"))
-    assert json.loads(http_call(endpoint, "GET", "/version")[2]) == {"version": version("baton-serve")}
+    assert json.loads(http_call(endpoint, "GET", "/version")[2]) == {"version": baton_version()}
 
     (served,) = client.models.list().data
     assert (served.id, served.model_dump()["max_model_len"]) == ("tiny", 4096)
@@ -347,7 +344,7 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     assert after['baton_node_parked_requests{node="decode-0",role="decode"}'] == 0
     assert after['baton_nodes{role="decode",state="ready"}'] == 1
     assert after['baton_nodes{role="decode",state="draining"}'] == 0
-    assert after[f'baton_build_info{{version="{version("baton-serve")}"}}'] == 1
+    assert after[f'baton_build_info{{version="{baton_version()}"}}'] == 1
     assert after["process_resident_memory_bytes"] > 0
 
 
@@ -391,9 +388,8 @@ def test_an_error_in_the_middle_of_a_stream_is_told(model: Path) -> None:
         flags={Service.ROUTER: {"liveness.reconnect_ms_max": 300, "retries.resume_wait_ms_max": 300}},
     )
     with running(spec) as cluster:
-        found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
-        assert found is not None
-        with openai.OpenAI(base_url=f"http://{found[1]}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S) as client:
+        url = f"http://{http_endpoint(cluster)}/v1"
+        with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=TIMEOUT_S) as client:
             stream = client.completions.create(
                 model="tiny", prompt=PROMPT, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
             )

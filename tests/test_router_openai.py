@@ -98,6 +98,8 @@ def test_every_parameter_reaches_our_request() -> None:
         ("guided_json", {"type": "object"}, None), ("structured_outputs", {"regex": "a"}, None), ("regex", "a+", None),
         ("response_format", {"type": "json_object"}, {"type": "text"}), ("allowed_token_ids", [5], []),
         ("bad_words", ["a"], []), ("truncate_prompt_tokens", 5, None), ("skip_special_tokens", False, True),
+        ("typical_p", 0.9, 1.0), ("no_repeat_ngram_size", 3, 0), ("use_beam_search", True, False),
+        ("length_penalty", 1.2, 1.0), ("early_stopping", True, False),
     ],
 )  # fmt: skip
 def test_what_would_make_another_answer_is_refused_by_name(name: str, value: object, neutral: object) -> None:
@@ -110,6 +112,18 @@ def test_what_would_make_another_answer_is_refused_by_name(name: str, value: obj
         assert isinstance(refused, BatonError)
         assert (refused.reason, refused.field) == (Reason.BAD_FIELD, name)
         assert isinstance(attempt(parse, json.dumps({**prompt, name: neutral}).encode()), OpenAiCall)
+
+
+def test_special_tokens_are_added_as_each_endpoint_does() -> None:
+    """The tokenizer adds its own to a text, none to a chat that the template has rendered: what says so is taken."""
+    taken = []
+    for adds in (True, False):
+        body = json.dumps({"prompt": "hi", "add_special_tokens": adds}).encode()
+        taken.append(isinstance(attempt(parse_completion, body), OpenAiCall))
+        message = {"role": "user", "content": "hi"}
+        body = json.dumps({"messages": [message], "add_special_tokens": adds}).encode()
+        taken.append(isinstance(attempt(lambda raw: parse_chat(raw, encode), body), OpenAiCall))
+    assert taken == [True, False, False, True]
 
 
 def test_errors_have_a_status_and_a_time() -> None:

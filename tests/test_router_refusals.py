@@ -156,6 +156,28 @@ def test_a_client_that_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
     assert "secret" not in caplog.text
 
 
+def test_a_call_that_meets_a_bug(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is told the id that the log has beside the traceback: its own, or one of ours."""
+
+    def broken(raw: bytes) -> dict[str, Any]:
+        raise ZeroDivisionError(raw)
+
+    monkeypatch.setattr("router.http_server.parse_body", broken)
+    ids: list[str] = []
+
+    async def scene(door: Door) -> None:
+        for headers in ((b"x-request-id: yours",), ()):
+            head = await door.head(b"{}", *headers)
+            assert head[0] == b"HTTP/1.1 500 Internal Server Error\r\n"
+            ids.extend(line.decode().split()[1] for line in head if line.startswith(b"x-request-id: "))
+
+    with caplog.at_level(logging.INFO):
+        play(scene)
+    failed = [r for r in caplog.records if r.getMessage() == "a call failed"]
+    assert [r.baton_fields["request"] for r in failed] == ids  # type: ignore[attr-defined]
+    assert (ids[0], len(set(ids))) == ("yours", 2)
+
+
 def test_one_call_too_many(caplog: pytest.LogCaptureFixture) -> None:
     """The server answers one call, and refuses the second before its handler has it."""
 

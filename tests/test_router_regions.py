@@ -36,6 +36,13 @@ def node(
     )  # fmt: skip
 
 
+def with_pins(record: NodeRecord, pinned: int) -> NodeRecord:
+    """So many of its blocks cached and kept by pins."""
+    blocks = record.load.blocks
+    blocks = replace(blocks, free=blocks.free - pinned, cached=pinned, pinned=pinned)
+    return replace(record, load=replace(record.load, blocks=blocks))
+
+
 def request(prompt: int, *, output: int = 0) -> Job:
     """One of so many tokens, whose client has so many of the answer."""
     job = Job(
@@ -236,16 +243,33 @@ def test_how_long_a_request_may_be(records: tuple[NodeRecord, ...], found: int) 
     assert tokens_max(records, MODEL) == found
 
 
+def test_what_pins_keep_is_no_part_of_a_request() -> None:
+    """Nor does a node without room beside its pins count as one whose region is not known."""
+    decode = node(2, 6, role=Role.DECODE)
+    assert tokens_max((node(1, 7), with_pins(decode, 2)), MODEL) == 64
+    assert tokens_max((with_pins(node(1, 7), 1), decode), MODEL) == 96
+    assert tokens_max((with_pins(node(1, 4), 1), decode), MODEL) == 48
+    assert tokens_max((with_pins(node(1, 3), 2), node(3, 2), decode), MODEL) == 32
+    assert tokens_max((with_pins(replace(node(1, 2), load=NodeLoad(blocks=BlockLoad(free=2))), 2), decode), MODEL) == 0
+
+
 def test_the_log_is_told_of_regions_below_the_context(caplog: pytest.LogCaptureFixture) -> None:
-    """Each length once, however often nodes report; none where all of the context fits, or nobody is there."""
+    """Each length once, however often nodes report and whatever pins keep; none where all of the context fits, or
+    nobody is there. A prompt has to fit on both sides, with its answer on a decode node: the same bound there as where
+    the log tells that answers may outgrow the prefill nodes."""
     watch, decode = RegionWatch(), node(2, 7, role=Role.DECODE)
     with caplog.at_level(logging.INFO):
         watch.look(())
         for blocks in (7, 5, 5, 7, 5, 4):
             watch.look((node(1, blocks), decode))
+        for pinned in (1, 0):
+            watch.look((with_pins(node(1, 4), pinned), decode))
+        watch.look((node(1, 4), node(2, 6, role=Role.DECODE)))
     told = [
         record.baton_fields  # type: ignore[attr-defined]
         for record in caplog.records
-        if record.getMessage().startswith("requests longer than the largest region are refused")
+        if record.getMessage().startswith("requests that no region holds are refused")
     ]
-    assert [(fields["tokens_max"], fields["context"]) for fields in told] == [(80, 100), (80, 100), (64, 100)]
+    assert [tuple(fields.values()) for fields in told] == [
+        (80, 100, 100), (80, 100, 100), (64, 100, 100), (64, 96, 100)
+    ]  # fmt: skip
