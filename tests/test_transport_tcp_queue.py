@@ -124,6 +124,26 @@ def test_what_is_not_small_or_finds_no_idle_stream_is_left_to_the_threads() -> N
             assert taken.item.payload_nbytes == ops.total_bytes
 
 
+def test_what_is_queued_of_an_abandoned_grant_is_not_sent() -> None:
+    """Three batches, of which a thread has taken the first: abandoned, the other two complete at once and uncopied,
+    another grant's goes out next, and the first completes with its acknowledgement."""
+    other = grant_of(8)
+    with sending() as s:
+        for at in (0, 200, 400):
+            s.queue.post(GRANT, small(at))
+        s.queue.post(other, small(600))
+        assert sequence_of(s.take(0).result(DEADLINE_S)) == 0
+        s.queue.abandon(GRANT)
+        s.loop.run_until_complete(asyncio.sleep(0))
+        assert s.completed == [(GRANT, 1, 100, False)] * 2
+        taken = s.take(0).result(DEADLINE_S)
+        assert taken is not None
+        assert isinstance(taken.item, Frame)
+        assert taken.item.batch.grant == other
+        s.queue.acknowledged(0, taken.sequence, landed=True)
+        assert s.completed[2:] == [(GRANT, 1, 100, True), (other, 1, 100, True)]
+
+
 def test_an_error_in_one_completion_loses_no_other() -> None:
     """One acknowledgement completes three batches, and whoever is told of the first fails: the others are told of, in
     order, and then the error comes."""

@@ -109,7 +109,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
             try:
                 self._memory.flush()
             except DeviceError as error:
-                self._tell_failure("a grant is over, and the device's memory cannot be flushed", connection, error)
+                self._tell_refused("a grant is over, and the device's memory cannot be flushed", connection, error)
                 self._refuse(connection, RefusalReason.FLUSH)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
@@ -329,17 +329,17 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         if isinstance(error, SealRefused):
             self._refuse(connection, RefusalReason[error.fault.name])
             return
-        self._tell_failure("a seal is refused: the device's memory cannot be flushed", connection, error)
+        self._tell_refused("a seal is refused: the device's memory cannot be flushed", connection, error)
         self._refuse(connection, RefusalReason.FLUSH)
 
+    def _tell_refused(self, what: str, connection: Connection, error: DeviceError) -> None:
+        """The link ends with it: each is told."""
+        self._counts["flush_failed"] += 1
+        log.error(what, writer=connection.writer, reason=str(error))
+
     def _tell_failure(self, what: str, connection: Connection, error: QueuePairFailed | DeviceError) -> None:
-        """Count it. A flush that fails ends its link. A fence is tried again every second: where it fails for good it
-        takes a line a minute."""
-        if isinstance(error, DeviceError):
-            self._counts["flush_failed"] += 1
-            log.error(what, writer=connection.writer, reason=str(error))
-            return
-        self._counts["destroy_failed"] += 1
+        """Count it. Where it is for good it comes every second, and takes a line a minute."""
+        self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
         self._repeats.error(what, peer=connection.writer, reason=str(error))
         self._repeats.upkeep()
 
