@@ -197,10 +197,10 @@ up = click.Command(
 
 async def _up(spec: ClusterSpec) -> int:
     names = tuple(name for name, _ in spec.processes())
-    threads = spec.compute_threads()
-    shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node, on {own_cores()}"
+    threads, cores = spec.compute_threads(), own_cores()
+    shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node, on {cores}"
     click.echo(f"Starting {len(names)} processes, {shared}:", err=True)
-    crowded = crowding(spec, own_cores().usable)
+    crowded = crowding(spec, cores.usable)
     if crowded is not None:
         click.echo(crowded, err=True)
     board = StartBoard(names, sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
 
 from baton.directory_client import Snapshot
 from baton.errors import BatonError, Reason
@@ -12,6 +13,8 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.membership import Membership, MembershipConfig
 from baton.wire import NodeRecord, Role
+
+_T = TypeVar("_T")
 
 HANG_S = 20.0
 
@@ -130,12 +133,12 @@ def make(
     )
 
 
-def run(scene: Awaitable[None]) -> None:
-    async def limited() -> None:
+def run(scene: Awaitable[_T]) -> _T:
+    async def limited() -> _T:
         async with asyncio.timeout(HANG_S):
-            await scene
+            return await scene
 
-    asyncio.run(limited())
+    return asyncio.run(limited())
 
 
 def known(membership: Membership) -> list[str]:

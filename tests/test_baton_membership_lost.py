@@ -117,54 +117,38 @@ def test_a_directory_that_is_lost_again_at_once() -> None:
     run(scene())
 
 
+async def flapping(*, gone_s: float, there_s: float) -> list[list[str]]:
+    """A directory that knows of two nodes is lost for so long and then there for so long, twelve times, and lists one
+    of them from the first loss on. Who is known each time when it is back."""
+    directory, clock = ScriptedDirectory(), ManualClock()
+    membership = make(directory, clock, ttl_ms=3_000, heartbeat_ms=1_000, backoff_ms_max=1_000, stale_ms_max=10_000)
+    await membership.start()
+    directory.show(record("a"), record("b"))
+    await membership.wait_until(lambda: known(membership) == ["a", "b"])
+    seen = []
+    for _ in range(12):
+        directory.lose()
+        await membership.wait_until(lambda: membership.stale)
+        await clock.asleep(2)
+        directory.show(record("a"))
+        clock.advance(gone_s)
+        await membership.wait_until(lambda: not membership.stale)
+        seen.append(known(membership))
+        if there_s:
+            await clock.asleep(1)
+            clock.advance(there_s)
+            await clock.asleep(1)
+    await membership.stop()
+    return seen
+
+
 def test_a_directory_that_flaps_does_not_keep_the_dead_for_ever() -> None:
     """It is lost and found again each second, faster than any node runs out, and lists one of two each time: the other
     one is kept for `stale_ms_max` from the first time on, not for as long as that goes on."""
-
-    async def scene() -> None:
-        directory, clock = ScriptedDirectory(), ManualClock()
-        membership = make(directory, clock, ttl_ms=3_000, heartbeat_ms=1_000, backoff_ms_max=1_000, stale_ms_max=10_000)
-        await membership.start()
-        directory.show(record("a"), record("b"))
-        await membership.wait_until(lambda: known(membership) == ["a", "b"])
-        seen = []
-        for _ in range(12):
-            directory.lose()
-            await membership.wait_until(lambda: membership.stale)
-            await clock.asleep(2)
-            directory.show(record("a"))
-            clock.advance(1.0)
-            await membership.wait_until(lambda: not membership.stale)
-            seen.append(known(membership))
-        assert seen == [["a", "b"]] * 10 + [["a"]] * 2
-        await membership.stop()
-
-    run(scene())
+    assert run(flapping(gone_s=1.0, there_s=0.0)) == [["a", "b"]] * 10 + [["a"]] * 2
 
 
 def test_a_directory_that_is_gone_for_long_each_time_does_not_keep_the_dead_for_ever() -> None:
     """It is lost for longer than any node takes to run out, and found for too short a time for that, again and again:
     the dead one is kept until it has been there for `stale_ms_max`, its absences not counted."""
-
-    async def scene() -> None:
-        directory, clock = ScriptedDirectory(), ManualClock()
-        membership = make(directory, clock, ttl_ms=3_000, heartbeat_ms=1_000, backoff_ms_max=1_000, stale_ms_max=10_000)
-        await membership.start()
-        directory.show(record("a"), record("b"))
-        await membership.wait_until(lambda: known(membership) == ["a", "b"])
-        seen = []
-        for _ in range(12):
-            directory.lose()
-            await membership.wait_until(lambda: membership.stale)
-            await clock.asleep(2)
-            directory.show(record("a"))
-            clock.advance(60.0)
-            await membership.wait_until(lambda: not membership.stale)
-            seen.append(known(membership))
-            await clock.asleep(1)
-            clock.advance(1.0)
-            await clock.asleep(1)
-        assert seen == [["a", "b"]] * 10 + [["a"]] * 2
-        await membership.stop()
-
-    run(scene())
+    assert run(flapping(gone_s=60.0, there_s=1.0)) == [["a", "b"]] * 10 + [["a"]] * 2

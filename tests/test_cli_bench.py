@@ -16,10 +16,10 @@ from cli.bench import unwritable
 from cli.bench_plot import check_plot, draw
 from cli.bench_report import report_data
 from cli.bench_stats import Measured, Slo
-from cli.supervisor import ROUTER_NAME, ClusterSpec
+from cli.supervisor import ClusterSpec
 from engine.demo_model import DemoModelParams, write_demo_model
 from tests.cli_harness import Foreground, free_endpoint, run_baton
-from tests.cluster_harness import RunningCluster, assert_conserved, running
+from tests.cluster_harness import RunningCluster, assert_conserved, http_endpoint, running
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,9 @@ def test_a_trace_over_http(cluster: RunningCluster, tmp_path: Path) -> None:
         {"timestamp": 100 * n, "input_length": 700, "output_length": 40, "hash_ids": [7, 10 + n]} for n in range(6)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
-    assert found is not None
+    endpoint = http_endpoint(cluster)
     result = run_baton(
-        "bench", "--url", f"http://{found[1]}", "--trace", str(trace), "--trace-length-scale", "0.25", "-o", "json",
+        "bench", "--url", f"http://{endpoint}", "--trace", str(trace), "--trace-length-scale", "0.25", "-o", "json",
     )  # fmt: skip
     assert (result.returncode, result.stderr) == (0, "")
     data = json.loads(result.stdout)
@@ -78,11 +77,10 @@ def test_a_trace_over_http(cluster: RunningCluster, tmp_path: Path) -> None:
 
 def test_refused_requests_are_counted(cluster: RunningCluster) -> None:
     """Token ids that the model does not have: each failure is counted by its reason, and the exit status is 1."""
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
-    assert found is not None
+    endpoint = http_endpoint(cluster)
     for where, kind in (
         (["--router", cluster.cluster.router], "TOKEN_OUT_OF_RANGE"),
-        (["--url", f"http://{found[1]}"], "HTTP_400"),
+        (["--url", f"http://{endpoint}"], "HTTP_400"),
     ):
         result = run_baton("bench", *where, "--requests", "3", "--token-ids", "700", "900")
         assert result.returncode == 1, result.stdout

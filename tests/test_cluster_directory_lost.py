@@ -7,7 +7,6 @@ import asyncio
 import http.client
 import json
 import random
-import re
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
@@ -16,12 +15,13 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.errors import BatonError, Code, Reason
-from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME
+from cli.supervisor import DIRECTORY_NAME
 from tests.cluster_harness import (
     CALL_S_MAX,
     RunningCluster,
     assert_conserved,
     error_of,
+    http_endpoint,
     mock_spec,
     mock_tokens,
     random_prompt,
@@ -83,9 +83,7 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
     serves all again."""
     cluster = scene.cluster
     rng = random.Random(81)
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
-    assert found is not None
-    endpoint = found[1]
+    endpoint = http_endpoint(cluster)
 
     def get(path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +16,7 @@ from cli.supervisor import ROUTER_NAME, ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.cluster_harness import CALL_S_MAX, RunningCluster, assert_conserved, running, wait_for
+from tests.cluster_harness import CALL_S_MAX, RunningCluster, assert_conserved, http_endpoint, running, wait_for
 
 SIZE: Final = 16
 SYSTEM: Final = "You are the support desk of a ferry line. " * 6
@@ -60,9 +59,8 @@ async def warm(cluster: RunningCluster) -> bool:
 
 
 def http_call(cluster: RunningCluster, method: str, path: str, body: object = None) -> str:
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
-    assert found is not None
-    connection = http.client.HTTPConnection(found[1], timeout=CALL_S_MAX)
+    endpoint = http_endpoint(cluster)
+    connection = http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)
     try:
         connection.request(method, path, body=json.dumps(body))
         response = connection.getresponse()

@@ -6,20 +6,19 @@ import asyncio
 import http.client
 import json
 import random
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import pytest
 
 from baton.errors import Code, Reason
-from cli.supervisor import ROUTER_NAME
 from router.placement import chain_hashes
 from tests.cluster_harness import (
     Answer,
     RunningCluster,
     assert_conserved,
     error_of,
+    http_endpoint,
     make_request,
     mock_spec,
     mock_tokens,
@@ -180,9 +179,8 @@ def test_tenants_never_share_a_block(one_of_each: RunningCluster) -> None:
 
 
 def http_completion(cluster: RunningCluster, **body: Any) -> tuple[int, dict[str, Any]]:
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
-    assert found is not None
-    connection = http.client.HTTPConnection(found[1], timeout=60)
+    endpoint = http_endpoint(cluster)
+    connection = http.client.HTTPConnection(endpoint, timeout=60)
     try:
         connection.request("POST", "/v1/completions", body=json.dumps({"max_tokens": MAX_TOKENS, **body}))
         response = connection.getresponse()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from tests.cluster_harness import (
     RunningCluster,
     assert_conserved,
     error_of,
+    http_endpoint,
     make_request,
     mock_spec,
     mock_tokens,
@@ -104,8 +104,7 @@ def test_a_grpc_client_that_does_not_read_is_cut_off(cluster: RunningCluster) ->
 def test_an_http_client_that_does_not_read_is_cut_off(cluster: RunningCluster, n: int) -> None:
     """A stream of events, of one answer or several, that stays in the socket: nothing of it is left on any node, and
     the connection is closed behind what was on its way."""
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text("router-0"))
-    assert found is not None
+    endpoint = http_endpoint(cluster)
     body = {
         "model": cluster_model(cluster),
         "prompt": [1, 2, 3],
@@ -125,7 +124,7 @@ def test_an_http_client_that_does_not_read_is_cut_off(cluster: RunningCluster, n
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             client.setblocking(False)
             loop = asyncio.get_running_loop()
-            await loop.sock_connect(client, split_endpoint(found[1]))
+            await loop.sock_connect(client, split_endpoint(endpoint))
             await loop.sock_sendall(client, head.encode() + raw)
             enough = asyncio.Event()
             others = [asyncio.create_task(others_go_on(cluster, rng, enough)) for _ in range(2)]
