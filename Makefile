@@ -39,7 +39,7 @@ NIXL := build/nixl
 .PHONY: test-ucx
 test-ucx: $(READY) $(NIXL)/.ready  ## the transport ucx, on NIXL, which is fetched into build/nixl (69 MB)
 	@PYTHONPATH=$(CURDIR)/$(NIXL) $(BIN)/pytest -n 2 --dist loadfile -k ucx \
-	    tests/test_transport_conformance.py tests/test_cluster_ucx.py
+	    tests/conformance/test_transport_conformance.py tests/cluster/test_ucx.py
 
 # Beside .venv, not in it: what is tested there is to run without it.
 $(NIXL)/.ready: constraints.txt $(READY)

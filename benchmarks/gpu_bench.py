@@ -83,7 +83,7 @@ class Bench:
         self.repeats = 1 if tiny else 10
         self.capture: Capture | None = None
         if self.device.type != "cuda":
-            from tests.gpu_models import FakeCapture
+            from tests.support.gpu_models import FakeCapture
 
             self.capture = FakeCapture()
 

@@ -24,7 +24,7 @@ from engine.models.rotary import rotary_angles, rotate
 from engine.types import Batch
 from kvtransfer.device.copy_kernel import copy_records
 from kvtransfer.transport import WriteOps
-from tests.kernel_cases import SHAPES, Shape, fill, poisoned_pool, random_batch, random_queries
+from tests.support.kernel_cases import SHAPES, Shape, fill, poisoned_pool, random_batch, random_queries
 
 Compared = tuple[str, str, torch.Tensor, torch.Tensor, float]
 """What was run, on which type; found, wanted, and by how much of the largest wanted value they may differ."""

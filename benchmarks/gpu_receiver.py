@@ -30,7 +30,7 @@ def make_driver(device: str) -> DeviceDriver:
     """CUDA's, or the tests' stand-in for a smoke test of the benchmark."""
     if device == "cuda":
         return CudaDriver()
-    from tests.fake_device import FakeDriver
+    from tests.support.fake_device import FakeDriver
 
     return FakeDriver()
 

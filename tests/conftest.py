@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -16,12 +17,12 @@ settings.register_profile("same", settings.get_profile("more"), derandomize=True
 settings.load_profile("same")
 
 LONG: Final = (
-    "test_sim.py",
-    "test_faults_quick.py",
-    "test_kvtransfer_explorer.py",
-    "test_cluster_exactness.py",
-    "test_cluster_mixed_exactness.py",
-    "test_cluster_liveness.py",
+    "sim/test_sim.py",
+    "faults/test_faults_quick.py",
+    "explorer/test_explorer.py",
+    "cluster/test_exactness.py",
+    "cluster/test_mixed_exactness.py",
+    "cluster/test_liveness.py",
 )
 """Files that take long, however few their tests are."""
 
@@ -30,8 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `--dist loadfile --no-loadscope-reorder`: long files are handed out first, the others by the number of their
     tests, or a long one would be what the last worker is still busy with when all others have ended."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        count = Counter(item.path.name for item in items)
-        items.sort(key=lambda item: _turn(item.path.name, count))
+        count = Counter(_name(item) for item in items)
+        items.sort(key=lambda item: _turn(_name(item), count))
+
+
+def _name(item: pytest.Item) -> str:
+    return str(item.path.relative_to(Path(__file__).parent))
 
 
 def _turn(name: str, count: Counter[str]) -> tuple[int, int, str]:

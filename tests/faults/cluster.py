@@ -19,9 +19,9 @@ from baton.rpc_client import ChannelLimits, Channels
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
 from prefill_node.peers import OUT_OF_REACH
-from tests.cluster_harness import Client, RunningCluster, mock_spec, wait_for
 from tests.faults.points import ARMED_ENV, NTH, Failpoint, Strike, Struck, Trigger
-from tests.ports import free_ports
+from tests.support.cluster_harness import Client, RunningCluster, mock_spec, wait_for
+from tests.support.ports import free_ports
 
 WAIT_S_MAX: Final = 120.0
 """For everything that must come to pass: far beyond what a loaded machine takes."""

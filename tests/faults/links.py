@@ -19,7 +19,7 @@ from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Hit, Side, Struck
 from tests.faults.proxy import Dark, Proxy, Spoil
 from tests.faults.signals import Questions, ask_marked, nothing_left, settle
-from tests.ports import free_ports
+from tests.support.ports import free_ports
 
 PROXY_HOST: Final = "127.0.0.2"
 """Where data connections are made to; the receiver listens on the same port of 127.0.0.1."""

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 
 from baton.errors import BatonError
 from baton.rpc_client import rpc_errors
-from tests.cluster_harness import Answer, Client, collect, make_request, mock_tokens
+from tests.support.cluster_harness import Answer, Client, collect, make_request, mock_tokens
 
 ANSWER_S_MAX: Final = 150.0
 """Deadline of each request. One that meets it is lost."""

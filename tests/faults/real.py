@@ -17,7 +17,6 @@ from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ModelFamily
-from tests.cluster_harness import Client, assert_conserved
 from tests.faults.cluster import (
     CHUNK_TOKENS,
     MEMBERSHIP,
@@ -30,6 +29,7 @@ from tests.faults.cluster import (
 from tests.faults.load import Asked, Question
 from tests.faults.points import Failpoint, Side
 from tests.faults.signals import Blow, SignalCase
+from tests.support.cluster_harness import Client, assert_conserved
 
 VOCAB: Final = 512
 MODEL: Final = DemoModelParams(

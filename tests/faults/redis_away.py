@@ -16,7 +16,7 @@ from tests.faults.load import Asked
 from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Side, Struck
 from tests.faults.signals import Questions
-from tests.redis_harness import RedisServer, redis_server
+from tests.support.redis_harness import RedisServer, redis_server
 
 
 class RedisStage:

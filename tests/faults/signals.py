@@ -12,11 +12,11 @@ from typing import Final, Protocol
 
 from cli.services import Service
 from cli.supervisor import DIRECTORY_NAME
-from tests.cluster_harness import assert_conserved, leftovers, wait_for
 from tests.faults.cluster import TTL_MS, WAIT_S_MAX, FaultyCluster
 from tests.faults.load import Asked, Load, Question
 from tests.faults.outcome import Outcome
 from tests.faults.points import SIGNAL_POINTS, Failpoint, Hit, Side, Struck
+from tests.support.cluster_harness import assert_conserved, leftovers, wait_for
 
 MARKED_MAX: Final = 5
 """Marked requests asked, one after the other, before a case counts as one that cannot be played."""

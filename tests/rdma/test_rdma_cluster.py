@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
-from tests.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, running, wait_for
 from tests.rdma.device_link import ADD_LINK, REMOVE_LINK, note_packets
+from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, running, wait_for
 
 PATIENT = {
     "liveness.answer_ms_max": 20_000,

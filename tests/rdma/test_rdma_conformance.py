@@ -6,13 +6,13 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from tests.shm_harness import run
-from tests.transport_kits import RDMA_KITS, Kit
-from tests.transport_suite import CASES
-from tests.transport_suite_more import (
+from tests.conformance.transport_kits import RDMA_KITS, Kit
+from tests.conformance.transport_suite import CASES
+from tests.conformance.transport_suite_more import (
     MORE_CASES,
     a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence,
 )
+from tests.support.shm_harness import run
 
 GIVEN_UP = a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence
 KIT, DEVICE_KIT = RDMA_KITS

@@ -42,11 +42,11 @@ from kvtransfer.transports.rdma_device import (
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
 from kvtransfer.transports.rdma_regions import RegisteredAs
+from tests.conformance.transport_kits import RDMA_KITS, OwningLink
+from tests.conformance.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
 from tests.rdma.device_link import ADD_LINK, REMOVE_LINK, note_packets
-from tests.shm_harness import REGION_NBYTES, Recorder, run
-from tests.shm_peer import source_bytes
-from tests.transport_kits import RDMA_KITS, OwningLink
-from tests.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
+from tests.support.shm_harness import REGION_NBYTES, Recorder, run
+from tests.support.shm_peer import source_bytes
 
 KIT, DEVICE_KIT = RDMA_KITS
 WAIT_MS = 5_000

@@ -1,0 +1,338 @@
+"""How to make the two sides of each transport, for the conformance suite and its child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from baton.ids import Epoch, Pair
+from kvtransfer.device.driver import DeviceDriver
+from kvtransfer.device.event_poster import EventPostedLink, EventPoster
+from kvtransfer.device.host_driver import HostDriver, HostStream
+from kvtransfer.device.region import DeviceRegion
+from kvtransfer.device.staging import StagedRegion, StagingConfig
+from kvtransfer.region import Region
+from kvtransfer.transport import (
+    DataEndpoint,
+    ReceiverEvents,
+    ReceiverPort,
+    TransportName,
+    WriteOps,
+    WriterEvents,
+    WriterLink,
+)
+from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
+from kvtransfer.transports.rdma import (
+    DeviceBytes,
+    HostBytes,
+    RdmaConfig,
+    RdmaConnectError,
+    RdmaMemory,
+    RdmaReceiverConfig,
+    RdmaReceiverPort,
+    RdmaWriterConfig,
+    RdmaWriterLink,
+)
+from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
+from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+from kvtransfer.transports.tcp_staged import StagedTcpLink
+from kvtransfer.transports.ucx import (
+    UcxConnectError,
+    UcxReceiverConfig,
+    UcxReceiverPort,
+    UcxWriterConfig,
+    UcxWriterLink,
+)
+from kvtransfer.transports.ucx_nixl import destruction_fences
+from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
+
+ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError, UcxConnectError)
+
+
+class OwningPort(RdmaReceiverPort):
+    """With a registration of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        await self._memory.close()
+
+
+class OwningLink(RdmaWriterLink):
+    """With a registration of its own."""
+
+    memory: RdmaMemory
+
+    async def close(self) -> None:
+        await super().close()
+        await self.memory.close()
+
+
+class OwningTcpPort(TcpReceiverPort):
+    """With pinned memory of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        assert isinstance(self._region, StagedRegion)
+        self._region.close()
+
+
+class OwningStagedLink(StagedTcpLink):
+    """With pinned memory of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        self._source.close()
+
+
+class OwningPostedLink(EventPostedLink):
+    """With a poster of its own."""
+
+    async def close(self) -> None:
+        await super().close()
+        self._poster.close()
+
+
+def staged(region: Any) -> StagedRegion:
+    """With little pinned memory: everything here has to wait for it."""
+    config = StagingConfig(bytes_max=1 << 22, chunk_bytes=1 << 16, link_chunks=3, stream_chunks=2)
+    return StagedRegion(driver=FakeDriver(streams=LateStreams()), region=region, config=config)
+
+
+class FakeDeviceRegion(DeviceRegion):
+    """Device memory that the suite can look into."""
+
+    def __init__(self, nbytes: int, driver: DeviceDriver | None = None) -> None:
+        super().__init__(driver or FakeDriver(), nbytes, "test-region")
+
+    @property
+    def array_U8(self) -> np.ndarray:
+        array_U8: np.ndarray = self.memory
+        return array_U8
+
+
+class ComputedSource(FakeDeviceRegion):
+    """Device memory whose bytes are computed late: they are there when somebody has looked twice at an event behind
+    them, and zeros before."""
+
+    def __init__(self, source_U8: np.ndarray) -> None:
+        super().__init__(len(source_U8), HostDriver())
+        streams = self.driver.streams
+        compute = streams.current()
+        assert isinstance(compute, HostStream)
+        self._compute = compute
+        start, whole = np.zeros(1, np.int64), np.array([len(source_U8)], np.int64)
+        streams.copy(compute, self.memory, source_U8, WriteOps(src=start, dst=start, nbytes=whole))
+
+    def close(self) -> None:
+        self._compute.record().reach()  # what has not run holds on to the memory
+        super().close()
+
+
+class OwningPostedRdmaLink(EventPostedLink):
+    """With a poster, a registration and a source of its own."""
+
+    memory: RdmaMemory
+    source: ComputedSource
+
+    async def close(self) -> None:
+        await super().close()
+        self._poster.close()
+        await self.memory.close()
+        self.source.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeSource:
+    """Any bytes as the source of copies between devices."""
+
+    memory: np.ndarray
+    nbytes: int
+
+
+AnyRegion = Region | FakeDeviceRegion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kit:
+    name: str
+    transport: TransportName
+    streams: int = 1
+    tls: str = ""
+    """Of ucx."""
+    from_device: bool = False
+    to_device: bool = False
+    """Of tcp, through pinned memory; of rdma, by the stand-in driver."""
+    behind_events: bool = False
+    connect_ms_max: int = 20_000
+
+    @property
+    def receiver_moves_the_bytes(self) -> bool:
+        """Nothing is complete that the receiver's process has not taken in."""
+        return self.transport is TransportName.TCP or (self.transport is TransportName.UCX and self.tls == "tcp")
+
+    @property
+    def fences_without_the_writer(self) -> bool:
+        """The receiver can take the right to write back from a writer that stands still."""
+        if self.transport is TransportName.UCX:
+            return destruction_fences(self.tls)
+        return self.transport in (TransportName.TCP, TransportName.RDMA)
+
+    def region(self, nbytes: int) -> AnyRegion:
+        if self.transport is TransportName.RDMA and self.to_device:
+            return FakeDeviceRegion(nbytes, HostDriver())
+        if self.transport is TransportName.CUDA_IPC or self.to_device:
+            return FakeDeviceRegion(nbytes)
+        return Region.create(nbytes, "test-region")
+
+    def port(self, region: Any, events: ReceiverEvents) -> ReceiverPort:
+        loop = asyncio.get_running_loop()
+        if self.transport is TransportName.CUDA_IPC:
+            return CudaIpcReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+        if self.transport is TransportName.SHM:
+            return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+        if self.transport is TransportName.RDMA:
+            config = RdmaReceiverConfig()
+            registered = DeviceBytes(region) if self.to_device else HostBytes(lambda: region.array_U8)
+            memory = RdmaMemory(region=registered, config=config.rdma, loop=loop, remote_writes=True)
+            return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom, config=config)
+        if self.transport is TransportName.UCX:
+            ucx = UcxReceiverConfig(tls=self.tls)
+            return UcxReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom, config=ucx)
+        if self.to_device:
+            return OwningTcpPort(region=staged(region), events=events, loop=loop, randomness=os.urandom)
+        return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+
+    async def link(self, endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents) -> WriterLink:
+        """Deadlines are short, so that a test of them is: nothing here is slow on a healthy machine."""
+        loop = asyncio.get_running_loop()
+        if self.transport is TransportName.CUDA_IPC:
+            source = FakeSource(memory=source_U8, nbytes=len(source_U8))
+            device = ShmWriterConfig(bye_ms_max=300, connect_ms_max=self.connect_ms_max)
+            return await CudaIpcWriterLink.connect_device(endpoint, pair, source, events, loop, FakeDriver(), device)
+        if self.transport is TransportName.SHM:
+            shm = ShmWriterConfig(copy_chunk_ops_max=4, bye_ms_max=300, connect_ms_max=self.connect_ms_max)
+            return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
+        if self.transport is TransportName.RDMA:
+            rdma = RdmaWriterConfig(
+                bye_ms_max=5_000, connect_ms_max=self.connect_ms_max, rdma=RdmaConfig(qps=self.streams)
+            )
+            if self.from_device:
+                return await rdma_from_device(endpoint, pair, source_U8, events, rdma)
+            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=rdma.rdma, loop=loop, remote_writes=False)
+            try:
+                link = await OwningLink.connect(endpoint, pair, memory, events, loop, rdma)
+            except BaseException:
+                await memory.close()
+                raise
+            assert isinstance(link, OwningLink)
+            link.memory = memory
+            return link
+        if self.transport is TransportName.UCX:
+            ucx = UcxWriterConfig(
+                tls=self.tls,
+                connect_ms_max=self.connect_ms_max,
+                on_the_way_bytes_max=4 << 20,
+                drain_ms_max=3_000,
+            )
+            return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, ucx)
+        tcp = TcpWriterConfig(
+            streams=self.streams, connect_ms_max=self.connect_ms_max, drain_ms_max=300, bye_ms_max=300
+        )
+        if self.from_device:
+            memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8)))
+            try:
+                return await OwningStagedLink.connect(endpoint, pair, memory_on_device, events, loop, tcp)
+            except BaseException:
+                memory_on_device.close()
+                raise
+        if self.behind_events:
+            poster = EventPoster(streams=FakeStreams(), name="event-poster")
+            try:
+                return await OwningPostedLink.over(
+                    lambda events: TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp),
+                    events,
+                    src_nbytes=len(source_U8),
+                    poster=poster,
+                    loop=loop,
+                )
+            except BaseException:
+                poster.close()
+                raise
+        return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
+
+
+async def rdma_from_device(
+    endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents, config: RdmaWriterConfig
+) -> OwningPostedRdmaLink:
+    """From a source that is computed late."""
+    loop, source = asyncio.get_running_loop(), ComputedSource(source_U8)
+    memory = RdmaMemory(region=DeviceBytes(source), config=config.rdma, loop=loop, remote_writes=False)
+    poster = EventPoster(streams=source.driver.streams, name="event-poster")
+    try:
+        link = await OwningPostedRdmaLink.over(
+            lambda events: RdmaWriterLink.connect(endpoint, pair, memory, events, loop, config),
+            events,
+            src_nbytes=source.nbytes,
+            poster=poster,
+            loop=loop,
+        )
+    except BaseException:
+        poster.close()
+        await memory.close()
+        source.close()
+        raise
+    link.memory, link.source = memory, source
+    return link
+
+
+KITS = (
+    Kit(name="cuda-ipc", transport=TransportName.CUDA_IPC),
+    Kit(name="shm", transport=TransportName.SHM),
+    Kit(name="tcp", transport=TransportName.TCP),
+    Kit(name="tcp-3-streams", transport=TransportName.TCP, streams=3),
+    Kit(name="tcp-device-to-device", transport=TransportName.TCP, streams=2, from_device=True, to_device=True),
+    Kit(name="tcp-device-to-host", transport=TransportName.TCP, from_device=True),
+    Kit(name="tcp-host-to-device", transport=TransportName.TCP, streams=2, to_device=True),
+    Kit(name="tcp-behind-events", transport=TransportName.TCP, behind_events=True),
+)
+RDMA_KITS = (
+    Kit(name="rdma", transport=TransportName.RDMA, streams=2),
+    Kit(name="rdma-device-to-device", transport=TransportName.RDMA, streams=2, from_device=True, to_device=True),
+)
+"""Where there is a device: `make test-rdma` runs them."""
+
+
+UCX_KITS = (
+    Kit(name="ucx-tcp", transport=TransportName.UCX, tls="tcp"),
+    Kit(name="ucx-all", transport=TransportName.UCX, tls="all"),
+)
+"""Where NIXL is installed: `make test-ucx` runs them. Of all that UCX has it takes cma on one host."""
+
+
+class Everything:
+    """Ranges of a grant that may write anywhere."""
+
+    def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
+        return True
+
+
+def endpoint_to_json(endpoint: DataEndpoint) -> dict[str, Any]:
+    return {
+        "transport": endpoint.transport.value,
+        "address": endpoint.address,
+        "secret": endpoint.secret.hex(),
+        "epoch": endpoint.epoch,
+    }
+
+
+def endpoint_from_json(fields: dict[str, Any]) -> DataEndpoint:
+    return DataEndpoint(
+        transport=TransportName(fields["transport"]),
+        address=fields["address"],
+        secret=bytes.fromhex(fields["secret"]),
+        epoch=Epoch(fields["epoch"]),
+    )

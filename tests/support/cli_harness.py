@@ -1,0 +1,201 @@
+"""Runs the `baton` command as a user does, and makes sure that nothing of it is left.
+
+Every process started here has a mark in its environment, which its children inherit: `Foreground.processes` finds them
+all, whatever became of their parents.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from tests.support.ports import free_ports
+
+RUN_S_MAX: Final = 60.0
+PROCESSES_MAX: Final = 1000
+EXEC_LOOKS_MAX: Final = 1000
+"""How often to look at a process that has no environment, before it is taken for one that was given none."""
+_MARK: Final = "CLI_HARNESS_MARK"
+BATON: Final = (sys.executable, "-P", "-m", "cli.main")
+
+
+def clean_env(**more: str) -> dict[str, str]:
+    """This environment without any setting for baton."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    return {**kept, "COLUMNS": "100", **more}
+
+
+def run_baton(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [*BATON, *arguments],
+        input=stdin,
+        env=clean_env(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=RUN_S_MAX,
+        check=False,
+    )
+
+
+class Foreground:
+    """A baton command that runs until it is stopped; its output is two files. `with` it: nothing is left at the end."""
+
+    def __init__(self, *arguments: str, folder: Path, env: dict[str, str] | None = None) -> None:
+        """`folder` takes the output, and is the only place where the command makes temporary files."""
+        self.mark = uuid.uuid4().hex
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        self._arguments = arguments
+        self._env = clean_env(**{_MARK: self.mark, "TMPDIR": str(self.temporary)}, **(env or {}))
+        self._seen: set[int] = set()
+        self._out_path, self._err_path = folder / "stdout", folder / "stderr"
+
+    def __enter__(self) -> Self:
+        with self._out_path.open("wb") as out, self._err_path.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*BATON, *self._arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=self._env
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    @property
+    def out(self) -> str:
+        return self._out_path.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err_path.read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Until `text` is in its output. Fails where the command ends first or RUN_S_MAX is over."""
+        pidfd = os.pidfd_open(self.process.pid)
+        try:
+            for _ in range(round(RUN_S_MAX * 100)):
+                if text in self.out + self.err:
+                    return
+                # Woken at once by the end of the process; files cannot be waited for.
+                if select.select([pidfd], [], [], 0.01)[0] and text not in self.out + self.err:
+                    break
+        finally:
+            os.close(pidfd)
+        raise AssertionError(f"no {text!r} in:\n{self.out}\n{self.err}")
+
+    def stop(self, signum: signal.Signals) -> int:
+        """Send a signal and wait for the end; the exit status."""
+        self.process.send_signal(signum)
+        return self.wait()
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=RUN_S_MAX)
+
+    def processes(self) -> list[int]:
+        """All living processes that were started by this command, itself too."""
+        mark = f"{_MARK}={self.mark}".encode()
+        folders = (folder for folder in Path("/proc").iterdir() if folder.name.isdigit())
+        found = sorted(int(folder.name) for folder in folders if _has_mark(folder, mark))
+        self._seen.update(found)
+        return found
+
+    def wait_all_ended(self) -> list[str]:
+        """Wait for every process that it started, itself too; what those are that still live after RUN_S_MAX.
+
+        Those that `processes` or `children` have named before are waited for to the end: a process gives up its
+        environment, by which they are found, some time before its files.
+        """
+        for _ in range(PROCESSES_MAX):
+            living = self.processes()
+            if not living and not self._seen:
+                break
+            pid = self._seen.pop() if self._seen else living[0]
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            try:
+                ended, _, _ = select.select([pidfd], [], [], RUN_S_MAX)
+            finally:
+                os.close(pidfd)
+            if not ended:
+                break
+        return [_portrait(pid) for pid in self.processes()]
+
+    def children(self) -> dict[str, int]:
+        """Its living children by the name that they were given."""
+        found = {}
+        for pid in self.processes():
+            if pid != self.process.pid:
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                if "--name" in arguments:
+                    found[arguments[arguments.index("--name") + 1]] = pid
+        return found
+
+    def files(self) -> list[Path]:
+        """What it has left in the temporary folder."""
+        return sorted(self.temporary.rglob("*"))
+
+
+def _has_mark(folder: Path, mark: bytes) -> bool:
+    for _ in range(EXEC_LOOKS_MAX):
+        try:
+            environment = (folder / "environ").read_bytes()
+            if environment:
+                return mark in environment.split(b"\0")
+            # A kernel thread and a process that has ended have no program either; in the middle of execve(2) the new
+            # program is there, and its environment is not yet.
+            (folder / "exe").readlink()
+        except OSError:  # it has just ended
+            return False
+        os.sched_yield()
+    return False
+
+
+def _portrait(pid: int) -> str:
+    """What a process is and what it is doing, for the report of a failed test."""
+    facts = [str(pid)]
+    for name in ("cmdline", "status", "wchan", "syscall", "stack"):
+        try:
+            facts.append(f"{name}: {Path(f'/proc/{pid}/{name}').read_bytes().decode().replace(chr(0), ' ')}")
+        except OSError as error:
+            facts.append(f"{name}: {error}")
+    return "\n".join(facts)
+
+
+@contextmanager
+def taken_port() -> Iterator[str]:
+    """An endpoint that somebody listens at; afterwards whoever asks for it may have it, and nobody else is given it."""
+    port = free_ports(1)[0]
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        yield f"127.0.0.1:{port}"
+
+
+def free_endpoint() -> str:
+    """An endpoint where nobody listens, a moment ago at least, and that nobody is given who does not ask for it."""
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+def is_free(endpoint: str) -> bool:
+    """Whether nobody listens there. (That somebody else's connection has the number by now is no matter.)"""
+    host, _, port = endpoint.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) != 0

@@ -1,0 +1,125 @@
+"""What the tcp tests share: a port to talk to, and a stream spoken by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from baton.ids import Epoch, GrantId
+from kvtransfer.region import Region
+from kvtransfer.transports import tcp_connect
+from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.tcp import (
+    TcpReceiverConfig,
+    TcpReceiverPort,
+)
+from kvtransfer.transports.tcp_socket import TcpSocketOptions
+from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
+
+EPOCH = Epoch(3)
+PAIR = pair_of(2)
+GRANT = grant_of(7)
+PAYLOAD = bytes(range(1, 201)) * 5
+
+
+class First:
+    """Ranges of a grant that may write the first bytes of the region."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
+        return bool((dst_S + nbytes_S <= self.nbytes).all())
+
+
+class Receiving:
+    def __init__(self, config: TcpReceiverConfig | None) -> None:
+        self.events = Recorder()
+        self.region = Region.create(REGION_NBYTES, "test-region")
+        self.port = TcpReceiverPort(
+            region=self.region,
+            events=self.events,
+            loop=asyncio.get_running_loop(),
+            randomness=os.urandom,
+            config=config,
+        )
+        self.endpoint = self.port.expect(PAIR, EPOCH)
+
+    @property
+    def refused(self) -> object:
+        return self.port.describe()["refused"]
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    """For what another thread does without an event."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def receiving(config: TcpReceiverConfig | None = None) -> AsyncIterator[Receiving]:
+    it = Receiving(config)
+    try:
+        yield it
+    finally:
+        await it.port.close()
+        it.region.close()
+
+
+class Raw:
+    """A welcomed stream, spoken by hand."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def send(self, *parts: bytes) -> None:
+        await self._loop.sock_sendall(self.sock, b"".join(parts))
+
+    async def receive(self) -> wire.Message | None:
+        """The next message; None: closed."""
+        packet = bytearray()
+        async with asyncio.timeout(DEADLINE_S):
+            while len(packet) < wire.MESSAGE_BYTES:
+                data = await self._loop.sock_recv(self.sock, wire.MESSAGE_BYTES - len(packet))
+                if not data:
+                    assert not packet
+                    return None
+                packet += data
+        return wire.decode(packet)
+
+
+@asynccontextmanager
+async def raw(r: Receiving, stream: int = 0, link: int = 1) -> AsyncIterator[Raw]:
+    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, stream=stream)
+    loop = asyncio.get_running_loop()
+    sock, _ = await tcp_connect.connect_stream(r.endpoint, hello, loop, TcpSocketOptions())
+    sock.setblocking(False)
+    try:
+        yield Raw(sock)
+    finally:
+        sock.close()
+
+
+def table(*segments: tuple[int, int]) -> bytes:
+    return np.array(segments, dtype="<i8").tobytes()
+
+
+def head(
+    sequence: int = 0,
+    *,
+    epoch: Epoch = EPOCH,
+    grant: GrantId = GRANT,
+    segments: int = 1,
+    nbytes: int = len(PAYLOAD),
+) -> bytes:
+    return wire.encode(wire.Data(sequence=sequence, epoch=epoch, grant=grant, segments=segments, payload_nbytes=nbytes))
+
+
+GOOD = head() + table((0, len(PAYLOAD))) + PAYLOAD

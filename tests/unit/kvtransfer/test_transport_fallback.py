@@ -1,0 +1,311 @@
+"""A pair whose better transport keeps failing goes on with the next one, and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from batonpb import common_pb2, transfer_pb2
+
+from baton.errors import BatonError, Reason
+from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
+from kvtransfer.layout import kv_layout
+from kvtransfer.negotiation import ANOTHER_MACHINE, FallbackConfig, Offers, PassedOver
+from kvtransfer.pair_report import pair_status
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
+from kvtransfer.writer import PeerAddress, WriterConfig, WriterPeer
+from kvtransfer.writer_calls import ReceiverCalls
+from kvtransfer.writer_grants import WriterGrants
+from kvtransfer.writer_link import DataDoesNotPass, PairLink
+from tests.support.shm_harness import pair_of
+
+SHM, RDMA, TCP = TransportName.SHM, TransportName.RDMA, TransportName.TCP
+PAIR = pair_of(2)
+KEY = RequestKey(request=RequestId("r"), attempt=Attempt(0))
+
+
+class FakeChannel:
+    """A receiver that answers Connect with the writer's first offer, and every Reserve with BUSY."""
+
+    def __init__(self) -> None:
+        self.offered: list[list[str]] = []
+        self.better: dict[str, str] = {}
+        """Told with each answer, with why it is not used."""
+
+    def unary_stream(self, path: str, **_: Any) -> None:
+        """Attend is not made by a `WriterPeer` itself."""
+
+    def unary_unary(self, path: str, **_: Any) -> Callable[..., Awaitable[Any]]:
+        async def connect(request: transfer_pb2.ConnectRequest, **_: Any) -> transfer_pb2.ConnectReply:
+            self.offered.append(list(request.transports))
+            better = [common_pb2.PassedOver(transport=name, why=why) for name, why in self.better.items()]
+            return transfer_pb2.ConnectReply(transport=request.transports[0], epoch=0, num_blocks=4, passed_over=better)
+
+        async def reserve(request: transfer_pb2.ReserveRequest, **_: Any) -> transfer_pb2.ReserveReply:
+            return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(retry_after_ms=1, reason="full"))
+
+        return connect if path.endswith("Connect") else reserve
+
+
+class FakeChannels:
+    def __init__(self) -> None:
+        self.channel = FakeChannel()
+
+    def get(self, endpoint: str) -> Any:
+        return self.channel
+
+
+class FakeLink:
+    epoch = Epoch(0)
+
+    def __init__(self, fenced: bool) -> None:
+        self.fenced = fenced
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None:
+        raise AssertionError("nothing is granted")
+
+    def seal(self, seal: Seal) -> None:
+        raise AssertionError("nothing is granted")
+
+    def abandon(self, grant: GrantId) -> None:
+        raise AssertionError("nothing is granted")
+
+    def forget(self, grant: GrantId) -> None:
+        raise AssertionError("nothing is granted")
+
+    async def close(self) -> None:
+        return
+
+
+def make_peer(make_link: Any, transports: tuple[TransportName, ...] = (SHM, TCP)) -> tuple[WriterPeer, FakeChannel]:
+    channels = FakeChannels()
+    peer = WriterPeer(
+        address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
+        connect_request=transfer_pb2.ConnectRequest(),
+        layout=kv_layout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32", dtype_bytes=4),
+        src_num_blocks=4,
+        machine=WriterGrants(),
+        channels=channels,  # type: ignore[arg-type]
+        make_link=make_link,
+        offers=Offers(transports, FallbackConfig()),
+        loop=asyncio.get_running_loop(),
+        config=WriterConfig(),
+    )
+    return peer, channels.channel
+
+
+async def ask(peer: WriterPeer) -> Reason:
+    with pytest.raises(BatonError) as caught:
+        await peer.reserve(KEY, transfer_pb2.ReserveRequest(), metadata=(), sources_released=lambda: None)
+    return caught.value.reason
+
+
+def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
+    """Shared memory fails twice: the third Connect offers tcp alone, and the pair works."""
+    made: list[TransportName] = []
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        made.append(endpoint.transport)
+        if endpoint.transport is SHM:
+            raise BatonError(Reason.PEER_UNREACHABLE, "no shared memory here")
+        return FakeLink(fenced=False)
+
+    async def test() -> None:
+        peer, channel = make_peer(make_link)
+        assert [await ask(peer) for _ in range(3)] == [
+            Reason.PEER_UNREACHABLE,
+            Reason.PEER_UNREACHABLE,
+            Reason.DECODE_FULL,
+        ]
+        assert made == [SHM, SHM, TCP]
+        assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"]]
+        assert (peer.link.transport, peer.link.offers.dropped, peer.link.failures) == (TCP, [SHM], 2)
+        await peer.close()
+
+    asyncio.run(test())
+
+
+def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A pair connects again and again: that it uses nothing better is told when it is news, with the reason, and as a
+    warning where somebody could mend it. What the writer gave up itself is told as that."""
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        return FakeLink(fenced=True)
+
+    async def test() -> None:
+        peer, channel = make_peer(make_link, (TCP,))
+        told: list[tuple[str, str]] = []
+        seen: list[tuple[PassedOver, ...]] = []
+        for better in (
+            {"shm": ANOTHER_MACHINE},
+            {"shm": ANOTHER_MACHINE, "rdma": "its device there is lost"},
+            {"shm": ANOTHER_MACHINE, "rdma": "its device there is lost"},
+            {},
+            {"shm": ANOTHER_MACHINE},
+        ):
+            channel.better = better
+            caplog.clear()
+            assert await ask(peer) is Reason.DECODE_FULL
+            told += [
+                (record.levelname, record.baton_fields["instead_of"])  # type: ignore[attr-defined]
+                for record in caplog.records
+                if record.getMessage() == "a better transport is not used"
+            ]
+            seen.append(peer.link.passed_over)
+            peer.link_lost(PAIR, "broken")
+        machine = "shm (another machine)"
+        assert told == [
+            ("INFO", machine),
+            ("WARNING", f"{machine}; rdma (its device there is lost)"),
+            ("INFO", machine),
+        ]
+        assert [len(passed_over) for passed_over in seen] == [1, 2, 2, 0, 1]
+        status = pair_status(peer)
+        assert (status.transport, status.link_open) == ("tcp", False)
+        assert [(other.transport, other.why) for other in status.passed_over] == [("shm", ANOTHER_MACHINE)]
+
+        peer.link.offers.dropped.append(SHM)
+        channel.better = {"shm": "not offered here"}
+        assert await ask(peer) is Reason.DECODE_FULL
+        status = pair_status(peer)
+        assert (status.link_open, list(status.passed_over), list(status.transports_given_up)) == (True, [], ["shm"])
+        await peer.close()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(test())
+
+
+def test_a_pair_on_another_path_is_measured_anew() -> None:
+    """Two links over shared memory make one measure, with what lies between them; tcp, when that is given up, begins
+    another one. A batch that could not be posted leaves nothing behind."""
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        return FakeLink(fenced=False)
+
+    async def test() -> None:
+        peer, _ = make_peer(make_link)
+        sizes = []
+        for _ in range(3):
+            assert await ask(peer) is Reason.DECODE_FULL
+            for nbytes in (100, 1):
+                peer.link.posting(nbytes)
+            peer.link.not_posted(1)
+            peer.link.completed(100, copied=True)
+            moved, recent = peer.link.moved()
+            assert moved == recent
+            assert peer.link.moved()[0] == moved, "nothing is outstanding, so that no time goes by"
+            sizes.append((peer.link.transport, moved.nbytes))
+            peer.link_lost(PAIR, "broken")
+        assert sizes == [(SHM, 100), (SHM, 200), (TCP, 100)]
+        await peer.close()
+
+    asyncio.run(test())
+
+
+def test_devices_that_do_not_reach_each_other_cost_no_handoff() -> None:
+    """Making the link shows that no data passes over rdma, which is given up: the same try goes on over tcp."""
+    made: list[TransportName] = []
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        made.append(endpoint.transport)
+        if endpoint.transport is RDMA:
+            raise DataDoesNotPass("No rdma link: the devices do not reach each other.")
+        return FakeLink(fenced=False)
+
+    async def test() -> None:
+        peer, channel = make_peer(make_link, (RDMA, TCP))
+        assert await ask(peer) is Reason.DECODE_FULL
+        assert made == [RDMA, TCP]
+        assert channel.offered == [["rdma", "tcp"], ["tcp"]]
+        assert (peer.link.transport, peer.link.offers.dropped, peer.link.failures) == (TCP, [RDMA], 1)
+        await peer.close()
+
+    asyncio.run(test())
+
+
+def test_without_another_transport_the_one_whose_data_does_not_pass_is_tried_again() -> None:
+    """rdma alone: an error each time, once, with what is wrong; nothing is given up."""
+    made: list[TransportName] = []
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        made.append(endpoint.transport)
+        raise DataDoesNotPass("No rdma link: the devices do not reach each other.")
+
+    async def test() -> None:
+        peer, _ = make_peer(make_link, (RDMA,))
+        assert [await ask(peer) for _ in range(3)] == [Reason.PEER_UNREACHABLE] * 3
+        assert (made, peer.link.offers.dropped, peer.link.failures) == ([RDMA] * 3, [], 3)
+        await peer.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(("fenced", "transport"), [(False, TCP), (True, SHM)])
+def test_links_that_break_count_and_fences_do_not(fenced: bool, transport: TransportName) -> None:
+    """Two links break by themselves: the third is a tcp one. The receiver fences two: shared memory stays."""
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        return FakeLink(fenced)
+
+    async def test() -> None:
+        peer, _ = make_peer(make_link)
+        for _ in range(2):
+            assert await ask(peer) is Reason.DECODE_FULL
+            assert peer.link.transport is SHM
+            peer.link_lost(PAIR, "broken")
+        assert await ask(peer) is Reason.DECODE_FULL
+        assert peer.link.transport is transport
+        assert peer.link.failures == (0 if fenced else 2)
+        await peer.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("transports", "completions", "left"),
+    [
+        ((RDMA, TCP), [False], ["tcp"]),
+        ((RDMA, TCP), [True, False], ["rdma", "tcp"]),
+        ((RDMA, TCP), [], ["rdma", "tcp"]),
+        ((SHM, TCP), [False], ["shm", "tcp"]),
+        ((TCP, RDMA), [False], ["tcp", "rdma"]),
+        ((RDMA,), [False], ["rdma"]),
+    ],
+)
+def test_a_link_on_which_nothing_arrived_is_the_last_of_a_transport_with_a_way_of_its_own(
+    transports: tuple[TransportName, ...], completions: list[bool], left: list[str]
+) -> None:
+    """Two hosts have RDMA devices that do not reach each other: the first write is lost, and rdma given up with it. Not
+    so once something has arrived, for a link that broke unused, where making a link has proved the way, or where there
+    is nothing else."""
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        return FakeLink(fenced=False)
+
+    async def test() -> None:
+        channels = FakeChannels()
+        link = PairLink(
+            address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
+            calls=ReceiverCalls(
+                address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
+                channels=channels,  # type: ignore[arg-type]
+                reserve_ms_max=1000,
+                call_ms_max=1000,
+            ),
+            request=transfer_pb2.ConnectRequest(),
+            make_link=make_link,
+            offers=Offers(transports, FallbackConfig()),
+            events=None,  # type: ignore[arg-type]
+            replaced=lambda: None,
+            loop=asyncio.get_running_loop(),
+        )
+        await link.ensure()
+        for copied in completions:
+            link.completed(1, copied=copied)
+        assert link.lost("retries exceeded") == 0
+        assert link.offers.names == left
+
+    asyncio.run(test())

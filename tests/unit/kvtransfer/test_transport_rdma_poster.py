@@ -1,0 +1,219 @@
+"""The native poster against a device that does nothing but keep what it is handed."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from baton.ids import Epoch
+from kvtransfer.transport import DataEndpoint, TransportName
+from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.transports.rdma_connect import RdmaConnectError
+from kvtransfer.transports.rdma_poster import (
+    Addresses,
+    DeviceBroken,
+    NativePoster,
+    RdmaLibrary,
+    VerbsNativePoster,
+    rdma_library,
+)
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from tests.support.shm_harness import Recorder, pair_of
+
+WRITE, WRITE_WITH_IMM, SIGNALED = 0, 1, 2
+"""enum ibv_wr_opcode, ibv_send_flags (infiniband/verbs.h)."""
+POSTED = np.dtype(
+    [
+        ("wr_id", "u8"), ("remote", "u8"), ("local", "u8"), ("length", "u4"), ("lkey", "u4"), ("rkey", "u4"),
+        ("opcode", "u4"), ("flags", "u4"), ("immediate_be", "u4"), ("chain", "u4"), ("_", "u4"),
+    ]
+)  # fmt: skip
+ADDRESSES = Addresses(src_base=1 << 40, lkey=3, dst_base=1 << 41, rkey=5)
+
+
+def the_library() -> RdmaLibrary:
+    library = rdma_library()
+    if library is None:
+        pytest.skip("the poster is built where libibverbs-dev is installed")
+    return library
+
+
+class NullDevice:
+    """Keeps the first `log_max` requests; more are refused as a full queue refuses them."""
+
+    def __init__(self, log_max: int) -> None:
+        self.library = the_library()
+        self.memory = ctypes.create_string_buffer(self.library.null_bytes())
+        self.log = np.zeros(log_max, POSTED)
+        at = ctypes.addressof(self.memory)
+        self.library.null_init(at, self.log.ctypes.data, log_max, 77)
+        self.channel = os.eventfd(0)
+        self.wake = os.eventfd(0)
+        self.poster = NativePoster(
+            self.library,
+            qps=[self.library.null_qp(at)],
+            cq=self.library.null_cq(at),
+            channel_fd=self.channel,
+            addresses=ADDRESSES,
+        )
+
+    @property
+    def posted(self) -> np.ndarray:
+        return self.log[: self.library.null_logged(ctypes.addressof(self.memory))]
+
+    def close(self) -> None:
+        os.close(self.channel)
+        os.close(self.wake)
+
+
+def ops(count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(count)
+    return tuple(rng.integers(1, 1 << 30, count, dtype=np.int64) for _ in range(3))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("count", [1, 2, 32, 256])
+def test_a_chain_is_one_doorbell_and_one_completion(count: int) -> None:
+    """Every write as given, at both regions' addresses and keys, in order; only the last asks for a completion."""
+    device = NullDevice(300)
+    src_W, dst_W, nbytes_W = ops(count)
+    device.poster.post_writes(0, src_W, dst_W, nbytes_W, 9)
+    posted = device.posted
+    assert len(posted) == count
+    assert (posted["chain"] == 1).all()
+    assert (posted["opcode"] == WRITE).all()
+    assert posted["flags"].tolist() == [0] * (count - 1) + [SIGNALED]
+    assert (posted["local"] == (1 << 40) + src_W).all()
+    assert (posted["remote"] == (1 << 41) + dst_W).all()
+    assert (posted["length"] == nbytes_W).all()
+    assert set(posted["lkey"]) == {3} and set(posted["rkey"]) == {5}
+    completions, waited_us = device.poster.wait(device.wake, 0, 0)
+    assert completions == [(9, 0)]
+    assert waited_us >= 0
+    device.close()
+
+
+def test_a_seal_is_an_empty_write_with_its_number() -> None:
+    """The immediate is in network order, cut to the 32 bits that there are; it completes."""
+    device = NullDevice(10)
+    device.poster.post_seal(0, (7 << 32) | 0x01020304, 11)
+    (posted,) = device.posted
+    assert posted["opcode"] == WRITE_WITH_IMM
+    assert posted["length"] == 0
+    assert posted["rkey"] == 5
+    assert socket.ntohl(int(posted["immediate_be"])) == 0x01020304
+    assert device.poster.wait(device.wake, 0, 0)[0] == [(11, 0)]
+    device.close()
+
+
+def test_a_refused_post_is_an_error() -> None:
+    """The queue takes ten of twelve: the link is told, with the driver's errno."""
+    device = NullDevice(10)
+    with pytest.raises(DeviceBroken, match="errno 12"):
+        device.poster.post_writes(0, *ops(12), 1)
+    with pytest.raises(DeviceBroken, match="errno 12"):
+        device.poster.post_seal(0, 1, 1)
+    device.close()
+
+
+def test_a_chain_that_is_too_long_is_not_posted() -> None:
+    """More than the C code has room for is refused whole."""
+    device = NullDevice(600)
+    with pytest.raises(DeviceBroken, match="errno 22"):
+        device.poster.post_writes(0, *ops(device.poster.chain_wrs_max + 1), 1)
+    assert len(device.posted) == 0
+    device.close()
+
+
+def test_completions_beyond_one_call_come_with_the_next() -> None:
+    """A hundred seals: at most `poll_max` completions a call, none lost, none twice, in order."""
+    device = NullDevice(100)
+    for number in range(100):
+        device.poster.post_seal(0, number, number)
+    first, _ = device.poster.wait(device.wake, 0, 0)
+    second, _ = device.poster.wait(device.wake, 0, 0)
+    assert len(first) == device.library.poll_max
+    assert [number for number, _ in first + second] == list(range(100))
+    device.close()
+
+
+@pytest.mark.parametrize("spin_us", [0, 200])
+def test_a_sleeping_poster_is_woken(spin_us: int) -> None:
+    """With nothing on its way it sleeps, without end if need be, until its descriptor says that there is work."""
+    device = NullDevice(1)
+    readable = []
+    for descriptor in (device.wake, device.channel):
+        os.eventfd_write(descriptor, 1)
+        assert device.poster.wait(device.wake, spin_us, -1)[0] == []
+        readable.append(device.poster.channel_readable)
+    assert readable == [False, True]
+    device.close()
+
+
+def test_a_device_that_goes_away_under_the_poster_is_told_as_such() -> None:
+    """The completion channel is readable because the device is gone, and taking the event from it fails: the link's end
+    has a reason, and not an error that nobody foresaw."""
+
+    class Gone(Exception):
+        pass
+
+    def refuse(_: object) -> None:
+        raise Gone("Failed to get CQ event")
+
+    device = NullDevice(1)
+    try:
+        os.eventfd_write(device.channel, 1)
+        poster = object.__new__(VerbsNativePoster)
+        gone = SimpleNamespace(_verbs=SimpleNamespace(error=Gone), _verbs_channel=SimpleNamespace(get_cq_event=refuse))
+        poster.__dict__.update({**vars(device.poster), **vars(gone), "_verbs_cq": None})
+        with pytest.raises(DeviceBroken, match="Failed to get CQ event"):
+            poster.wait(device.wake, 0, 1_000)
+    finally:
+        device.close()
+
+
+def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process can have no more threads when a link has just been connected: the queue pairs are destroyed, the
+    receiver hears BYE, and the hold on the device is released, which could never be closed otherwise."""
+    happened: list[str] = []
+    ours, theirs = socket.socketpair()
+
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def connected(*_: object) -> object:
+        ends = SimpleNamespace(qps=(1, 2), seals_max=4)
+        qps = SimpleNamespace(
+            ends=ends,
+            poster=lambda **_: SimpleNamespace(chain_wrs_max=4),
+            destroy=lambda: happened.append("destroyed"),
+        )
+        region = SimpleNamespace(base=0, rkey=0)
+        return SimpleNamespace(sock=ours, qps=qps, region=region, region_nbytes=64, peer=ends)
+
+    monkeypatch.setattr("kvtransfer.transports.rdma_writer.connect", connected)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    hold = SimpleNamespace(
+        device=SimpleNamespace(send_wrs_max=8, nbytes=64), release=lambda: happened.append("released")
+    )
+    memory: Any = SimpleNamespace(acquire=lambda: hold)
+    endpoint = DataEndpoint(transport=TransportName.RDMA, address="here", secret=b"", epoch=Epoch(3))
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(RdmaConnectError, match="no thread to post with"):
+            await RdmaWriterLink.connect(endpoint, pair_of(1), memory, Recorder(), loop)
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with theirs:
+        asyncio.run(scene())
+        assert happened == ["destroyed", "released"]
+        assert list(wire.Inbox().feed(theirs.recv(4096))) == [wire.Bye(epoch=Epoch(3))]
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2

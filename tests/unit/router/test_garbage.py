@@ -1,0 +1,138 @@
+"""Errors that the router passes on are freed by whoever drops them last, and do not wait for the collector.
+
+An error keeps the frames that it passed through; one of these must not keep the error. What a whole request leaves
+behind: `tests/cluster/test_garbage.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from batonpb import inference_pb2
+
+from baton.errors import BatonError, Reason
+from router.choices import run_choices
+from router.http_reply import CallReply, CutOff, Events
+from router.openai_replies import Replies
+from router.openai_requests import parse_completion
+from router.retries import Retries, RetryConfig
+from router.slow_client import ClientGuard
+
+Make = Callable[[], BatonError]
+
+
+def nothing_left(scene: Callable[[Make], Coroutine[Any, Any, None]]) -> None:
+    """Plays it, without the collector; none of the errors that it has made is in memory afterwards."""
+    made: list[weakref.ref[BatonError]] = []
+
+    def make() -> BatonError:
+        error = BatonError(Reason.DECODE_FULL, "All are full.", retry_after_ms=10)
+        made.append(weakref.ref(error))
+        return error
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(scene(make))
+        left = [error() for error in made]
+    finally:
+        gc.enable()
+    assert made
+    assert left == [None] * len(made)
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_verdict(granted: bool) -> None:
+    """The request has had its time, or its last death: it ends with the attempt's error, or with one about all."""
+
+    async def scene(make: Make) -> None:
+        retries = Retries(config=RetryConfig(deaths_max=1), give_up_s=0.0)
+
+        def attempt() -> None:
+            try:
+                raise make()
+            except BatonError as error:
+                retries.judge(error, granted=granted, now_s=1.0)
+
+        with pytest.raises(BatonError) as caught:
+            attempt()
+        del caught
+
+    nothing_left(scene)
+
+
+def test_a_client_that_is_cut_off() -> None:
+    async def scene(make: Make) -> None:
+        try:
+            async with ClientGuard() as guard:
+                guard.cut_off(make())
+                await asyncio.Event().wait()
+        except BatonError:
+            return
+        raise AssertionError("it has been told nothing")
+
+    nothing_left(scene)
+
+
+def failing(make: Make, *, after: int = 0) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+    async def answer() -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        for index in range(after):
+            yield inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(first_index=index, ids=[7], text="7"))
+        raise make()
+
+    return answer()
+
+
+def test_several_answers_of_which_all_fail() -> None:
+    """One error is told; those of the others are dropped with the queue that they wait in."""
+
+    async def scene(make: Make) -> None:
+        requests = [inference_pb2.GenerateRequest()] * 2
+        try:
+            async with aclosing(run_choices(lambda _request, _choice: failing(make, after=2), requests, 3)) as events:
+                async for _ in events:
+                    pass
+        except BatonError:
+            return
+        raise AssertionError("it has ended well")
+
+    nothing_left(scene)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_over_http(stream: bool) -> None:
+    """It fails after a token: as the whole reply, or in the middle of a stream."""
+    sent: list[Any] = []
+
+    async def scene(make: Make) -> None:
+        def events(_cut_off: CutOff) -> Events:
+            async def numbered() -> Events:
+                async with aclosing(failing(make, after=1)) as answer:
+                    async for event in answer:
+                        yield 0, event
+
+            return numbered()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        replies = Replies(
+            id="r", chat=False, model="m", created=0, logprobs=False, token_text=str, usage_in_chunks=False
+        )
+        call = parse_completion({"prompt": [1, 2], "stream": stream})
+        await CallReply(call, events, replies, headers={}, timeout_s=30.0)({"type": "http"}, receive, send)
+
+    nothing_left(scene)
+    parts = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    told = parts[1].removeprefix(b"data: ") if stream else parts[0]
+    assert json.loads(told)["error"]["message"] == "All are full."

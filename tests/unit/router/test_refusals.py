@@ -1,0 +1,233 @@
+"""What is refused before it is a request has a line in the router's log, and a flood of it takes few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+import pytest
+from batonpb import inference_pb2, inference_pb2_grpc
+
+from baton.endpoint import split_endpoint
+from baton.errors import BatonError, Reason, bad_field
+from baton.ids import Incarnation
+from baton.rpc import RpcLimits, RpcServer
+from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.tracing import REQUEST_ID_KEY
+from router.chat import ChatEncoder
+from router.config import RouterConfig
+from router.http_server import HttpServer, OpenAiApp
+from router.metrics import RouterMetrics
+from router.node import RouterNode
+from router.request_log import LIMITS, RequestLog
+from router.service import InferenceService
+from tests.support.cluster_harness import wait_for
+
+HANG_S = 30.0
+BODY_BYTES_MAX = 1_000
+Asked = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
+
+
+class Door:
+    """A router that knows no node and thus keeps each request, over gRPC and HTTP. `open`: it takes requests."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.http = ""
+        self.stub: Any = None
+        self.requests: Callable[[], int] = lambda: 0
+
+    async def call(self, *metadata: tuple[str, str]) -> BatonError:
+        """What one call over gRPC is refused with."""
+        with pytest.raises(BatonError) as caught, rpc_errors("router-0"):
+            await self.stub.GenerateUnary(Asked, timeout=HANG_S, metadata=metadata)
+        return caught.value
+
+    async def post(self, body: bytes, *headers: bytes) -> bytes:
+        """The status line that one call over HTTP gets."""
+        return (await self.head(body, *headers))[0]
+
+    async def head(self, body: bytes, *headers: bytes) -> list[bytes]:
+        """Status line and headers, as they come."""
+        reader, writer = await asyncio.open_connection(*split_endpoint(self.http))
+        lines = [b"POST /v1/completions HTTP/1.1", b"Host: h", b"Content-Length: %d" % len(body), *headers]
+        writer.write(b"\r\n".join([*lines, b"", body]))
+        try:
+            return (await reader.readuntil(b"\r\n\r\n")).splitlines(keepends=True)[:-1]
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+
+def play(scene: Callable[[Door], Awaitable[None]], *, rpcs_max: int = 64, **config: Any) -> None:
+    async def limited() -> None:
+        rng, loop, door = random.Random(5), asyncio.get_running_loop(), Door()
+        limits = RpcLimits(rpcs_max=rpcs_max, message_bytes_max=BODY_BYTES_MAX)
+        settings = RouterConfig(rpc=limits, placement_wait_ms_max=int(HANG_S * 1_000), **config)
+        channels = Channels(limits=ChannelLimits())
+        node = RouterNode(
+            config=settings,
+            incarnation=Incarnation(99),
+            prefill_nodes=list,
+            channels=channels,
+            codec=None,
+            loop=loop,
+            rng=rng,
+        )
+        door.requests = lambda: node.requests
+        server = RpcServer(limits=limits, rng=rng)
+        server.refused = lambda error: node.refused(error, door="grpc")
+        service = InferenceService(node, limits=limits, rng=rng, takes_requests=lambda: door.open)
+        server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, service)
+        port = await server.start("127.0.0.1:0")
+        app = OpenAiApp(
+            node,
+            config=settings,
+            codec=None,
+            chats=ChatEncoder(codec=None, template=None, chars_max=100),
+            metrics=RouterMetrics(list),
+            rng=rng,
+            takes_requests=lambda: door.open,
+        )
+        http = HttpServer(app.asgi(), settings, refused=lambda error: node.refused(error, door="http"))
+        door.http = http.start("127.0.0.1:0")
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        door.stub = inference_pb2_grpc.InferenceStub(channel)
+        try:
+            async with asyncio.timeout(HANG_S):
+                await scene(door)
+        finally:
+            await channel.close()
+            await http.stop()
+            await server.stop(0)
+            await node.close()
+            await channels.close()
+
+    asyncio.run(limited())
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
+    """Level and fields of the lines about what was refused."""
+    found = [r for r in caplog.records if r.getMessage() == "request refused"]
+    return [(r.levelname, r.baton_fields) for r in found]  # type: ignore[attr-defined]
+
+
+def test_a_router_that_drains(caplog: pytest.LogCaptureFixture) -> None:
+    """Both doors say so, with the id that the client gave; over HTTP it comes back."""
+
+    async def scene(door: Door) -> None:
+        door.open = False
+        assert (await door.call((REQUEST_ID_KEY, "mine"))).reason is Reason.NODE_DRAINING
+        head = await door.head(b'{"prompt": [1]}', b"x-request-id: yours")
+        assert head[0] == b"HTTP/1.1 503 Service Unavailable\r\n"
+        assert b"x-request-id: yours\r\n" in head
+
+    with caplog.at_level(logging.INFO):
+        play(scene)
+    why = "This router takes no new requests."
+    assert refusals(caplog) == [
+        ("WARNING", {"reason": "NODE_DRAINING", "request": "mine", "door": "grpc", "why": why}),
+        ("WARNING", {"reason": "NODE_DRAINING", "request": "yours", "door": "http", "why": why}),
+    ]
+
+
+def test_a_client_that_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    """A bad id, a body that is no JSON, one that is too long, a field that cannot be read: the field, not the words.
+    Over HTTP each is told the id that the log has."""
+    ids = ["none"]
+
+    async def scene(door: Door) -> None:
+        assert (await door.call((REQUEST_ID_KEY, "no id!"))).reason is Reason.BAD_REQUEST_ID
+        for body in (b"secret", b'"' + b"secret" * BODY_BYTES_MAX + b'"', b'{"prompt": [1], "top_p": "secret"}'):
+            head = await door.head(body)
+            assert head[0] == b"HTTP/1.1 400 Bad Request\r\n"
+            ids.extend(line.decode().split()[1] for line in head if line.startswith(b"x-request-id: "))
+
+    with caplog.at_level(logging.INFO):
+        play(scene)
+    fields = [REQUEST_ID_KEY, "none", "body", "top_p"]
+    assert [(level, told["field"]) for level, told in refusals(caplog)] == [("INFO", field) for field in fields]
+    assert [told["request"] for _, told in refusals(caplog)] == ids
+    assert len(set(ids)) == 4
+    assert "secret" not in caplog.text
+
+
+def test_a_call_that_meets_a_bug(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is told the id that the log has beside the traceback: its own, or one of ours."""
+
+    def broken(raw: bytes) -> dict[str, Any]:
+        raise ZeroDivisionError(raw)
+
+    monkeypatch.setattr("router.http_server.parse_body", broken)
+    ids: list[str] = []
+
+    async def scene(door: Door) -> None:
+        for headers in ((b"x-request-id: yours",), ()):
+            head = await door.head(b"{}", *headers)
+            assert head[0] == b"HTTP/1.1 500 Internal Server Error\r\n"
+            ids.extend(line.decode().split()[1] for line in head if line.startswith(b"x-request-id: "))
+
+    with caplog.at_level(logging.INFO):
+        play(scene)
+    failed = [r for r in caplog.records if r.getMessage() == "a call failed"]
+    assert [r.baton_fields["request"] for r in failed] == ids  # type: ignore[attr-defined]
+    assert (ids[0], len(set(ids))) == ("yours", 2)
+
+
+def test_one_call_too_many(caplog: pytest.LogCaptureFixture) -> None:
+    """The server answers one call, and refuses the second before its handler has it."""
+
+    async def scene(door: Door) -> None:
+        first = door.stub.Generate(Asked, timeout=HANG_S)
+
+        async def there() -> bool:
+            return door.requests() == 1
+
+        await wait_for(there, "the first call")
+        assert (await door.call()).reason is Reason.TOO_MANY_CALLS
+        first.cancel()
+
+    with caplog.at_level(logging.INFO):
+        play(scene, rpcs_max=1)
+    ((level, told),) = refusals(caplog)
+    assert (level, told["reason"], told["door"]) == ("WARNING", "TOO_MANY_CALLS", "grpc")
+
+
+def test_one_connection_too_many(caplog: pytest.LogCaptureFixture) -> None:
+    """One may be open. Its neighbour is refused, whatever it asks for."""
+
+    async def scene(door: Door) -> None:
+        _, first = await asyncio.open_connection(*split_endpoint(door.http))
+        while await door.post(b"") != b"HTTP/1.1 429 Too Many Requests\r\n":
+            pass
+        first.close()
+        await first.wait_closed()
+
+    with caplog.at_level(logging.INFO):
+        play(scene, http_connections_max=1)
+    told = refusals(caplog)[-1][1]
+    assert (told["reason"], told["door"]) == ("TOO_MANY_CALLS", "http")
+
+
+def test_a_flood_of_it_takes_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Five thousand a second for half a minute, of two kinds: each has its first lines and its sums, apart from the
+    requests that failed for the same reason. None is left out."""
+    now_s = 0.0
+    log = RequestLog(lambda: now_s)
+    kinds = (BatonError(Reason.NODE_DRAINING, "It drains.", retry_after_ms=10), bad_field("body", "No JSON."))
+    with caplog.at_level(logging.INFO):
+        for _ in range(30):
+            for error in kinds:
+                for _ in range(2_500):
+                    log.refused(error, door="http", request_id=None)
+            now_s += 1.0
+            log.upkeep()
+        log.close()
+    assert len(refusals(caplog)) == 2 * LIMITS.full_max
+    sums = [r.baton_fields["times"] for r in caplog.records if r.getMessage() == "request refused: repeated"]  # type: ignore[attr-defined]
+    assert len(sums) == 6
+    assert sum(sums) + 2 * LIMITS.full_max == 150_000
