@@ -267,7 +267,8 @@ class ReceiverGrants(GrantSteps):
 
     def _fenced(self, event: PairFenced) -> None:
         pair = self._pair(event.pair)
-        pair.fencing = False
+        if event.epoch >= pair.epoch:  # evidence about an older epoch does not end the fence of this one
+            pair.fencing = False
         pair.epoch = max(pair.epoch, Epoch(event.epoch + 1))
         for grant in self._grants_of(pair):
             if grant.state in UNCOMMITTED and grant.epoch <= event.epoch:

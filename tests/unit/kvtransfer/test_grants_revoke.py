@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.ids import GrantId
+from baton.ids import Epoch, GrantId
 from kvtransfer.receiver_grants import (
     TRANSITIONS,
     GrantState,
@@ -228,6 +228,21 @@ def test_a_fence_of_an_old_epoch_spares_newer_grants() -> None:
     r.reserve()
     assert r.fenced(0) == []
     assert (r.state(), r.machine.epoch(PAIR)) == (GrantState.RESERVED, EPOCH_1)
+
+
+def test_a_fence_of_an_old_epoch_does_not_end_the_fence_of_this_one() -> None:
+    """The pair is in epoch 1 and being fenced when evidence about epoch 0 comes again: Reserves are still refused, no
+    second fence is asked for, and only evidence about epoch 1 opens the pair again."""
+    r = Receiver()
+    r.fenced(0)
+    r.reserve(0)
+    fence = FencePair(pair=PAIR, epoch=EPOCH_1)
+    assert r.machine.handle(WriterSuspected(pair=PAIR)) == [*revoking(0), fence]
+    assert r.fenced(0) == []
+    assert r.reserve(1, key=key_of("s")) == refused(1, Refusal.FENCING)
+    assert r.machine.handle(WriterSuspected(pair=PAIR)) == []
+    assert r.fenced(1) == [StopGrantTimers(grant=grant_of(0))]
+    assert r.reserve(2, key=key_of("s"))[1] == granted(2, blocks=(1, 0), epoch=Epoch(2))
 
 
 def test_a_seal_of_another_epoch_is_refused_and_counted() -> None:
