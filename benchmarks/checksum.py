@@ -25,7 +25,7 @@ from baton.ids import BlockId, GrantId
 from kvtransfer.checksum_thread import ChecksumThread, SourceSample
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.plan import whole_records
-from kvtransfer.receiver_messages import RecordsChecked
+from kvtransfer.protocol.receiver import RecordsChecked
 from kvtransfer.record_checks import RecordChecks, checksums_from_proto
 
 FRACTIONS = (0.0, 0.01, 0.1, 1.0)

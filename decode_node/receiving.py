@@ -18,8 +18,8 @@ from cachestore.engine_report import add_fact
 from cachestore.regions import checksum_thread, offered, rdma_region
 from decode_node.config import DecodeConfig
 from kvtransfer.negotiation import check_some_work
+from kvtransfer.protocol.receiver import ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverHost
-from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
@@ -38,7 +38,7 @@ def make_receiver(
     """A receiver without ports: `open_ports` opens them."""
     receiver = Receiver(
         incarnation=own,
-        grants=ReceiverGrants(pool.ledger),
+        grants=ReceiverMachine(pool.ledger),
         layout=pool.layout,
         host=host,
         channels=channels,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from baton.errors import BatonError, Reason
 from baton.wire import ModelInfo
 
-PROTOCOL_MIN = 2
-PROTOCOL_MAX = 2
-"""Versions of the Transfer protocol that this build speaks. 2: `writes_adrift` of LetGo and Revoke, which a receiver
-must understand before it believes a writer's word."""
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
+"""Versions of the Transfer protocol that this build speaks. 2: `writes_in_doubt` of Release and Revoke, without which a
+receiver must not believe a writer's claim. 3: the call is named Release."""
 
 
 def differences(own: ModelInfo, peer: ModelInfo) -> list[str]:

@@ -1,4 +1,4 @@
-"""The receiver's shell: carries out what `ReceiverGrants` instructs. Timers, revocation calls, waiting commits.
+"""The receiver's shell: carries out what `ReceiverMachine` instructs. Timers, revocation calls, waiting commits.
 
 Everything runs on the node's control thread. The node calls the methods; the transport's port calls `seal_landed` and
 `writer_gone`; the loop fires the timers. Each becomes one event, and each instruction one small action here.
@@ -19,13 +19,11 @@ from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from kvtransfer.checksums import RecordChecksums
 from kvtransfer.layout import Layout
-from kvtransfer.ranges import RecordRanges
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants
-from kvtransfer.receiver_messages import (
+from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
-    AnswerLetGo,
     AnswerRefused,
+    AnswerRelease,
     AnswerRenew,
     AnswerResolve,
     CheckRecords,
@@ -33,10 +31,12 @@ from kvtransfer.receiver_messages import (
     CountRefused,
     FencePair,
     ForgetGrant,
+    GrantState,
     GrantTimerFired,
     PairFenced,
     ReceiverEvent,
     ReceiverInstruction,
+    ReceiverMachine,
     RecordsChecked,
     RenewAsked,
     ReportCorrupt,
@@ -51,9 +51,10 @@ from kvtransfer.receiver_messages import (
     StopGrantTimers,
     StopRequest,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
     WriterSuspected,
 )
+from kvtransfer.ranges import RecordRanges
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks, WriterPlace
 from kvtransfer.revoke_calls import RevokeCalls
@@ -113,7 +114,7 @@ class Receiver:
         self,
         *,
         incarnation: Incarnation,
-        grants: ReceiverGrants,
+        grants: ReceiverMachine,
         layout: Layout,
         host: ReceiverHost,
         channels: Channels,
@@ -138,7 +139,7 @@ class Receiver:
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: Waiters[GrantId, bool] = Waiters(loop)
-        self._let_gos: Waiters[tuple[Pair, ReserveNumber], None] = Waiters(loop)
+        self._releases: Waiters[tuple[Pair, ReserveNumber], None] = Waiters(loop)
         self._tasks = Tasks(loop, log)
         self._revokes = RevokeCalls(
             channels=channels,
@@ -151,7 +152,7 @@ class Receiver:
         )
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
-            AnswerLetGo: lambda i: self._let_gos.answer((i.pair, i.number), None),
+            AnswerRelease: lambda i: self._releases.answer((i.pair, i.number), None),
             SendRevoke: self._revokes.send,
             FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
             ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
@@ -217,14 +218,17 @@ class Receiver:
             self.checks.keep(event.grant, checksums, blocks)
         return await self._commits.ask(event.grant, lambda: self._handle(event))
 
-    async def let_go(
-        self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, adrift: bool = False
+    async def release(
+        self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, in_doubt: bool = False
     ) -> None:
-        """The writer's word. With writes adrift this returns when a fence of the pair has stopped them."""
+        """The writer does not write under this number any more.
+
+        With writes in doubt this returns when a fence of the pair has stopped them.
+        """
         if pair not in self._writers:
-            return  # there is nothing of it here, and no book is to be opened for it
-        word = WriterLetGo(pair=pair, number=number, lowest_live=lowest_live, adrift=adrift)
-        await self._let_gos.ask((pair, number), lambda: self._handle(word))
+            return  # nothing of this writer is here, and an unknown one gets no entry
+        event = WriterReleased(pair=pair, number=number, lowest_live=lowest_live, in_doubt=in_doubt)
+        await self._releases.ask((pair, number), lambda: self._handle(event))
 
     def cancel(self, key: RequestKey) -> None:
         self._handle(RequestCancelled(key=key))
@@ -278,7 +282,7 @@ class Receiver:
             timer.cancel()
         self._timers.clear()
         self._commits.fail_all(_shutting_down)
-        self._let_gos.fail_all(_shutting_down)
+        self._releases.fail_all(_shutting_down)
         await self._tasks.cancel()
         self.checks.close()
         self._repeats.close()
@@ -315,7 +319,7 @@ class Receiver:
         self.holdings.follow(event, instructions)
         return self._carry_out(instructions)
 
-    def _handle_event(self, event: RecordsChecked | WriterLetGo) -> None:
+    def _handle_event(self, event: RecordsChecked | WriterReleased) -> None:
         """Of a task of ours: nobody waits for an answer."""
         self._handle(event)
 

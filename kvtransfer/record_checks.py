@@ -17,7 +17,7 @@ from baton.log import get_log
 from kvtransfer.checksum_thread import INLINE_BYTES_MAX, ChecksumThread
 from kvtransfer.checksums import CorruptRecords, RecordChecksums, differing
 from kvtransfer.layout import Layout
-from kvtransfer.receiver_messages import RecordsChecked, ReportCorrupt
+from kvtransfer.protocol.receiver import RecordsChecked, ReportCorrupt
 from kvtransfer.transport import TransportName
 
 log = get_log("receiver")

@@ -10,7 +10,7 @@ import pytest
 from baton.ids import GrantId
 from kvtransfer.ledger import Ledger
 from kvtransfer.negotiation import LOST_THERE
-from kvtransfer.receiver_states import OPEN, GrantState
+from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma import RdmaReceiverPort, RdmaWriterLink
 from kvtransfer.transports.rdma_poster import posts_by

@@ -32,7 +32,7 @@ from kvtransfer.checksums import (
 from kvtransfer.handoff import WriterConfig
 from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
-from kvtransfer.receiver_messages import RecordsChecked
+from kvtransfer.protocol.receiver import RecordsChecked
 from kvtransfer.record_checks import RecordChecks, checksums_from_proto
 from kvtransfer.step_writes import StepWrites
 from kvtransfer.transport import WriteOps
