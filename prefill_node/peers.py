@@ -164,7 +164,7 @@ class Peers:
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
         """Tell of each pair, and of the transports given up and passed over."""
-        message.pairs.extend(pair_status(peer) for peer in self._peers.values())
+        message.pairs.extend(pair_status(peer, self._loop.time()) for peer in self._peers.values())
         message.counters.add(name="transports given up", value=self.transports_given_up)
         passed_over = sum(bool(peer.link.passed_over) for peer in self._peers.values())
         message.counters.add(name="pairs that do not use a better transport", value=passed_over)
@@ -177,7 +177,7 @@ class Peers:
     @property
     def transports_given_up(self) -> int:
         """Counted over the peers there are."""
-        return sum(len(peer.link.offers.dropped) for peer in self._peers.values())
+        return sum(len(peer.link.offers.given_up) for peer in self._peers.values())
 
     @property
     def out_of_reach(self) -> int:
