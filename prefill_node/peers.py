@@ -16,9 +16,6 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
-from cachestore.device_pool import DevicePool
-from cachestore.engine_report import add_fact
-from cachestore.regions import checksum_thread, offered, rdma_region
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
@@ -37,6 +34,9 @@ from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import PeerAddress, WriterPeer
 from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass
+from node.engine_report import add_fact
+from node.pool import DevicePool
+from node.regions import checksum_thread, offered, rdma_region
 from prefill_node.config import PrefillConfig
 
 log = get_log("prefill")
