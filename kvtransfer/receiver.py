@@ -326,7 +326,7 @@ class Receiver:
             if not (named or number < lowest_live) or self.ports.forbid(grant):
                 continue
             event = replace(event, lowest_live=min(event.lowest_live, number))
-            if named:
+            if isinstance(event, WriterLetGo) and named:
                 event = replace(event, adrift=True)
             else:
                 failed = WriterLetGo(pair=event.pair, number=number, lowest_live=ReserveNumber(0), adrift=True)
