@@ -17,8 +17,8 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
+from cachestore.layout import Layout
 from kvtransfer.checksums import RecordChecksums
-from kvtransfer.layout import Layout
 from kvtransfer.ranges import RecordRanges
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_messages import (

@@ -14,9 +14,6 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, Pair
 from baton.runtime import NodeRuntime
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
-from cachestore.device_pool import DevicePool
-from cachestore.engine_report import add_fact
-from cachestore.regions import checksum_thread, offered, rdma_region
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
@@ -35,6 +32,9 @@ from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import PeerAddress, WriterPeer
 from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass
+from node.engine_report import add_fact
+from node.pool import DevicePool
+from node.regions import checksum_thread, offered, rdma_region
 from prefill_node.config import PrefillConfig
 
 OUT_OF_REACH = "decode nodes out of reach"

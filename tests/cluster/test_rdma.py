@@ -8,7 +8,7 @@ import random
 import pytest
 
 from baton.ids import GrantId
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.negotiation import LOST_THERE
 from kvtransfer.receiver_states import OPEN, GrantState
 from kvtransfer.transport import TransportName

@@ -12,7 +12,7 @@ from batonpb import common_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
-from kvtransfer.layout import kv_layout
+from cachestore.layout import kv_layout
 from kvtransfer.negotiation import ANOTHER_MACHINE, FallbackConfig, Offers, PassedOver
 from kvtransfer.pair_report import pair_status
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
