@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.receiver import Receiver, ReceiverConfig
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_messages import ReserveAsked, SendRevoke, WriterLetGo
