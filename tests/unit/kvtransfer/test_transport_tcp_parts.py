@@ -214,8 +214,9 @@ class FakePort:
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         self.asked.append(("allow", grant))
 
-    def forbid(self, grant: GrantId) -> None:
+    def forbid(self, grant: GrantId) -> bool:
         self.asked.append(("forbid", grant))
+        return True
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         self.asked.append(("fence", pair, epoch))
