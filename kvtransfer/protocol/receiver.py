@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 
 
 class GrantState(Enum):
@@ -121,7 +121,7 @@ class ReserveAsked:
     prefix: tuple[BlockId, ...] = ()
     promise: int = 0
     host_backed: bool = False
-    """The promise may be covered by host memory (see `kvtransfer.ledger`)."""
+    """The promise may be covered by host memory (see `cachestore.ledger`)."""
     room: bool = True
     """False when the shell has no room for it, whatever the ledger says."""
 
@@ -514,6 +514,12 @@ class ReceiverMachine:
         """The blocks that this pair's writer may have written under this grant; None where its right is over."""
         known = self._grant(grant, pair)
         return known.blocks if known is not None and known.state in UNCOMMITTED else None
+
+    def uncommitted(self, pair: Pair) -> list[tuple[ReserveNumber, GrantId]]:
+        """This pair's grants whose writer may still write, by the numbers of their Reserves, ascending."""
+        state = self._pairs.get(pair)
+        known = [] if state is None else sorted(state.by_number.items())
+        return [(number, grant) for number, grant in known if self._grants[grant].state in UNCOMMITTED]
 
     def grant_of(self, key: RequestKey) -> GrantId | None:
         """The grant of this attempt that is still known, the newest if there are several."""

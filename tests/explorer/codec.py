@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.ids import Epoch, GrantId, ReserveNumber
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import GrantEntry, GrantState, PairEntry, ReceiverLimits, ReceiverMachine, Refusal
 from kvtransfer.protocol.writer import HandoffEntry, WriterLimits, WriterMachine, WriterState
 

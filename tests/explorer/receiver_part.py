@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import BlockId, Epoch, GrantId
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
