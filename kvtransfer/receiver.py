@@ -18,8 +18,8 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from cachestore.layout import Layout
-from kvtransfer.checksums import RecordChecksums
-from kvtransfer.ranges import RecordRanges
+from kvtransfer.checksums import RecordChecks, RecordChecksums, WriterPlace
+from kvtransfer.plan import RecordRanges
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_messages import (
     AnswerCommit,
@@ -55,7 +55,6 @@ from kvtransfer.receiver_messages import (
     WriterSuspected,
 )
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.record_checks import RecordChecks, WriterPlace
 from kvtransfer.revoke_calls import RevokeCalls
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
 from kvtransfer.waiters import Waiters
