@@ -14,11 +14,11 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.rpc_client import Channels
 from decode_node.config import DecodeConfig
+from kvtransfer.checksums import RecordChecks
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.protocol.receiver import ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverHost
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
 from kvtransfer.transports.rdma import RdmaReceiverPort

@@ -18,7 +18,8 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from cachestore.layout import Layout
-from kvtransfer.checksums import RecordChecksums
+from kvtransfer.checksums import RecordChecks, RecordChecksums, WriterPlace
+from kvtransfer.plan import RecordRanges
 from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
@@ -54,9 +55,7 @@ from kvtransfer.protocol.receiver import (
     WriterReleased,
     WriterSuspected,
 )
-from kvtransfer.ranges import RecordRanges
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.record_checks import RecordChecks, WriterPlace
 from kvtransfer.revoke_calls import RevokeCalls
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
 from kvtransfer.waiters import Waiters

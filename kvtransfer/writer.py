@@ -19,7 +19,7 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from cachestore.layout import Layout
-from kvtransfer.checksum_thread import ChecksumThread, SourceSample
+from kvtransfer.checksums import ChecksumThread, SourceSample
 from kvtransfer.handoff import Handoff, Metadata, WriterConfig
 from kvtransfer.negotiation import Offers
 from kvtransfer.observer import HandoffObserver

@@ -12,6 +12,7 @@ from typing import Final
 
 from baton.ids import GrantId, Pair
 from baton.log import get_log
+from kvtransfer.checksums import WriterPlace
 from kvtransfer.pair_speed import LandedBytes
 from kvtransfer.protocol.receiver import (
     CommitAsked,
@@ -32,7 +33,6 @@ from kvtransfer.protocol.receiver import (
     WriterReleased,
     WriterSuspected,
 )
-from kvtransfer.record_checks import WriterPlace
 
 log = get_log("receiver")
 

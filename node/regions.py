@@ -11,7 +11,7 @@ from baton.runtime import Progress
 from cachestore.layout import Layout
 from engine.build import ComputeDevice, EngineConfig
 from kvtransfer import native
-from kvtransfer.checksum_thread import ChecksumThread
+from kvtransfer.checksums import ChecksumThread
 from kvtransfer.device.driver import CudaDriver, DeviceDriver, DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
