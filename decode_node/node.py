@@ -33,7 +33,7 @@ from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
 from kvtransfer.receiver_messages import CommitAsked
-from kvtransfer.report import block_load
+from kvtransfer.status import block_load
 from node.spill import Spill
 
 log = get_log("decode")

@@ -23,7 +23,7 @@ from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, Runner
 from engine.wire import key_from_proto, params_from_proto
-from kvtransfer.report import block_load
+from kvtransfer.status import block_load
 from kvtransfer.writer import Handoff, Metadata
 from kvtransfer.writer_messages import HandoffEnd
 from prefill_node.asking import DecodeNodes
