@@ -80,7 +80,20 @@ class ReceiverConfig:
         default=1_000,
         metadata={"help": "how long one try to take a grant back may go unanswered before the next, stronger one"},
     )
-    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
+    connections_max: int = field(
+        default=256,
+        metadata={
+            "help": "data connections that each transport keeps at the same time",
+            "when": "More writers than this reach one node (tcp: times tcp.streams), or memory is short.",
+        },
+    )
+    pairs_max: int = field(
+        default=1024,
+        metadata={
+            "help": "writer processes known at the same time, those being fenced included",
+            "when": "More prefill nodes than this write to one decode node.",
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -27,7 +27,7 @@ from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, Writ
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
-from kvtransfer.transports.shm import ShmWriterLink
+from kvtransfer.transports.shm import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UcxWriterLink
@@ -59,7 +59,7 @@ class Peers:
         self._runtime = runtime
         self._observer = observer
         self._config = config
-        self._copy_turns = config.shm.turns()
+        self._copy_turns = copy_turns(config.shm)
         self._pool = pool
         self._host, self._host_parts = host_identity(), host_parts()
         self._loop = asyncio.get_running_loop()
@@ -69,7 +69,7 @@ class Peers:
             self._rdma = lent.memory
         else:
             self._rdma = register_if_usable(
-                serving, rdma_region(pool.region), config.rdma.rdma, self._loop, remote_writes=False
+                serving, rdma_region(pool.region), config.rdma, self._loop, remote_writes=False
             )
         ucx_works = usable(serving, config.ucx.tls)
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
@@ -242,9 +242,7 @@ class Peers:
         try:
             if endpoint.transport is TransportName.CUDA_IPC:
                 assert isinstance(region, DeviceRegion), region.kind
-                return await CudaIpcWriterLink.connect_device(
-                    endpoint, pair, region, events, self._loop, region.driver, self._config.shm
-                )
+                return await CudaIpcWriterLink.connect_device(endpoint, pair, region, events, self._loop, region.driver)
             if endpoint.transport is TransportName.RDMA:
                 return await self._make_rdma_link(endpoint, pair, events)
             if self._pool.staged is not None:
@@ -255,7 +253,7 @@ class Peers:
             source_U8 = self._pool.host_region.array_U8
             if endpoint.transport is TransportName.SHM:
                 return await ShmWriterLink.connect(
-                    endpoint, pair, source_U8, events, self._loop, self._config.shm, self._copy_turns
+                    endpoint, pair, source_U8, events, self._loop, self._config.shm, turns=self._copy_turns
                 )
             if endpoint.transport is TransportName.UCX:
                 return await UcxWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.ucx)
@@ -269,11 +267,11 @@ class Peers:
 
     async def _make_rdma_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Raises ConnectError."""
-        memory, config = self._rdma, self._config.rdma
+        memory = self._rdma
         assert memory is not None
 
         async def connect(events: WriterEvents) -> RdmaWriterLink:
-            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop, config)
+            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
 
         if self._poster is None:
             return await connect(events)

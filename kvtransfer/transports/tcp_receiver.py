@@ -13,7 +13,7 @@ import hmac
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.device.staging import StagedRegion, StagingFull
@@ -21,12 +21,16 @@ from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.base_port import ListeningPort
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
-from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
-from kvtransfer.transports.tcp_stream import ReceiveStream
+from kvtransfer.transports.tcp_stream import STREAM_LIMITS, ReceiveStream, StreamLimits
 from kvtransfer.transports.tcp_wire import RefusalReason
 from kvtransfer.transports.words_connection import WordsConnection
+
+TCP_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
+SEALS_PARTIAL_MAX: Final = 4096
+"""Seals that have come on some of their streams and not yet on all."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,7 +52,7 @@ class _Allowed:
     ranges: WriteRanges
 
 
-class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connection]):
+class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.TCP
@@ -62,7 +66,8 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         randomness: Callable[[int], bytes],
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
-        config: TcpReceiverConfig | None = None,
+        limits: PortLimits = TCP_PORT_LIMITS,
+        stream: StreamLimits = STREAM_LIMITS,
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes.
 
@@ -72,21 +77,20 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        config = config or TcpReceiverConfig()
         super().__init__(
             listen=listen,
             advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config,
+            limits=limits,
             reasons=RefusalReason,
         )
         self._region = region
-        self._limits = config.stream
+        self._stream_limits = stream
         if isinstance(region, StagedRegion):
-            frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
-            self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
+            frame_bytes_max = min(self._stream_limits.frame_bytes_max, region.limits.chunk_bytes)
+            self._stream_limits = replace(self._stream_limits, frame_bytes_max=frame_bytes_max)
         self._allowed: dict[GrantId, _Allowed] = {}
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
 
@@ -201,7 +205,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
             return
-        if sum(c.stream is not None for c in self._connections.values()) >= self._config.connections_max:
+        if sum(c.stream is not None for c in self._connections.values()) >= self._limits.connections_max:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
         try:
@@ -209,7 +213,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         except StagingFull:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
-        limits = self._limits
+        limits = self._stream_limits
         welcome = wire.Welcome(
             proof=wire.receiver_proof(secret, hello, connection.nonce),
             region_nbytes=self._region.nbytes,
@@ -223,7 +227,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         """What a connection receives into. Raises StagingFull."""
         region = self._region
         if isinstance(region, StagedRegion):
-            return StagedMemory(region.host_U8, region.nbytes, region.share(region.config.stream_chunks))
+            return StagedMemory(region.host_U8, region.nbytes, region.share(region.limits.stream_chunks))
         return LandingMemory(region.array_U8, region.nbytes)
 
     def _open(self, connection: _Connection, hello: wire.Hello, memory: LandingMemory) -> None:
@@ -237,7 +241,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             sock=sock,
             hello=hello,
             memory=memory,
-            limits=self._limits,
+            limits=self._stream_limits,
             loop=self._loop,
             sealed=self._seal,
             ended=lambda _: self._ended(connection),
@@ -267,7 +271,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         if arrived & frame.streams_mask == frame.streams_mask:
             self._counts["seals"] += 1
             self._events.seal_landed(hello.pair, frame.seal)
-        elif len(self._seals_partial) < self._config.seals_partial_max:
+        elif len(self._seals_partial) < SEALS_PARTIAL_MAX:
             self._seals_partial[key] = arrived
         else:
             self._refused[RefusalReason.SEALS_MAX] += 1
