@@ -11,14 +11,14 @@ from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
 from baton.rpc import RpcLimits
-from cachestore.host_tier import SpillConfig
-from cachestore.regions import region_kind
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
+from node.host_tier import SpillConfig
+from node.regions import region_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

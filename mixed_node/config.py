@@ -14,7 +14,6 @@ from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
-from cachestore.host_tier import SpillConfig
 from decode_node.config import DecodeConfig
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
@@ -23,6 +22,7 @@ from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
 from kvtransfer.writer import WriterConfig
+from node.host_tier import SpillConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy
 

@@ -10,13 +10,13 @@ from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
-from cachestore.regions import region_kind
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
 from kvtransfer.writer import WriterConfig
+from node.regions import region_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
