@@ -61,7 +61,7 @@ class Events:
         assert copied, (grant, writes, bytes_written)
         self.completed.set()
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         raise AssertionError(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:

@@ -52,7 +52,7 @@ class Events:
             assert self.done is not None
             self.done.set_result(time.perf_counter())
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         raise AssertionError(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:

@@ -18,8 +18,8 @@ from baton.rpc_client import Channels
 from decode_node.config import DecodeConfig
 from kvtransfer.checksums import RecordChecks
 from kvtransfer.negotiation import check_some_work
+from kvtransfer.protocol.receiver import ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverHost
-from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
@@ -46,7 +46,7 @@ def make_receiver(
     """A receiver without ports: `open_ports` opens them."""
     receiver = Receiver(
         incarnation=own,
-        grants=ReceiverGrants(pool.ledger),
+        grants=ReceiverMachine(pool.ledger),
         layout=pool.layout,
         host=host,
         channels=channels,

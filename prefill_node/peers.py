@@ -22,6 +22,7 @@ from kvtransfer.device.region import DeviceRegion
 from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.pair_report import pair_status
+from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
@@ -32,7 +33,6 @@ from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UcxWriterLink
 from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import PeerAddress, WriterPeer
-from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass
 from node.engine_report import add_fact
 from node.pool import DevicePool
@@ -83,7 +83,7 @@ class Peers:
         self._peers: dict[Incarnation, WriterPeer] = {}
         self._attendances: dict[Incarnation, WriterAttendance] = {}
         self._closing_peers: set[Incarnation] = set()
-        self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
+        self._machines: OrderedDict[Incarnation, WriterMachine] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
         self._closing = Tasks(self._loop, log, broken="closing a writer failed")
         self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
@@ -144,8 +144,8 @@ class Peers:
             clock=self._runtime.clock,
         )
 
-    def _machine(self, receiver: Incarnation) -> WriterGrants:
-        return self._machines.pop(receiver) if receiver in self._machines else WriterGrants()
+    def _machine(self, receiver: Incarnation) -> WriterMachine:
+        return self._machines.pop(receiver) if receiver in self._machines else WriterMachine()
 
     def find(self, receiver: Incarnation) -> WriterPeer | None:
         return self._peers.get(receiver)
@@ -174,8 +174,8 @@ class Peers:
         message.counters.add(name="pairs that do not use a better transport", value=passed_over)
         if self._rdma is not None:
             add_fact(message, TransportName.RDMA.value, self._rdma.describe())
-        adrift = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
-        message.counters.add(name="let go with writes adrift, not fenced yet", value=adrift)
+        in_doubt = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
+        message.counters.add(name="released with writes in doubt, not fenced yet", value=in_doubt)
         message.counters.add(name=OUT_OF_REACH, value=self.out_of_reach)
 
     @property

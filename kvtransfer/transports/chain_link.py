@@ -59,7 +59,7 @@ class ChainLink(BaseLink):
             dst_nbytes=dst_nbytes,
             loop=loop,
             completed=events.writes_completed,
-            adrift=events.writes_adrift,
+            adrift=events.writes_in_doubt,
             wake=wake,
         )
         self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._queue.mark, stuck=self._end)

@@ -8,8 +8,8 @@ pidfd: the driver ends a process's kernels and copies before the process is gone
 Visibility: a completion is told when the side stream's event has passed; the receiver's kernels are launched after it
 has heard of that through sockets, and see what was written to device memory before.
 
-Nothing is ever `writes_adrift` here: a batch completes when the device has passed its event, and after an error of the
-device its context is lost and writes nothing any more.
+Nothing is ever `writes_in_doubt` here: a batch completes when the device has passed its event, and after an error of
+the device its context is lost and writes nothing any more.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ through a lock, and that thread passes the seal through the kernel's socket lock
 acquire on the other, on every architecture. Non-temporal stores are not ordered by that on x86: the native copy ends
 with a store fence of its own (`native/copy.c`), and so does memcpy where it uses them.
 
-Nothing is ever `writes_adrift` here: the copies are calls of this process's threads, over when they complete, and what
-has become of the socket does not matter to them.
+Nothing is ever `writes_in_doubt` here: the copies are calls of this process's threads, over when they complete, and
+what has become of the socket does not matter to them.
 """
 
 from __future__ import annotations

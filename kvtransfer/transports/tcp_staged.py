@@ -380,7 +380,7 @@ class _LinkEvents:
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         raise AssertionError((grant, writes, bytes_written, copied))
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         raise AssertionError(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:

@@ -6,8 +6,8 @@ stream; what the socket does not take then is left to the stream's thread. A bat
 acknowledged, or when the link is over: then every socket is closed and every thread joined, so nothing reads the source
 any more (DESIGN I1).
 
-Nothing is ever `writes_adrift` here, though the kernels and the network may still hold frames of a link that broke: the
-receiver takes no byte of one before it has found the grant among those that it allows, which a let-go ends.
+Nothing is ever `writes_in_doubt` here, though the kernels and the network may still hold frames of a link that broke:
+the receiver takes no byte of one before it has found the grant among those that it allows, which a Release ends.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from baton.ids import GrantId
 from cachestore.ledger import Ledger
 from kvtransfer.negotiation import LOST_THERE
-from kvtransfer.receiver_states import OPEN, GrantState
+from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
 from kvtransfer.transports import rdma_offer
 from kvtransfer.transports.rdma import RdmaLimits, RdmaReceiverPort, RdmaWriterLink

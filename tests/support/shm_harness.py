@@ -108,7 +108,7 @@ class Recorder:
         self.completed.append((grant, writes, bytes_written, copied))
         self._changed.set()
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         self.adrift.append((grant, len(self.completed)))
         self._changed.set()
 

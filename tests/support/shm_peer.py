@@ -34,7 +34,7 @@ class Events:
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         say({"event": "completed", "grant": grant.hex(), "writes": writes, "bytes": bytes_written, "copied": copied})
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         say({"event": "adrift", "grant": grant.hex()})
 
     def link_lost(self, pair: Pair, reason: str) -> None:

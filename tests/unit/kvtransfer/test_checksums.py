@@ -35,7 +35,7 @@ from kvtransfer.checksums import (
 )
 from kvtransfer.handoff import WriterConfig
 from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
-from kvtransfer.receiver_messages import RecordsChecked
+from kvtransfer.protocol.receiver import RecordsChecked
 from kvtransfer.step_writes import StepWrites
 from kvtransfer.transport import WriteOps
 
