@@ -28,7 +28,7 @@ from baton.log import get_log
 from cachestore.layout import Layout
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.plan import Int64Array
-from kvtransfer.receiver_messages import RecordsChecked, ReportCorrupt
+from kvtransfer.protocol.receiver import RecordsChecked, ReportCorrupt
 from kvtransfer.status import WriterPlace
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.loop_calls import call_loop

@@ -15,10 +15,10 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.wire import ModelInfo
 from kvtransfer.transport import RegionKind, TransportName
 
-PROTOCOL_MIN = 2
-PROTOCOL_MAX = 2
-"""Versions of the Transfer protocol that this build speaks. 2: `writes_adrift` of LetGo and Revoke, which a receiver
-must understand before it believes a writer's word."""
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
+"""Versions of the Transfer protocol that this build speaks. 2: `writes_in_doubt` of Release and Revoke, without which a
+receiver must not believe a writer's claim. 3: the call is named Release."""
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 

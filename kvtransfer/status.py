@@ -16,13 +16,14 @@ from baton.ids import GrantId, Pair, RequestKey
 from baton.log import get_log
 from baton.wire import BlockLoad
 from cachestore.ledger import Ledger
-from kvtransfer.grant_book import GrantBook
-from kvtransfer.receiver_messages import (
+from kvtransfer.protocol.receiver import (
     CommitAsked,
+    GrantState,
     GrantTimerFired,
     PairFenced,
     ReceiverEvent,
     ReceiverInstruction,
+    ReceiverMachine,
     RecordsChecked,
     RequestCancelled,
     ReserveAsked,
@@ -31,10 +32,9 @@ from kvtransfer.receiver_messages import (
     StartGrantTimer,
     StopGrantTimers,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
     WriterSuspected,
 )
-from kvtransfer.receiver_states import GrantState
 from kvtransfer.transport import TransportName
 
 log = get_log("receiver")
@@ -48,12 +48,12 @@ _TAKEN_BACK_BY: Final[Mapping[type, str]] = {
     ResolveAsked: "its router asked whether it had committed, and it had not",
     ReserveAsked: "a newer attempt of its request came",
     WriterSuspected: "its writer was lost",
-    WriterLetGo: "its writer let go of another grant with writes on their way",
+    WriterReleased: "its writer let go of another grant with writes on their way",
     GrantTimerFired: "another grant of its writer was not given back",
 }
 _EVIDENCE: Final[Mapping[type, str]] = {
     PairFenced: "a fence",
-    WriterLetGo: "the writer's word",
+    WriterReleased: "the writer's word",
     ReserveAsked: "the writer's word",
     SealLanded: "seals and commit",
     CommitAsked: "seals and commit",
@@ -241,7 +241,9 @@ class WriterHoldings:
     has handled an event, before the instructions are carried out. Control thread only.
     """
 
-    def __init__(self, grants: GrantBook, *, places: Mapping[Pair, WriterPlace], now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, grants: ReceiverMachine, *, places: Mapping[Pair, WriterPlace], now_s: Callable[[], float]
+    ) -> None:
         """`places` are the writers that are known; it is looked at, never changed."""
         self._grants = grants
         self._places = places

@@ -1,4 +1,4 @@
-"""The writer's shell, for one receiver process: carries out what `WriterGrants` instructs.
+"""The writer's shell, for one receiver process: carries out what `WriterMachine` instructs.
 
 `WriterPeer` makes the calls to the receiver and changes the `Handoff`s that it gives out. The data connection is in
 `link`. Everything runs on the node's control thread, except `StepWrites.layer_done`, which the engine thread calls.
@@ -29,12 +29,8 @@ from kvtransfer.checksums import ChecksumThread, SourceSample
 from kvtransfer.link import LinkMaker, PairLink, PeerAddress
 from kvtransfer.negotiation import Offers
 from kvtransfer.plan import Int64Array, RecordPlan
-from kvtransfer.receiver_messages import Refusal
-from kvtransfer.status import HandoffObserver, Moved
-from kvtransfer.transport import Seal, WriterLink
-from kvtransfer.transports.posted_writes import check_granted
-from kvtransfer.writer_grants import WriterGrants, WriterState
-from kvtransfer.writer_messages import (
+from kvtransfer.protocol.receiver import Refusal
+from kvtransfer.protocol.writer import (
     AbandonWrites,
     AllPosted,
     AnswerRevoke,
@@ -44,11 +40,11 @@ from kvtransfer.writer_messages import (
     HandoffCancelled,
     HandoffEnd,
     LeaseLapsed,
-    LetGoAnswered,
-    LetGoUnanswered,
     LinkLost,
     PeerGone,
+    ReleaseAnswered,
     ReleaseSources,
+    ReleaseUnanswered,
     RenewRefused,
     ReportEnd,
     ReserveGranted,
@@ -56,21 +52,26 @@ from kvtransfer.writer_messages import (
     ReserveUnanswered,
     RevokeAsked,
     SendCommit,
-    SendLetGo,
+    SendRelease,
     SendReserve,
     SendSeal,
     StartWriting,
     WriterEvent,
-    WritesAdrift,
+    WriterMachine,
+    WriterState,
     WritesCompleted,
     WritesDropped,
+    WritesInDoubt,
     WritesPosted,
 )
+from kvtransfer.status import HandoffObserver, Moved
+from kvtransfer.transport import Seal, WriterLink
+from kvtransfer.transports.posted_writes import check_granted
 
 log = get_log("writer")
 
 COMMIT_FAILED: Final = "commit call failed"
-LET_GO_FAILED: Final = "let-go call failed"
+RELEASE_FAILED: Final = "release call failed"
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -246,7 +247,7 @@ class WriterPeer:
         connect_request: transfer_pb2.ConnectRequest,
         layout: Layout,
         src_num_blocks: int,
-        machine: WriterGrants,
+        machine: WriterMachine,
         channels: Channels,
         make_link: LinkMaker,
         offers: Offers,
@@ -296,7 +297,7 @@ class WriterPeer:
             SendCommit: lambda i: self._tasks.spawn(self._commit(i)),
             AbandonWrites: self._abandon,
             ReleaseSources: self._release_sources,
-            SendLetGo: lambda i: self._tasks.spawn(self._let_go(i)),
+            SendRelease: lambda i: self._tasks.spawn(self._release(i)),
             AnswerRevoke: self._answer_revoke,
             ReportEnd: self._report_end,
         }
@@ -453,7 +454,7 @@ class WriterPeer:
     async def revoked(self, number: ReserveNumber) -> bool:
         """The receiver takes a grant back: returns when nothing is written under this number any more.
 
-        True: what was under way when the link ended may still land (see WriterLetGo).
+        True: what was under way when the link ended may still land (see WriterReleased).
 
         Raises BatonError UNKNOWN_GRANT for a number that was never asked for.
         """
@@ -461,7 +462,7 @@ class WriterPeer:
             raise BatonError(Reason.UNKNOWN_GRANT, f"No Reserve has had the number {number} yet.")
         handoff = self._handoffs.get(number)
         if handoff is None:
-            return self.machine.is_adrift(number)
+            return self.machine.is_in_doubt(number)
         waiter: asyncio.Future[bool] = self._loop.create_future()
         handoff.revoke_waiters.append(waiter)
         self.handle(RevokeAsked(number=number))
@@ -508,8 +509,8 @@ class WriterPeer:
             self.handle(WritesDropped(number=handoff.number))
         self._completed(handoff, writes, bytes_written)
 
-    def writes_adrift(self, grant: GrantId) -> None:
-        self.handle(WritesAdrift(number=self._granted[grant].number))
+    def writes_in_doubt(self, grant: GrantId) -> None:
+        self.handle(WritesInDoubt(number=self._granted[grant].number))
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         assert pair == self.address.pair, (pair, self.address)
@@ -622,7 +623,7 @@ class WriterPeer:
         handoff = self._handoffs.get(instruction.number)
         for waiter in handoff.revoke_waiters if handoff is not None else ():
             if not waiter.done():
-                waiter.set_result(instruction.adrift)
+                waiter.set_result(instruction.in_doubt)
 
     def _report_end(self, instruction: ReportEnd) -> None:
         handoff = self._handoffs[instruction.number]
@@ -679,7 +680,7 @@ class WriterPeer:
             return
         if reply.WhichOneof("answer") != "granted":
             _fail_grant(handoff, _refusal_error(reply, self.address.name))
-            self.handle(ReserveRefused(number=number, refusal=Refusal.BUSY))
+            self.handle(ReserveRefused(number=number))
         elif number in self._handoffs:
             grant = reply.granted
             handoff.grant = GrantId(grant.grant)
@@ -714,7 +715,7 @@ class WriterPeer:
                 await asyncio.wait([handoff.ended], timeout=handoff.lease_ms / 3000)
 
     async def _commit(self, instruction: SendCommit) -> None:
-        """Ask once; the machine asks again where there was no answer, after a pause. So with `_let_go`."""
+        """Ask once; the machine asks again where there was no answer, after a pause. So with `_release`."""
         number = instruction.number
         handoff = self._handoffs.get(number)
         if handoff is None:
@@ -766,22 +767,22 @@ class WriterPeer:
             layer_block=error.metadata.get("layer_block", ""),
         )
 
-    async def _let_go(self, instruction: SendLetGo) -> None:
-        request = transfer_pb2.LetGoRequest(
+    async def _release(self, instruction: SendRelease) -> None:
+        request = transfer_pb2.ReleaseRequest(
             header=self._header,
             number=instruction.number,
             lowest_live=instruction.lowest_live,
-            writes_adrift=instruction.adrift,
+            writes_in_doubt=instruction.in_doubt,
         )
         try:
             with rpc_errors(self.address.endpoint):
-                await self._stub.LetGo(request, timeout=self._config.call_ms_max / 1000)
+                await self._stub.Release(request, timeout=self._config.call_ms_max / 1000)
         except BatonError as error:
-            await self._after_failed_call(LET_GO_FAILED, error, instruction.number)
-            self.handle(LetGoUnanswered(number=instruction.number))
+            await self._after_failed_call(RELEASE_FAILED, error, instruction.number)
+            self.handle(ReleaseUnanswered(number=instruction.number))
             return
-        self._repeats.over(self.address.name, "it has answered", what=LET_GO_FAILED)
-        self.handle(LetGoAnswered(number=instruction.number))
+        self._repeats.over(self.address.name, "it has answered", what=RELEASE_FAILED)
+        self.handle(ReleaseAnswered(number=instruction.number))
 
     async def _after_failed_call(self, what: str, error: BatonError, number: ReserveNumber) -> None:
         """Notice a receiver that is another process by now; otherwise pause before the machine asks again."""

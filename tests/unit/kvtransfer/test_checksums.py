@@ -34,7 +34,7 @@ from kvtransfer.checksums import (
     segments,
 )
 from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
-from kvtransfer.receiver_messages import RecordsChecked
+from kvtransfer.protocol.receiver import RecordsChecked
 from kvtransfer.transport import WriteOps
 from kvtransfer.writer import StepWrites, WriterConfig
 

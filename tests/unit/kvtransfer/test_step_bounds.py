@@ -10,10 +10,10 @@ import pytest
 
 from baton.ids import BlockId, ReserveNumber
 from cachestore.layout import kv_layout
+from kvtransfer.protocol.writer import WriterEvent, WritesPosted
 from kvtransfer.status import HandoffObserver
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from kvtransfer.writer import StepWrites, WriterPeer
-from kvtransfer.writer_messages import WriterEvent, WritesPosted
 
 
 def test_a_block_outside_the_grant_is_not_posted() -> None:
