@@ -1,7 +1,7 @@
 """State diagrams of the grant machines and of spilled sequences, from their transition tables, as Mermaid text.
 
 python docs/generate_state_diagrams.py            prints them
-python docs/generate_state_diagrams.py --write    puts them between the markers of ARCHITECTURE.md
+python docs/generate_state_diagrams.py --write    puts them between the markers of docs/handoff.md and docs/memory.md
 """
 
 from __future__ import annotations
