@@ -21,8 +21,8 @@ from engine.block_manager import BlockManager, prefix_blocks_max
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, KvSink, Runner
-from engine.wire import key_from_proto, params_from_proto
+from engine.types import Batch, FinishReason, KvSink, Runner
+from engine.wire import NOT_FINITE_MESSAGE, key_from_proto, params_from_proto
 from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
 from kvtransfer.writer import Handoff, Metadata
@@ -310,6 +310,8 @@ class PrefillNode:
             assert job.handoff is not None
             raise handoff_failed(job.handoff, job.handoff.ended.result())
         event = job.drawn.result()
+        if event.finish is FinishReason.NOT_FINITE:
+            raise BatonError(Reason.SCORES_NOT_FINITE, NOT_FINITE_MESSAGE)
         if event.token is None and job.local is not None:
             raise BatonError(
                 Reason.HANDOFF_FAILED, "This node has given the request up; its log says why. Send the request again."
