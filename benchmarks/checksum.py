@@ -22,8 +22,8 @@ import numpy as np
 from batonpb import transfer_pb2
 
 from baton.ids import BlockId, GrantId
+from cachestore.layout import Layout, kv_layout
 from kvtransfer.checksum_thread import ChecksumThread, SourceSample
-from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.plan import whole_records
 from kvtransfer.receiver_messages import RecordsChecked
 from kvtransfer.record_checks import RecordChecks, checksums_from_proto

@@ -13,9 +13,6 @@ from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.rpc_client import Channels
-from cachestore.device_pool import DevicePool
-from cachestore.engine_report import add_fact
-from cachestore.regions import checksum_thread, offered, rdma_region
 from decode_node.config import DecodeConfig
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.receiver import Receiver, ReceiverHost
@@ -30,6 +27,9 @@ from kvtransfer.transports.shm import ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
 from kvtransfer.transports.ucx import UcxReceiverPort
 from kvtransfer.transports.ucx_offer import usable
+from node.engine_report import add_fact
+from node.pool import DevicePool
+from node.regions import checksum_thread, offered, rdma_region
 
 
 def make_receiver(

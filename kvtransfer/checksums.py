@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.ids import BlockId, GrantId
-from kvtransfer.layout import Layout
+from cachestore.layout import Layout
 from kvtransfer.plan import Int64Array
 
 CHECKSUM_RECORDS_MAX = 65_536

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtransfer.layout import Layout
+from cachestore.layout import Layout
 from kvtransfer.transport import WriteOps
 
 Int64Array = npt.NDArray[np.int64]

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from baton.ids import BlockId
-from kvtransfer.layout import Layout
+from cachestore.layout import Layout
 
 LOOPED_SEGMENTS_MAX = 32
 """So many are looked at one by one: less work than the array operations cost whatever they work on."""

@@ -14,9 +14,9 @@ from batonpb import transfer_pb2
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, GrantId
 from baton.log import get_log
+from cachestore.layout import Layout
 from kvtransfer.checksum_thread import INLINE_BYTES_MAX, ChecksumThread
 from kvtransfer.checksums import CorruptRecords, RecordChecksums, differing
-from kvtransfer.layout import Layout
 from kvtransfer.receiver_messages import RecordsChecked, ReportCorrupt
 from kvtransfer.transport import TransportName
 

@@ -12,9 +12,6 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.errors import BatonError, Reason
-from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.host_tier import BlockCopy, SpillConfig
-from cachestore.stream_copier import StreamCopier
 from decode_node.config import DecodeConfig
 from engine.build import ComputeDevice, EngineConfig
 from engine.gpu.config import GpuConfig, GraphConfig
@@ -22,6 +19,9 @@ from engine.model_config import ComputeDtype
 from engine.types import SamplingParams
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
+from node.host_tier import BlockCopy, SpillConfig
+from node.pool import DevicePool, open_device_pool
+from node.stream_copier import StreamCopier
 from tests.support.gpu_node import BLOCK_SIZE, random_prompts, write_model
 from tests.support.pool_bench import answers_of
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId, GrantId
+from cachestore.layout import Layout, kv_layout
 from kvtransfer import checksum_thread
 from kvtransfer.checksum_thread import ChecksumThread, SourceSample
 from kvtransfer.checksums import (
@@ -30,7 +31,6 @@ from kvtransfer.checksums import (
     segments,
 )
 from kvtransfer.handoff import WriterConfig
-from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
 from kvtransfer.receiver_messages import RecordsChecked
 from kvtransfer.record_checks import RecordChecks, checksums_from_proto

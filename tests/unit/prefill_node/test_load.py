@@ -30,9 +30,8 @@ def test_cached_and_computed_tokens_are_no_load() -> None:
             await layer.reached.wait()
             assert node.load().waiting_tokens == 201 - 64
             longer = [*prefix, *random_prompt(rng, 28)]
-            for waiting in (1, 2):
-                calls.append(asyncio.create_task(ask_exactly(cluster, longer)))
-                await until(cluster, "its place in the queue", lambda count=waiting: node.requests == 1 + count)
+            calls += [asyncio.create_task(ask_exactly(cluster, longer)) for _ in range(2)]
+            await until(cluster, "both to be in the queue", lambda: node.requests == 3)
             assert node.load().waiting_tokens == (201 - 64) + 28 + (28 - 16)
             layer.open()
             await asyncio.gather(*calls)
