@@ -100,6 +100,7 @@ class RouterNode:
             chats=chats,
             loop=loop,
             rng=rng,
+            records=lambda: self._records,
             check_known=check_known,
             pause=self._pause,
         )

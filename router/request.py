@@ -42,7 +42,7 @@ def check_request(
     *,
     model: ModelInfo,
     encode: Encode | None,
-    max_tokens_default: int,
+    answer_tokens: Callable[[int], int],
     rng: random.Random,
     choice: int = 0,
     chat: Sequence[int] = (),
@@ -50,7 +50,8 @@ def check_request(
     """Validate against the model that is served.
 
     `chat` is the prompt that the messages of a conversation make. `choice` numbers the answers to one question with one
-    seed. `max_tokens` is cut to what the model's context leaves after the prompt. Raises BatonError naming the field.
+    seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it, from the
+    length of the prompt, for a request that names none. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         raise BatonError(
@@ -60,7 +61,8 @@ def check_request(
         )
     prompt = check_prompt(request, model, encode, chat)
     sampling = request.sampling
-    max_tokens = _max_tokens(sampling, max_tokens_default, model.context_len_max - len(prompt))
+    room = model.context_len_max - len(prompt)
+    max_tokens = min(_max_tokens(sampling) or answer_tokens(len(prompt)), room)
     return CheckedRequest(
         prompt=prompt,
         sampling=common_pb2.SamplingSpec(
@@ -161,12 +163,12 @@ def _top_k(sampling: inference_pb2.Sampling, model: ModelInfo) -> int:
     return value
 
 
-def _max_tokens(sampling: inference_pb2.Sampling, default: int, room: int) -> int:
+def _max_tokens(sampling: inference_pb2.Sampling) -> int | None:
     if not sampling.HasField("max_tokens"):
-        return min(default, room)
+        return None
     if sampling.max_tokens < 1:
         raise _out_of_range("max_tokens", sampling.max_tokens, "at least 1")
-    return min(sampling.max_tokens, room)
+    return sampling.max_tokens
 
 
 def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[int]:

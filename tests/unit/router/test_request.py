@@ -45,7 +45,7 @@ def check(
         request,
         model=MODEL,
         encode=(lambda text: [ord(letter) for letter in text]) if tokenizer else None,
-        max_tokens_default=20,
+        answer_tokens=lambda _prompt_tokens: 20,
         rng=random.Random(randomness),
     )
 
