@@ -40,6 +40,13 @@ class RouterConfig:
             "that prompt and answer take 1/32 of the smallest decode region, and no fewer than 256"
         },
     )
+    generation_config: bool = field(
+        default=True,
+        metadata={
+            "help": "sampling values that a request does not name come from the model's generation_config.json; off: "
+            "temperature 1 and nothing else"
+        },
+    )
     prompt_chars_max: int = field(default=2_000_000, metadata={"help": "characters of a prompt that is sent as text"})
     requests_max: int = field(default=1_024, metadata={"help": "requests in this router at a time"})
     placement_wait_ms_max: int = field(

@@ -12,6 +12,7 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import ModelInfo, NodeRecord
+from engine.model_config import SamplingDefaults
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.job import Job
@@ -40,18 +41,20 @@ class Intake:
         chats: ChatEncoder | None,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
+        sampling_defaults: SamplingDefaults,
         records: Callable[[], Sequence[NodeRecord]],
         check_known: Callable[[], None],
         pause: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`records` are all nodes that are known. `check_known` raises BatonError while they are not known well enough.
-        `pause(looks)` comes between two looks for a node that is ready."""
+        """`sampling_defaults` are the model's, `records` all known nodes. `check_known` raises BatonError while too
+        little is known of them. `pause(looks)` comes between two looks for a node that is ready."""
         self._config = config
         self._prefill_nodes = prefill_nodes
         self._codec = codec
         self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
         self._loop = loop
         self._rng = rng
+        self._sampling_defaults = sampling_defaults
         self._records = records
         self._check_known = check_known
         self._pause = pause
@@ -81,6 +84,7 @@ class Intake:
             chat=encoded,
             answer_tokens=lambda prompt_tokens: self._answer_tokens(prompt_tokens, model),
             rng=self._rng,
+            defaults=self._sampling_defaults,
             choice=choice,
         )
         return Job(
