@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.support.cluster_harness import mock_spec, mock_tokens
 from tests.support.inprocess_cluster import inprocess
 
 PROMPT = [5, 6, 7]
-MODELS = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
+MODELS: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
 
 
 def model_with(folder: Path, generation: dict[str, object]) -> str:
