@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from batonpb import common_pb2, transfer_pb2
 
 from baton.ids import BlockId, GrantId, Incarnation, RequestKey
+from cachestore.block_manager import BlockManager, growth_blocks
 from decode_node.streams import RequestOutput
-from engine.block_manager import BlockManager, growth_blocks
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Runner, SamplingParams
 from engine.wire import key_from_proto, params_from_proto
-from kvtransfer.receiver_messages import AnswerGranted
+from kvtransfer.protocol.receiver import AnswerGranted
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

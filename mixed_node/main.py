@@ -13,20 +13,20 @@ from baton.clock import SystemClock
 from baton.rpc_client import Channels
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role
-from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.engine_report import report_engine
-from cachestore.prefix_service import serve_prefixes
-from cachestore.regions import offered, rdma_region
 from decode_node.node import DecodeNode
 from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.attendance import ReceiverAttendance
-from kvtransfer.conservation import ConservationWatch
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from mixed_node.service import TransferService
+from node.conservation import ConservationWatch
+from node.engine_report import report_engine
+from node.pool import DevicePool, open_device_pool
+from node.prefix_service import serve_prefixes
+from node.regions import offered, rdma_region
 from prefill_node.asking import DecodeNodes
 from prefill_node.node import PrefillNode
 from prefill_node.peers import Peers
@@ -68,20 +68,17 @@ async def serve(
             await _run(runtime, node, peers, pool, channels, stop, drain, on_ready)
         finally:
             await node.decode.receiver.ports.close()
-            if lent is not None and lent.memory is not None:
+            if lent.memory is not None:
                 await lent.memory.close()
     finally:
         pool.close()
 
 
-def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration | None:
-    """For both halves. None: their settings of the device differ, and each has to register for itself."""
-    settings = config.rdma_receiver.rdma
-    if config.rdma_writer.rdma != settings:
-        return None
+def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration:
+    """For both halves."""
     loop = asyncio.get_running_loop()
     serving = offered(config.transports, pool.region)
-    memory = register_if_usable(serving, rdma_region(pool.region), settings, loop, remote_writes=True)
+    memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, loop, remote_writes=True)
     return LentRegistration(memory=memory)
 
 

@@ -10,21 +10,23 @@ Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment o
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
 from baton.errors import InvalidField, check_positive
-from kvtransfer.device.driver import DeviceDriver, DeviceError, PinnedMemory
+from baton.log import get_log
+from kvtransfer.device.driver import DeviceDriver, PinnedMemory
 from kvtransfer.device.region import DeviceMemory
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import WriteOps
+
+log = get_log("device")
 
 WORD_BYTES = 8
 """Copies whose offsets and lengths are multiples of it are the fast ones."""
@@ -37,23 +39,35 @@ class StagingConfig:
     """Pinned memory of one node."""
 
     bytes_max: int = field(
-        default=256 << 20, metadata={"help": "pinned host memory of a node, through which tcp moves what lies on a GPU"}
+        default=256 << 20,
+        metadata={
+            "help": "pinned host memory of a node, through which tcp moves data of a GPU",
+            "when": "The node has a GPU and more tcp links than fit (8 MiB each, 4 MiB for each incoming stream).",
+        },
     )
-    chunk_bytes: int = field(
-        default=1 << 20, metadata={"help": "bytes of one copy between the GPU and pinned memory, and of a tcp frame"}
-    )
-    link_chunks: int = field(default=8, metadata={"help": "chunks of pinned memory for each link that writes"})
-    stream_chunks: int = field(
-        default=4,
-        metadata={"help": "chunks for each connection that receives: one takes in while the others are copied"},
-    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "bytes_max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingLimits:
+    """How pinned memory is cut and shared."""
+
+    chunk_bytes: int = 1 << 20
+    """Bytes of one copy between the device and pinned memory, and of a tcp frame."""
+    link_chunks: int = 8
+    """Chunks for each link that writes."""
+    stream_chunks: int = 4
+    """Chunks for each connection that receives: it receives into one while the others are copied."""
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__dataclass_fields__)
         if self.chunk_bytes % WORD_BYTES:
             raise InvalidField("chunk_bytes", f"must be a multiple of {WORD_BYTES}, not {self.chunk_bytes}")
-        if max(self.link_chunks, self.stream_chunks) * self.chunk_bytes > self.bytes_max:
-            raise InvalidField("bytes_max", f"is {self.bytes_max}, which has not the room for one link or connection")
+
+
+STAGING_LIMITS: Final = StagingLimits()
 
 
 class StagingFull(Exception):
@@ -66,23 +80,36 @@ class StagedRegion:
     What a node passes to `StagedTcpLink.connect` and to `TcpReceiverPort`, one for both.
     """
 
-    def __init__(self, *, driver: DeviceDriver, region: DeviceMemory, config: StagingConfig | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        driver: DeviceDriver,
+        region: DeviceMemory,
+        config: StagingConfig | None = None,
+        limits: StagingLimits = STAGING_LIMITS,
+    ) -> None:
         """Pins at once, and has the device copy a few bytes, so that nothing is compiled later. `region` is the
         caller's and outlives this.
 
         Raises:
+            InvalidField: `config.bytes_max` has not the room for one link or connection.
             DeviceError: the memory cannot be pinned, or not be reached by the device's copies.
         """
-        self.config = config or StagingConfig()
+        self.limits = limits
+        bytes_max = (config or StagingConfig()).bytes_max
+        least = max(limits.link_chunks, limits.stream_chunks) * limits.chunk_bytes
+        if least > bytes_max:
+            raise InvalidField("staging.bytes_max", f"is {bytes_max:,}; one link or connection needs {least:,}")
         self.nbytes = region.nbytes
         """Of the region."""
         self._streams = driver.streams
         self._region = region
-        chunk_bytes = self.config.chunk_bytes
-        count = self.config.bytes_max // chunk_bytes
+        chunk_bytes = limits.chunk_bytes
+        count = bytes_max // chunk_bytes
         self._pinned = driver.pin(count * chunk_bytes)
         self._free = deque(range(0, count * chunk_bytes, chunk_bytes))
         self._chunks = count
+        self._chunks_left_behind = 0
         try:
             self._try_out()
         except BaseException:
@@ -115,25 +142,35 @@ class StagedRegion:
             region=self._region,
             streams=self._streams,
             returned=self._free.extend,
+            left_behind=self._leave_behind,
         )
 
     @property
     def pinned_bytes(self) -> int:
-        return self._chunks * self.config.chunk_bytes
+        return self._chunks * self.limits.chunk_bytes
 
     @property
     def used_bytes(self) -> int:
         """Of these, what links and connections have now."""
-        return (self._chunks - len(self._free)) * self.config.chunk_bytes
+        return (self._chunks - len(self._free)) * self.limits.chunk_bytes
 
     def describe(self) -> dict[str, object]:
         """Gauges for people and metrics."""
         return {"staging_bytes": self.pinned_bytes, "staging_bytes_used": self.used_bytes}
 
     def close(self) -> None:
-        """Let go of the pinned memory; every share has been given back. Idempotent."""
-        assert len(self._free) == self._chunks, "links or connections still use the pinned memory"
-        self._pinned.close()
+        """Release the pinned memory; every share has been given back, or left behind. Idempotent.
+
+        With a share left behind the memory stays pinned until the process ends: the device may still copy there.
+        """
+        assert len(self._free) + self._chunks_left_behind == self._chunks, "links or connections still use it"
+        if self._chunks_left_behind:
+            log.error("pinned memory is left to the end of the process: the device failed with copies queued")
+        else:
+            self._pinned.close()
+
+    def _leave_behind(self, chunks: int) -> None:
+        self._chunks_left_behind += chunks
 
     def _try_out(self) -> None:
         side = self._streams.side()
@@ -159,12 +196,15 @@ class StagingShare(Generic[Tag]):
         region: DeviceMemory,
         streams: DeviceStreams,
         returned: Callable[[list[int]], None],
+        left_behind: Callable[[int], None],
     ) -> None:
         """Use `StagedRegion.share`."""
         self._starts = starts
         self._streams = streams
         self._pinned_memory, self._region_memory = pinned.memory, region.memory
         self._returned = returned
+        self._left_behind = left_behind
+        self._settling: DeviceEvent | None = None
         self._side = streams.side()
         self._lock = threading.Lock()
         self._free = list(starts)
@@ -220,28 +260,49 @@ class StagingShare(Generic[Tag]):
         return tag
 
     def wait_for(self, which: Callable[[Tag], bool]) -> None:
-        """Until the device is through with the copies, queued by now, for which this holds.
+        """Wait until the device has finished the copies, queued by now, for which this holds.
 
         Without a limit: there is no other evidence, and a node whose device stands still is of no use.
+
+        Raises DeviceError: the device failed, and nobody knows whether one of these copies still runs.
         """
         with self._lock:
             events = [done for done, tag in self._flying if which(tag)]
-        with contextlib.suppress(DeviceError):
-            for done in events:
-                _wait_for(done)
+        for done in events:
+            _wait_for(done)
 
     def settle(self) -> None:
-        """Until the device is through with all that was queued, and forget it. The last call of the user's thread."""
-        with contextlib.suppress(DeviceError):
-            _wait_for(self._side.record())
+        """Wait until the device has finished all that was queued, and forget it. The last call of the user's thread.
+
+        Raises DeviceError: as `wait_for`. Nothing is forgotten, and `try_settle` may be called.
+        """
+        _wait_for(self._side.record())
         with self._lock:
             self._flying.clear()
+
+    def try_settle(self) -> bool:
+        """`settle` without waiting, once the user's thread has ended. False: call it again later.
+
+        Raises DeviceError: as `settle`.
+        """
+        if self._settling is None:
+            self._settling = self._side.record()
+        if not self._settling.done():
+            return False
+        with self._lock:
+            self._flying.clear()
+        return True
 
     def give_back(self) -> None:
         """The chunks are free for others, once; `settle` came before. Control thread."""
         assert not self._flying, "copies are still on the device"
         self._pinned_memory = self._region_memory = None
         self._returned(self._starts)
+
+    def leave_behind(self) -> None:
+        """Instead of `give_back`, after a failed `settle`: the chunks stay in use, and pinned, until the process ends.
+        Control thread."""
+        self._left_behind(len(self._starts))
 
     def _copy(self, dst: Any, src: Any, ops: WriteOps, tag: Tag) -> None:
         self._streams.copy(self._side, dst, src, ops)

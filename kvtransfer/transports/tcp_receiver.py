@@ -4,6 +4,10 @@ Evidence (DESIGN I3): a byte lands only in a receive thread, under its landing l
 the threads of all connections of a pair have been joined and no new one is admitted, nothing of it lands any more,
 whatever the writer does. So a writer that is dead, stopped or cut off is fenced at once, and a connection that ends
 without BYE is itself the reason for a fence: its writer may have lost bytes.
+
+A region on a device needs one more thing: the device has finished the copies that the thread queued there. After an
+error of the device nobody knows that. Then a joined thread is no evidence, and neither is the writer's word: the blocks
+stay with their writer, `copies_unproved` counts the connections, and the device is asked again every second.
 """
 
 from __future__ import annotations
@@ -13,20 +17,31 @@ import hmac
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from baton.ids import Epoch, GrantId, Pair
+from baton.log import get_log
+from baton.repeats import RepeatLog
+from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingFull
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.base_port import ListeningPort
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
-from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
-from kvtransfer.transports.tcp_stream import ReceiveStream
+from kvtransfer.transports.tcp_stream import STREAM_LIMITS, ReceiveStream, StreamLimits
 from kvtransfer.transports.tcp_wire import RefusalReason
 from kvtransfer.transports.words_connection import WordsConnection
+
+log = get_log("tcp")
+
+PROVE_RETRY_MS = 1000
+"""Between two looks whether a device that failed has finished its copies."""
+TCP_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
+SEALS_PARTIAL_MAX: Final = 4096
+"""Seals that have come on some of their streams and not yet on all."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -36,6 +51,9 @@ class _Connection(WordsConnection):
     received: bytearray = field(default_factory=bytearray)
     hello: wire.Hello | None = None
     stream: ReceiveStream | None = None
+    prove_timer: asyncio.TimerHandle | None = None
+    unproved: bool = False
+    """The device failed with copies of this connection queued."""
 
     def _encode(self, message: wire.Message) -> bytes:
         return wire.encode(message)
@@ -48,7 +66,7 @@ class _Allowed:
     ranges: WriteRanges
 
 
-class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connection]):
+class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.TCP
@@ -62,7 +80,8 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         randomness: Callable[[int], bytes],
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
-        config: TcpReceiverConfig | None = None,
+        limits: PortLimits = TCP_PORT_LIMITS,
+        stream: StreamLimits = STREAM_LIMITS,
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes.
 
@@ -72,23 +91,25 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        config = config or TcpReceiverConfig()
         super().__init__(
             listen=listen,
             advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config,
+            limits=limits,
             reasons=RefusalReason,
         )
         self._region = region
-        self._limits = config.stream
+        self._stream_limits = stream
         if isinstance(region, StagedRegion):
-            frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
-            self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
+            frame_bytes_max = min(self._stream_limits.frame_bytes_max, region.limits.chunk_bytes)
+            self._stream_limits = replace(self._stream_limits, frame_bytes_max=frame_bytes_max)
         self._allowed: dict[GrantId, _Allowed] = {}
+        self._unproved: dict[GrantId, Pair] = {}
+        """Forbidden grants of which copies may still run on a device that has failed."""
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
+        self._repeats = RepeatLog(log, loop.time)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """See `ReceiverPort.allow`."""
@@ -97,13 +118,18 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             if stream.hello.epoch == epoch:
                 stream.allow(grant, ranges)
 
-    def forbid(self, grant: GrantId) -> None:
+    def forbid(self, grant: GrantId) -> bool:
         """See `ReceiverPort.forbid`. Waits at most for one system call of each stream of the pair, and for those of the
         grant's copies that are queued on a device."""
         allowed = self._allowed.pop(grant, None)
-        if allowed is not None:
-            for stream in self._streams(allowed.pair):
+        pair = allowed.pair if allowed is not None else self._unproved.pop(grant, None)
+        for stream in self._streams(pair) if pair is not None else ():
+            try:
                 stream.forbid(grant)
+            except DeviceError as error:
+                log.error("copies of a grant may still run: the device failed", reason=str(error))
+                self._unproved[grant] = stream.hello.pair
+        return grant not in self._unproved
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after,
@@ -125,9 +151,11 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         for connection in list(self._connections.values()):
             if connection.stream is not None:
                 connection.stream.join()
+                self._release_at_close(connection.stream)
             self._drop(connection)
         self._fences.close()
         self._allowed.clear()
+        self._repeats.close()
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -137,6 +165,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             **super().describe(),
             "connections_handshaking": len(self._connections) - len(streams),
             "connections_writing": len(streams),
+            "copies_unproved": sum(c.unproved for c in self._connections.values()),
             "grants_allowed": len(self._allowed),
             **(self._region.describe() if isinstance(self._region, StagedRegion) else {}),
             **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
@@ -201,7 +230,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
             return
-        if sum(c.stream is not None for c in self._connections.values()) >= self._config.connections_max:
+        if sum(c.stream is not None for c in self._connections.values()) >= self._limits.connections_max:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
         try:
@@ -209,7 +238,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         except StagingFull:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
-        limits = self._limits
+        limits = self._stream_limits
         welcome = wire.Welcome(
             proof=wire.receiver_proof(secret, hello, connection.nonce),
             region_nbytes=self._region.nbytes,
@@ -223,7 +252,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         """What a connection receives into. Raises StagingFull."""
         region = self._region
         if isinstance(region, StagedRegion):
-            return StagedMemory(region.host_U8, region.nbytes, region.share(region.config.stream_chunks))
+            return StagedMemory(region.host_U8, region.nbytes, region.share(region.limits.stream_chunks))
         return LandingMemory(region.array_U8, region.nbytes)
 
     def _open(self, connection: _Connection, hello: wire.Hello, memory: LandingMemory) -> None:
@@ -237,7 +266,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             sock=sock,
             hello=hello,
             memory=memory,
-            limits=self._limits,
+            limits=self._stream_limits,
             loop=self._loop,
             sealed=self._seal,
             ended=lambda _: self._ended(connection),
@@ -248,6 +277,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         try:
             stream.start()
         except BaseException:
+            # Nothing was received, so nothing is on a device.
             sock.close()
             memory.release()
             del self._connections[connection.number]
@@ -267,7 +297,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         if arrived & frame.streams_mask == frame.streams_mask:
             self._counts["seals"] += 1
             self._events.seal_landed(hello.pair, frame.seal)
-        elif len(self._seals_partial) < self._config.seals_partial_max:
+        elif len(self._seals_partial) < SEALS_PARTIAL_MAX:
             self._seals_partial[key] = arrived
         else:
             self._refused[RefusalReason.SEALS_MAX] += 1
@@ -281,17 +311,45 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         assert stream is not None
         stream.join()
         hello, end = stream.hello, stream.end
-        self._counts.update(stream.counts())
-        self._drop(connection)
         if end is not None and end.refusal is not None:
             self._refused[end.refusal] += 1
-        if not any(s.hello.link == hello.link for s in self._streams(hello.pair)):
+        if not any(s.hello.link == hello.link and s.end is None for s in self._streams(hello.pair)):
             for key in [k for k in self._seals_partial if k[:2] == (hello.pair, hello.link)]:
                 del self._seals_partial[key]
-        self._fences.closed(hello.pair, connection.number, Evidence.JOINED)
         orderly = end is not None and end.by_bye
         if not orderly and not self._fences.is_fencing(hello.pair, hello.epoch):
             self.fence(hello.pair, hello.epoch)
+        self._prove(connection, stream)
+
+    def _prove(self, connection: _Connection, stream: ReceiveStream) -> None:
+        """Its thread has been joined. With the device's word, if there is one, the connection can no longer write."""
+        if self._closed:
+            return
+        hello = stream.hello
+        writer = f"{hello.pair.writer:x}"
+        try:
+            released = stream.release()
+        except DeviceError as error:
+            connection.unproved, released = True, False
+            self._repeats.error("a fence has no evidence yet: the device failed", peer=writer, reason=str(error))
+            self._repeats.upkeep()
+        if not released:
+            connection.prove_timer = self._loop.call_later(PROVE_RETRY_MS / 1000, self._prove, connection, stream)
+            return
+        if connection.unproved:
+            self._repeats.over(writer, "the device has finished its copies")
+        self._counts.update(stream.counts())
+        self._drop(connection)
+        self._fences.closed(hello.pair, connection.number, Evidence.JOINED)
+
+    def _release_at_close(self, stream: ReceiveStream) -> None:
+        """Nobody asks the device again: what it may still copy from or to stays pinned until the process ends."""
+        try:
+            released = stream.release()
+        except DeviceError:
+            released = False
+        if not released:
+            stream.leave_behind()
 
     # Connections.
 
@@ -303,5 +361,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
 
     def _drop(self, connection: _Connection) -> None:
         connection.cancel_timer()
+        if connection.prove_timer is not None:
+            connection.prove_timer.cancel()
         connection.close_sock(self._loop)
         self._connections.pop(connection.number, None)

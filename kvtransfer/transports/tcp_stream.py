@@ -24,6 +24,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -33,10 +35,10 @@ from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_landing import LandingMemory
 from kvtransfer.transports.tcp_payload import Scatter
-from kvtransfer.transports.tcp_receiver_config import StreamLimits
 from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.tcp_wire import RefusalReason
 
@@ -47,6 +49,30 @@ INTERRUPTED_PAUSE_S = 50e-6
 _TABLE_DTYPE = np.dtype("<i8")
 WAKE_BYTES_MAX = 1 << 18
 """In the middle of a payload the thread is woken for so many bytes, not for each segment that the network delivers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    """Limits of one data connection."""
+
+    frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    """Bytes of one frame."""
+    frame_segments_max: int = 1024
+    """Pieces of the region that one frame may be scattered to."""
+    ack_frames_max: int = 16
+    """Frames received before an acknowledgement is sent even though more are waiting."""
+    outbox_bytes_max: int = 1 << 16
+    """Bytes of acknowledgements that a writer may leave unread."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.frame_bytes_max > wire.FRAME_BYTES_MAX:
+            raise ValueError(f"frame_bytes_max must not exceed {wire.FRAME_BYTES_MAX}")
+        if self.frame_segments_max > wire.FRAME_SEGMENTS_MAX:
+            raise ValueError(f"frame_segments_max must not exceed {wire.FRAME_SEGMENTS_MAX}")
+
+
+STREAM_LIMITS: Final = StreamLimits()
 
 
 class StreamEnded(Exception):
@@ -91,6 +117,7 @@ class ReceiveStream:
         self._interrupt = ctypes.c_int32(0)
         self._allowed: dict[GrantId, WriteRanges] = {}
         self._stopped = False
+        self._settled = False
         self._fence_epoch: Epoch | None = None
         # A head is read together with the first entry of its table, if it has one: one system call less.
         self._head = bytearray(wire.MESSAGE_BYTES + wire.SEGMENT_BYTES)
@@ -128,7 +155,10 @@ class ReceiveStream:
             self._allowed[grant] = ranges
 
     def forbid(self, grant: GrantId) -> None:
-        """When this returns, no byte of the grant lands any more. Waits for at most one system call, and copies."""
+        """When this returns, no byte of the grant lands any more. Waits for at most one system call, and copies.
+
+        Raises DeviceError: a copy of it may still run.
+        """
         with self._barrier():
             self._allowed.pop(grant, None)
         self._memory.wait_for(grant)
@@ -144,10 +174,23 @@ class ReceiveStream:
             self._sock.shutdown(socket.SHUT_RD)
 
     def join(self) -> None:
-        """Let go of the thread, the socket and the region. After `stop` or `ended`."""
+        """Let go of the thread and the socket. After `stop` or `ended`; `release` follows, or `leave_behind`."""
         self._thread.join()
         close_politely(self._sock)
+
+    def release(self) -> bool:
+        """Let go of the region, after `join`. False: nothing is released yet, for a device still copies; call again.
+
+        Raises DeviceError: the device failed, and nobody knows whether it still copies. Nothing is released.
+        """
+        if not self._settled and not self._memory.try_settle():
+            return False
         self._memory.release()
+        return True
+
+    def leave_behind(self) -> None:
+        """Instead of `release`, at the end of the port."""
+        self._memory.leave_behind()
 
     def counts(self) -> Counter[str]:
         """Frames and bytes so far."""
@@ -171,7 +214,10 @@ class ReceiveStream:
         finally:
             # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
             self._say_why()
-            self._memory.settle()
+            # A failed device tells nothing of the copies that it has: whoever joins this looks again.
+            with contextlib.suppress(DeviceError):
+                self._memory.settle()
+                self._settled = True
             call_loop(self._loop, self._ended, self)
 
     def _take_message(self) -> None:

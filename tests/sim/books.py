@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from baton.ids import BlockId, GrantId
-from kvtransfer.ledger import Ledger
-from kvtransfer.receiver_grants import GrantState
+from cachestore.ledger import Ledger
+from kvtransfer.protocol.receiver import GrantState
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Process

@@ -37,15 +37,15 @@ from tests.support.docs_view import (
 )
 from tests.support.k8s_view import parse_command
 
-SOURCES: Final = ("baton", "cachestore", "cli", "decode_node", "engine", "kvtransfer", "mixed_node", "prefill_node",
-                  "router")  # fmt: skip
+SOURCES: Final = ("baton", "cachestore", "cli", "decode_node", "engine", "kvtransfer", "mixed_node", "node",
+                  "prefill_node", "router")  # fmt: skip
 USER_PAGES: Final = tuple(
     page
     for page in PAGES
     if page not in ("CONTRIBUTING.md", "docs/faults.md", "docs/performance.md", "docs/simulation.md")
 )
 """The others have flags of the tests' and benchmarks' own tools."""
-PAGES_OF_SOURCES: Final = ("ARCHITECTURE.md",)
+PAGES_OF_SOURCES: Final = ("ARCHITECTURE.md", "docs/handoff.md", "docs/limits.md", "docs/transports.md")
 """They name limits that no setting is, too."""
 UNITS: Final = re.compile(r"[a-z][a-z0-9_]*_(ms|ms_max|ms_min|max|min|bytes|bytes_max|fraction|default|per_s)")
 NO_KEYS: Final = frozenset({

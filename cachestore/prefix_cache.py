@@ -1,0 +1,361 @@
+"""Which blocks hold the KV of which tokens: an index of full blocks by the chained hash of everything up to their end.
+
+Pure; owned by the node's control thread. Chaining block hashes is the scheme of vLLM's prefix cache; here the tokens
+are compared too, so that a hash collision costs a miss and never a wrong answer.
+
+Eviction order is least recently used, deepest first. A touch of a block touches all blocks before it in its chain, so
+a block is never younger than one behind it, and that order alone takes children before their parents.
+
+Pinned blocks are not evicted. A pin names a chain by its digests and may come before the blocks do; in the index the
+pinned blocks are always a chain's beginning, so that no block goes with one before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from baton.ids import BlockId
+from cachestore.ledger import Ledger
+
+DIGEST_BYTES = 16
+
+
+def _blake2b(data: bytes) -> bytes:
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian int64."""
+    return struct.pack(f"<{len(tokens)}q", *tokens)
+
+
+def root_digest(fingerprint: bytes, salt: bytes) -> bytes:
+    """Where the chain of one model (`fingerprint`) and one tenant (`salt`) starts."""
+    return _blake2b(struct.pack("<q", len(fingerprint)) + fingerprint + salt)
+
+
+def block_digest(parent: bytes, packed_tokens: bytes) -> bytes:
+    """The chain's next link: `parent` is the digest before this block, `packed_tokens` its tokens."""
+    return _blake2b(parent + packed_tokens)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry:
+    """One indexed block. Private to this module but for the identity that cursors keep."""
+
+    digest: bytes
+    block: BlockId
+    packed: bytes
+    salt: bytes
+    parent: Entry | None
+    depth: int
+    serial: int
+    """Order of entry into the index; breaks ties."""
+    stamp: int
+    """Time of the last use, in touches."""
+    children: dict[bytes, Entry] = field(default_factory=dict)
+    in_heap: bool = False
+    alive: bool = True
+    pinned: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class IndexCursor:
+    """How far the blocks of one sequence have been indexed. Mutated by `PrefixCache.index` only."""
+
+    blocks: int = 0
+    entry: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixStats:
+    """Totals since the start, in tokens."""
+
+    prompt_tokens: int
+    hit_tokens: int
+
+
+class PrefixCache:
+    """The index. Refers to blocks that the ledger calls cached, and gives up those that nobody holds when asked to.
+
+    Whoever drops request references of indexed blocks calls `released` afterwards. References dropped behind its back
+    (directly in the ledger) are found too, but at the price of a walk over the index.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        block_size: int,
+        fingerprint: bytes,
+        digest: Callable[[bytes, bytes], bytes] = block_digest,
+    ) -> None:
+        assert block_size > 0, block_size
+        self._ledger = ledger
+        self._block_size = block_size
+        self._fingerprint = fingerprint
+        self._digest = digest
+        self._entries: dict[bytes, Entry] = {}
+        self._by_block: dict[BlockId, Entry] = {}
+        self._wanted: Counter[bytes] = Counter()
+        """How many pins name each digest."""
+        # Candidates for eviction, each entry at most once. Stamps in here may be old: `_oldest_idle` corrects them.
+        self._heap: list[tuple[int, int, int, Entry]] = []
+        self.may_pin: Callable[[], bool] = lambda: True
+        """Asked before each block that is pinned: whether whoever has been admitted can do without it."""
+        self._now = 0
+        self._serial = 0
+        self._prompt_tokens = 0
+        self._hit_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block: BlockId) -> bool:
+        return block in self._by_block
+
+    @property
+    def stats(self) -> PrefixStats:
+        return PrefixStats(prompt_tokens=self._prompt_tokens, hit_tokens=self._hit_tokens)
+
+    def count_prompt(self, prompt_tokens: int, hit_tokens: int) -> None:
+        """Add one admitted prompt to the statistics. `match` does not: a waiting prompt is matched many times."""
+        assert 0 <= hit_tokens <= prompt_tokens, (hit_tokens, prompt_tokens)
+        self._prompt_tokens += prompt_tokens
+        self._hit_tokens += hit_tokens
+
+    def match(self, tokens: Sequence[int], salt: bytes, blocks_max: int) -> list[BlockId]:
+        """The longest indexed chain of full blocks at the start of `tokens`, at most `blocks_max`.
+
+        Counts as a use of them. Holds nothing: until the caller does, the next eviction may take them.
+        """
+        self._now += 1
+        found: list[BlockId] = []
+        entry: Entry | None = None
+        for index in range(min(blocks_max, len(tokens) // self._block_size)):
+            packed = self._pack(tokens, index)
+            child = self._entries.get(self._link(entry, salt, packed))
+            if child is None or not _is_same(child, entry, salt, packed):
+                break
+            entry = child
+            found.append(entry.block)
+        self._touch(entry)
+        return found
+
+    def index(
+        self, tokens: Sequence[int], block_table: Sequence[BlockId], computed: int, salt: bytes, cursor: IndexCursor
+    ) -> None:
+        """Enter the full blocks of `tokens[:computed]` that are not in yet. The caller holds all of `block_table`.
+
+        A block whose content is indexed already under another block is left out, and the chain goes on behind the
+        other one. On a hash collision the rest of the sequence stays out.
+        """
+        if cursor.entry is not None and not cursor.entry.alive:
+            # A duplicate of ours that the chain went through has been evicted, and what was behind it with it.
+            cursor.blocks, cursor.entry = 0, None
+        for index in range(cursor.blocks, computed // self._block_size):
+            packed = self._pack(tokens, index)
+            digest = self._link(cursor.entry, salt, packed)
+            entry = self._entries.get(digest)
+            if entry is None:
+                assert block_table[index] not in self._by_block, (block_table[index], "indexed with other tokens")
+                entry = self._insert(digest, block_table[index], packed, salt, cursor.entry)
+            elif not _is_same(entry, cursor.entry, salt, packed):
+                return
+            self._pin_if_wanted(entry)
+            cursor.blocks, cursor.entry = index + 1, entry
+
+    def released(self, blocks: Iterable[BlockId]) -> None:
+        """Request references of these blocks have been dropped. A use, and those nobody holds may now be evicted."""
+        self._now += 1
+        for block in blocks:
+            entry = self._by_block.get(block)
+            if entry is None:
+                continue
+            self._touch(entry)
+            if not entry.in_heap and self._is_evictable(entry):
+                self._push(entry)
+
+    def evict_until(self, free: int) -> bool:
+        """Evict until the ledger has `free` free blocks. False, with nothing evicted, when that cannot be reached.
+
+        Amortised O(log n) for each eviction. An idle block goes although a block behind it is held (which is possible
+        when two sequences computed the same prefix): the one behind is forgotten with it, but stays with its holder.
+        """
+        if free > self._ledger.reclaimable:
+            return False
+        while self._ledger.free < free:
+            entry = self._oldest_idle()
+            if entry is None:
+                self._find_idle()
+                entry = self._oldest_idle()
+            assert entry is not None, "the ledger counts an idle cached block that the index does not know"
+            self._remove(entry)
+        return True
+
+    @property
+    def pinned_blocks_wanted(self) -> int:
+        """Blocks that pins keep, or will keep once they are here."""
+        return len(self._wanted)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that are here and pinned, held ones too."""
+        return self.pinned_of(tuple(self._wanted))
+
+    def pinned_blocks_with(self, chain: Sequence[bytes]) -> int:
+        """What `pinned_blocks_wanted` would be with this chain pinned too."""
+        return len(self._wanted) + sum(digest not in self._wanted for digest in chain)
+
+    def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
+        """The digests of the full blocks of `tokens`, indexed or not: what `pin` takes."""
+        digests: list[bytes] = []
+        parent = root_digest(self._fingerprint, salt)
+        for index in range(len(tokens) // self._block_size):
+            parent = self._digest(parent, self._pack(tokens, index))
+            digests.append(parent)
+        return tuple(digests)
+
+    def indexed(self, digest: bytes) -> bool:
+        """Whether the block of this digest is here, and so all before it in its chain. Not counted as a use."""
+        return digest in self._entries
+
+    def pin(self, chain: Sequence[bytes]) -> None:
+        """Keep these blocks from eviction, those that are here and those that will be, until `unpin` of the same chain.
+
+        A chain may be pinned several times. How much may be pinned is the caller's to limit.
+        """
+        self._wanted.update(chain)
+        self.settle(chain)
+
+    def settle(self, chain: Sequence[bytes]) -> None:
+        """Pin what of a pinned chain is here and could not be pinned before, as it was promised to somebody."""
+        for digest in chain:
+            entry = self._entries.get(digest)
+            if entry is None or not self._pin_if_wanted(entry):
+                break
+
+    def unpin(self, chain: Sequence[bytes]) -> None:
+        """Take one `pin` of this chain back."""
+        for digest in chain:
+            assert self._wanted[digest] > 0, "unpin of what is not pinned"
+            self._wanted[digest] -= 1
+            if self._wanted[digest] > 0:
+                continue
+            del self._wanted[digest]
+            entry = self._entries.get(digest)
+            if entry is not None and entry.pinned:
+                self._unpin(entry)
+
+    def pinned_of(self, chain: Sequence[bytes]) -> int:
+        """How many blocks of this chain are here and pinned."""
+        return sum(digest in self._entries and self._entries[digest].pinned for digest in chain)
+
+    def clear(self) -> None:
+        """Forget every block; held ones stay with their holders. Pins stay, for the blocks to come."""
+        for pinned in [e for e in self._entries.values() if e.pinned]:
+            self._unpin(pinned)
+        for entry in [e for e in self._entries.values() if e.parent is None]:
+            self._remove(entry)
+        self._heap.clear()
+        assert not self._entries, len(self._entries)
+
+    def _pack(self, tokens: Sequence[int], index: int) -> bytes:
+        return pack_tokens(tokens[index * self._block_size : (index + 1) * self._block_size])
+
+    def _link(self, parent: Entry | None, salt: bytes, packed: bytes) -> bytes:
+        if parent is not None:
+            return self._digest(parent.digest, packed)
+        return self._digest(root_digest(self._fingerprint, salt), packed)
+
+    def _insert(self, digest: bytes, block: BlockId, packed: bytes, salt: bytes, parent: Entry | None) -> Entry:
+        if parent is None:
+            self._now += 1
+        self._serial += 1
+        entry = Entry(
+            digest=digest,
+            block=block,
+            packed=packed,
+            salt=salt,
+            parent=parent,
+            depth=1 if parent is None else parent.depth + 1,
+            serial=self._serial,
+            # Not younger than its parent, without a walk up the chain; `released` brings both up to date.
+            stamp=self._now if parent is None else parent.stamp,
+        )
+        self._ledger.mark_cached(block)
+        self._entries[digest] = entry
+        self._by_block[block] = entry
+        if parent is not None:
+            parent.children[digest] = entry
+        return entry
+
+    def _touch(self, entry: Entry | None) -> None:
+        while entry is not None and entry.stamp != self._now:
+            entry.stamp = self._now
+            entry = entry.parent
+
+    def _push(self, entry: Entry) -> None:
+        entry.in_heap = True
+        heapq.heappush(self._heap, (entry.stamp, -entry.depth, entry.serial, entry))
+
+    def _oldest_idle(self) -> Entry | None:
+        while self._heap:
+            stamp, _, _, entry = heapq.heappop(self._heap)
+            entry.in_heap = False
+            if not entry.alive or not self._is_evictable(entry):
+                continue  # a held one comes back through `released`, a pinned one through `unpin`
+            if stamp == entry.stamp:
+                return entry
+            self._push(entry)
+        return None
+
+    def _find_idle(self) -> None:
+        for entry in self._entries.values():
+            if not entry.in_heap and self._is_evictable(entry):
+                self._push(entry)
+
+    def _is_evictable(self, entry: Entry) -> bool:
+        return not entry.pinned and not self._ledger.is_held(entry.block)
+
+    def _pin_if_wanted(self, entry: Entry) -> bool:
+        """Whether it is pinned now. A block that others were admitted on has to wait for its next use, or a renewal."""
+        if entry.pinned:
+            return True
+        if self._wanted[entry.digest] == 0 or (entry.parent is not None and not entry.parent.pinned):
+            return False
+        if self._ledger.available <= 0 and not self._ledger.is_held(entry.block):
+            return False
+        if not self.may_pin():
+            return False
+        self._ledger.pin(entry.block)
+        entry.pinned = True
+        return True
+
+    def _unpin(self, entry: Entry) -> None:
+        self._ledger.unpin(entry.block)
+        entry.pinned = False
+        if not entry.in_heap and self._is_evictable(entry):
+            self._push(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        if entry.parent is not None:
+            del entry.parent.children[entry.digest]
+        chain = [entry]
+        for gone in chain:  # grows while it is walked: parents before children
+            chain.extend(gone.children.values())
+        for gone in reversed(chain):
+            assert not gone.pinned, (gone.block, "evicted, though it is pinned")
+            gone.alive = False
+            gone.children.clear()
+            del self._entries[gone.digest], self._by_block[gone.block]
+            self._ledger.evict(gone.block)
+
+
+def _is_same(entry: Entry, parent: Entry | None, salt: bytes, packed: bytes) -> bool:
+    return entry.parent is parent and entry.salt == salt and entry.packed == packed

@@ -1,0 +1,296 @@
+"""The device pool: one region, its layout and ledger, the prefix cache over it, the runner bound to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from baton.cores import Cores, own_cores
+from baton.errors import BatonError, InvalidField, Reason
+from baton.ids import BlockId
+from baton.runtime import Progress
+from baton.wire import ModelInfo
+from cachestore.block_manager import BlockManager
+from cachestore.layout import Layout, kv_layout
+from cachestore.ledger import Ledger
+from cachestore.pins import PinTable
+from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
+from engine.core import Engine
+from engine.types import DeviceRunner, KvSpec, Runner
+from kvtransfer.device.staging import StagedRegion, StagingConfig
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN
+from kvtransfer.region import Region
+from kvtransfer.transport import RegionKind, TransportName
+from node.host_memory import HostMemory, open_host_memory
+from node.host_tier import SpillConfig
+from node.opening import let_go, on_thread
+from node.regions import PoolRegion, open_pool_region, pin_staging
+
+# NumPy has no bfloat16; a transfer needs its size only.
+_DTYPE_BYTES = {"bfloat16": 2}
+POISON = 0xFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePool:
+    """What a node computes with. `close` frees the region; nothing may use it then: ports and links are closed."""
+
+    runner: Runner
+    engine: Engine
+    blocks: BlockManager
+    pins: PinTable
+    ledger: Ledger
+    region: PoolRegion
+    layout: Layout
+    model: ModelInfo
+    host: HostMemory | None = None
+    """None without overcommit."""
+    device: ComputeDevice = ComputeDevice.CPU
+    compute_threads: int = 1
+    cores: Cores = Cores(allowed=1, quota=None)
+    """What this process might use, when the pool was opened."""
+    on_device: DeviceRunner | None = None
+    """The runner, where the region lies on its device."""
+    staged: StagedRegion | None = None
+    """The region on a device as tcp reaches it, where the node offers tcp."""
+    transports: tuple[TransportName, ...] = ()
+    """Those that the configuration names, whether they serve the region and work here or not."""
+    arithmetic: str = ""
+    """See `BuiltEngine`."""
+
+    @property
+    def host_region(self) -> Region:
+        """The region of a node that has it in host memory."""
+        assert self.region.kind is RegionKind.HOST, self.region.kind
+        return cast(Region, self.region)
+
+    @property
+    def tcp_region(self) -> Region | StagedRegion:
+        """What tcp reads and writes."""
+        return self.host_region if self.staged is None else self.staged
+
+    def describe(self) -> dict[str, str]:
+        """For people: what computes, and where its KV lies."""
+        facts = {
+            "device": self.device.value,
+            "compute threads": f"{self.compute_threads}, on {self.cores}",
+            "region": f"{self.region.nbytes:,} bytes in {self.region.kind.value}",
+        }
+        if self.staged is not None:
+            facts["staging"] = f"{self.staged.pinned_bytes:,} bytes of pinned memory, {self.staged.used_bytes:,} in use"
+        if self.host is not None:
+            facts["below the region"] = self.host.describe()
+        if self.arithmetic:
+            facts["arithmetic"] = self.arithmetic
+        if self.on_device is not None:
+            facts |= self.on_device.describe()
+        return facts | self.engine.describe()
+
+    def close(self) -> None:
+        if self.host is not None:
+            self.host.close()
+        if self.staged is not None:
+            self.staged.close()
+        self.runner.unbind()
+        self.region.close()
+
+
+def layout_of(spec: KvSpec) -> Layout:
+    return kv_layout(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=spec.block_size,
+        dtype=spec.dtype,
+        dtype_bytes=_DTYPE_BYTES.get(spec.dtype) or np.dtype(spec.dtype).itemsize,
+    )
+
+
+async def open_device_pool(
+    config: EngineConfig,
+    *,
+    name: str,
+    progress: Progress,
+    spill: SpillConfig | None = None,
+    decodes: bool = True,
+    transports: Sequence[TransportName] = DEFAULT_TRANSPORTS,
+    staging: StagingConfig | None = None,
+) -> DevicePool:
+    """Load the model, make the region and warm up, each on a thread of its own, with progress.
+
+    With `spill.host_blocks` there is host memory below the region too, and the engine runs under overcommit. On a
+    device, where this node `decodes`, graphs are captured, with blocks of their own for padding; what `transports`
+    need of the region is made here: a handle for cuda_ipc, pinned memory (`staging`) for tcp.
+
+    Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
+    """
+    built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
+    layout = layout_of(built.runner.kv_spec)
+    region = await open_pool_region(config, layout, f"baton-{name}", progress, transports)
+    staged = None
+    try:
+        staged = await on_thread(pin_staging, region, transports, staging or StagingConfig())
+        pool = await _open_over(
+            region, built, layout, config, name=name, progress=progress, spill=spill, decodes=decodes
+        )
+        return replace(pool, staged=staged, transports=tuple(transports))
+    except BaseException as error:
+        let_go(error)
+        if staged is not None:
+            staged.close()
+        built.runner.unbind()
+        region.close()
+        raise
+
+
+async def _open_over(
+    region: PoolRegion,
+    built: BuiltEngine,
+    layout: Layout,
+    config: EngineConfig,
+    *,
+    name: str,
+    progress: Progress,
+    spill: SpillConfig | None,
+    decodes: bool,
+) -> DevicePool:
+    await on_thread(_bind, built, region, config)
+    ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
+    padding_blocks = 0
+    if built.on_device is not None:
+        padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
+    blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode(), padding_blocks=padding_blocks)
+    engine = Engine(built.runner, blocks, config.scheduler())
+    host = None
+    if spill is not None and spill.host_blocks:
+        host = await open_host_memory(
+            spill,
+            below=region,
+            layout=layout,
+            engine=engine,
+            blocks=blocks,
+            ledger=ledger,
+            name=name,
+            progress=progress,
+        )
+    return DevicePool(
+        runner=built.runner,
+        engine=engine,
+        blocks=blocks,
+        pins=PinTable(
+            blocks.prefix_cache,
+            num_blocks=config.num_blocks - padding_blocks,
+            block_size=config.block_size,
+            limits=config.pins,
+        ),
+        arithmetic=built.arithmetic,
+        ledger=ledger,
+        region=region,
+        layout=layout,
+        model=_model_info(built, layout),
+        host=host,
+        device=config.device,
+        compute_threads=config.compute_threads,
+        cores=own_cores(),
+        on_device=built.on_device,
+    )
+
+
+async def _warm_up(runner: DeviceRunner, ledger: Ledger, *, decodes: bool, progress: Progress) -> int:
+    """Compile kernels and capture graphs, before there is any request -> how many blocks are held for good.
+
+    The blocks come from the ledger: a node whose region has none but those for padding serves nobody, and says so.
+    """
+    padding = runner.padding_blocks if decodes else 0
+    if ledger.num_blocks <= padding:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"engine.num_blocks is {ledger.num_blocks}, of which graphs keep {padding} for padding: set a larger one.",
+            field="engine.num_blocks",
+        )
+    with _room_on_device():
+        block = ledger.take(1)
+        await on_thread(runner.rehearse, block[0])
+        ledger.drop(block)
+        if decodes and padding:
+            (padding_block,) = ledger.take(padding)
+            await on_thread(runner.warm_up, padding_block, lambda done, total: progress("capturing", done, total))
+    return padding
+
+
+def _bind(built: BuiltEngine, region: PoolRegion, config: EngineConfig) -> None:
+    """Blocks. Raises BatonError BAD_CONFIG: no room on the device, or an attention backend that is wrong there."""
+    try:
+        with _room_on_device():
+            built.runner.bind(region.memory, config.num_blocks)
+    except InvalidField as error:
+        field = f"engine.gpu.{error.field}"
+        raise BatonError(Reason.BAD_CONFIG, f"{field} {error.args[0]}", field=field) from error
+
+
+@contextmanager
+def _room_on_device() -> Iterator[None]:
+    """Raises BatonError BAD_CONFIG where the device has not the room."""
+    try:
+        yield
+    except RuntimeError as error:
+        # torch's error for this, whose type cannot be named without importing torch.
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"The device has not the room: {error} Set a smaller engine.num_blocks.",
+            field="engine.num_blocks",
+        ) from error
+
+
+def _on_free(
+    built: BuiltEngine, region: PoolRegion, layout: Layout, config: EngineConfig
+) -> Callable[[BlockId], None] | None:
+    freed = built.block_freed
+    if not config.poison_freed:
+        return freed
+    if built.on_device is not None:
+        return built.on_device.poison
+    assert isinstance(region, Region)
+    poison = _poisoner(region, layout, config)
+    if freed is None:
+        return poison
+
+    def both(block: BlockId) -> None:
+        poison(block)
+        freed(block)
+
+    return both
+
+
+def _poisoner(region: Region, layout: Layout, config: EngineConfig) -> Callable[[BlockId], None]:
+    """Overwrites a freed block in every layer. 0xff bytes are NaN in every float type."""
+    nbytes, shape = layout.region_bytes(config.num_blocks), (layout.num_layers, config.num_blocks, layout.record_bytes)
+
+    def poison(block: BlockId) -> None:
+        # No view is kept: the region could not be closed then.
+        region.array_U8[:nbytes].reshape(shape)[:, block] = POISON
+
+    return poison
+
+
+def _model_info(built: BuiltEngine, layout: Layout) -> ModelInfo:
+    return ModelInfo(
+        name=built.model_name,
+        fingerprint=built.fingerprint,
+        vocab_size=built.runner.vocab_size,
+        context_len_max=built.runner.context_len_max,
+        eos_token_ids=tuple(sorted(built.runner.eos_token_ids)),
+        layout_hash=layout.compatibility_hash(),
+        block_size=layout.block_size,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        quantisation=built.quantisation,
+        quantisation_must_agree=built.quantisation_must_agree,
+    )

@@ -1,0 +1,100 @@
+"""Prefix cache and pins of one node, as others see them: the service that takes pins, the node's status."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from batonpb import node_pb2, pins_pb2, pins_pb2_grpc
+
+from baton.clock import Clock
+from baton.errors import BatonError, Reason, bad_field
+from baton.ids import Incarnation
+from baton.log import get_log
+from baton.runtime import NodeRuntime
+from baton.wire import check_header
+from node.pool import DevicePool
+
+log = get_log("pins")
+
+NAME_CHARS_MAX: Final = 63
+SALT_BYTES_MAX: Final = 256
+
+
+def serve_prefixes(runtime: NodeRuntime, pool: DevicePool) -> None:
+    """Take pins, let them run out, tell of them. Called once, when the node's own `status` and `upkeep` are set."""
+    own_status, own_upkeep, clock = runtime.status, runtime.upkeep, runtime.clock
+
+    def status(message: node_pb2.NodeStatus) -> None:
+        own_status(message)
+        _report(message.prefixes, pool, clock.monotonic_s())
+
+    def upkeep() -> None:
+        for name in pool.pins.expire(clock.monotonic_s()):
+            log.warning("pin ran out: no router renewed it", pin=name)
+        own_upkeep()
+
+    runtime.status, runtime.upkeep = status, upkeep
+    runtime.server.add(
+        "baton.v1.NodePins", pins_pb2_grpc.add_NodePinsServicer_to_server, PinService(pool, runtime.incarnation, clock)
+    )
+
+
+def _report(message: node_pb2.PrefixStatus, pool: DevicePool, now_s: float) -> None:
+    cache = pool.blocks.prefix_cache
+    message.prompt_tokens, message.hit_tokens = cache.stats.prompt_tokens, cache.stats.hit_tokens
+    message.pinned_blocks, message.pinned_blocks_max = cache.pinned_blocks, pool.pins.blocks_max
+    for pin in pool.pins.states(now_s):
+        message.pins.add(
+            name=pin.name,
+            blocks=pin.blocks,
+            blocks_pinned=pin.blocks_pinned,
+            lease_left_ms=int(pin.lease_left_s * 1e3),
+        )
+
+
+class PinService(pins_pb2_grpc.NodePinsServicer):
+    """baton.v1.NodePins, for routers."""
+
+    def __init__(self, pool: DevicePool, own: Incarnation, clock: Clock) -> None:
+        self._pool = pool
+        self._own = own
+        self._clock = clock
+
+    async def HoldPin(self, request: pins_pb2.HoldPinRequest, context: Any) -> pins_pb2.HoldPinReply:
+        check_header(request.header, own=self._own)
+        self._check(request)
+        state = self._pool.pins.hold(
+            request.name,
+            request.tokens,
+            request.cache_salt,
+            version=request.version,
+            lease_s=request.lease_ms / 1e3,
+            now_s=self._clock.monotonic_s(),
+        )
+        if isinstance(state, int):
+            return pins_pb2.HoldPinReply(superseded_by=state)
+        return pins_pb2.HoldPinReply(blocks=state.blocks, blocks_pinned=state.blocks_pinned)
+
+    async def DropPin(self, request: pins_pb2.DropPinRequest, context: Any) -> pins_pb2.DropPinReply:
+        check_header(request.header, own=self._own)
+        return pins_pb2.DropPinReply(known=self._pool.pins.drop(request.name, version=request.version))
+
+    def _check(self, request: pins_pb2.HoldPinRequest) -> None:
+        """The router has checked the operator's input; what reaches the hash chain here is checked again."""
+        model = self._pool.model
+        if not 0 < len(request.name) <= NAME_CHARS_MAX:
+            raise bad_field("name", f"A pin's name has 1 to {NAME_CHARS_MAX} characters, not {len(request.name)}.")
+        if len(request.cache_salt) > SALT_BYTES_MAX:
+            raise bad_field("cache_salt", f"A salt has at most {SALT_BYTES_MAX} bytes, not {len(request.cache_salt)}.")
+        if len(request.tokens) >= model.context_len_max:
+            raise bad_field(
+                "tokens",
+                f"The prefix has {len(request.tokens)} tokens; the model's context is {model.context_len_max}.",
+                reason=Reason.PROMPT_TOO_LONG,
+            )
+        if max(request.tokens, default=0) >= model.vocab_size:
+            raise BatonError(
+                Reason.TOKEN_OUT_OF_RANGE,
+                f"Token id {max(request.tokens)} is outside the vocabulary of {model.vocab_size}.",
+                field="tokens",
+            )
