@@ -15,6 +15,13 @@ FINISH_TO_PROTO = {
 }
 
 
+NOT_FINITE_MESSAGE = (
+    "The model's scores for the next token are not numbers (NaN, or infinite), so none can be drawn. The same request "
+    "may fail again: check the weights, and whether other requests fail on this node too."
+)
+"""Of an answer that ends by FinishReason.NOT_FINITE."""
+
+
 def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str | None:
     """Why an engine of this vocabulary cannot draw by these parameters; None if it can.
 
