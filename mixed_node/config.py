@@ -9,35 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from baton.directory_setting import DIRECTORY_HELP
 from baton.errors import InvalidField
-from baton.liveness import LivenessConfig
-from baton.membership import MembershipConfig
-from baton.pod import PodConfig
-from baton.rpc import RpcLimits
 from decode_node.config import DecodeConfig
-from engine.build import EngineConfig
-from kvtransfer.device.staging import StagingConfig
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig
+from kvtransfer.negotiation import FallbackConfig
 from kvtransfer.receiver import ReceiverConfig
-from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma import RdmaReceiverConfig, RdmaWriterConfig
 from kvtransfer.transports.shm import ShmReceiverConfig, ShmWriterConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig, TcpWriterConfig
 from kvtransfer.transports.ucx import UcxReceiverConfig, UcxWriterConfig
 from kvtransfer.writer import WriterConfig
-from node.host_tier import SpillConfig
+from node.config import NodeConfig
+from node.spill import SpillConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedConfig:
-    name: str = field(metadata={"help": "name of this node, unique in the cluster"})
-    listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port of gRPC; port 0 takes any"})
-    advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
-    directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
-    engine: EngineConfig
+class MixedConfig(NodeConfig):
     spill: SpillConfig = field(default_factory=SpillConfig, metadata={"shown": False})
     """Must be off: here so that a refusal can say why."""
     handoff_tokens_min: int = field(
@@ -50,9 +38,6 @@ class MixedConfig:
     )  # fmt: skip
     writer: WriterConfig = field(default_factory=WriterConfig)
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
-    transports: tuple[TransportName, ...] = field(
-        default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to other nodes, best first"}
-    )
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
     data_listen: str | None = field(
         default=None, metadata={"help": "host:port of tcp data connections; default: any port of the host in listen"}
@@ -68,11 +53,6 @@ class MixedConfig:
     ucx_receiver: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
     tcp_writer: TcpWriterConfig = field(default_factory=TcpWriterConfig)
     tcp_receiver: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
-    staging: StagingConfig = field(default_factory=StagingConfig)
-    pod: PodConfig = field(default_factory=PodConfig)
-    liveness: LivenessConfig = field(default_factory=LivenessConfig)
-    membership: MembershipConfig = field(default_factory=MembershipConfig)
-    rpc: RpcLimits = field(default_factory=RpcLimits)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
     resumed_queue_max: int = field(
         default=256, metadata={"help": "requests in the middle of their answer that wait too, ahead of the others"}
@@ -93,16 +73,9 @@ class MixedConfig:
         default=5_000,
         metadata={"help": "how long they do so at most for one that asks again and again, from when it first asked"},
     )
-    busy_retry_ms: int = field(
-        default=200, metadata={"help": "a full queue or node is worth another try after this at least"}
-    )
     rate_age_ms_max: int = field(
         default=10_000, metadata={"help": "how long a measured rate is told to the routers; afterwards it is unknown"}
     )
-    drain_ms_max: int = field(
-        default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
-    )
-    stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
 
     def __post_init__(self) -> None:
         """Raises InvalidField, by the same checks as those of the two halves, and for overcommit."""

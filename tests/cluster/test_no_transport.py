@@ -10,11 +10,11 @@ import pytest
 
 from baton.errors import InvalidField
 from decode_node import receiving
-from decode_node.receiving import open_ports
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.transport import RegionKind, TransportName
+from node.peers import Peers
+from node.receiver import open_ports
 from prefill_node import peers
-from prefill_node.peers import Peers
 
 NEITHER = (TransportName.RDMA, TransportName.UCX)
 

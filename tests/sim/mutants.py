@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import decode_node.receiving
-import prefill_node.peers
+import node.peers
+import node.receiver
 from baton.ids import Epoch, GrantId, Pair, RequestKey
 from decode_node.node import DecodeNode
 from kvtransfer.receiver import Receiver
@@ -26,11 +26,11 @@ Replacement = tuple[Any, str, Any]
 
 
 def _receiver(machine: type[ReceiverGrants]) -> Sequence[Replacement]:
-    return [(decode_node.receiving, "ReceiverGrants", machine)]
+    return [(node.receiver, "ReceiverGrants", machine)]
 
 
 def _writer(machine: type) -> Sequence[Replacement]:
-    return [(prefill_node.peers, "WriterGrants", machine)]
+    return [(node.peers, "WriterGrants", machine)]
 
 
 def _fence_without_evidence() -> Sequence[Replacement]:

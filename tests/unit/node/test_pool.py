@@ -28,9 +28,9 @@ from kvtransfer.handoff import WriterConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
 from mixed_node.config import MixedConfig
-from node.host_tier import SpillConfig
 from node.pool import DevicePool, open_device_pool
 from node.regions import checksum_thread, offered
+from node.spill import SpillConfig
 from prefill_node.config import PrefillConfig
 from tests.support.gpu_node import BLOCK_SIZE, MODEL, write_model
 

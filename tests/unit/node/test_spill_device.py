@@ -14,7 +14,7 @@ import pytest
 from baton.ids import BlockId
 from engine.mock import mock_reference
 from engine.types import SequenceSlice
-from node.stream_copier import StreamCopier
+from node.copiers import StreamCopier
 from tests.support.engine_bench import SMALL, key_of, params_of
 from tests.support.late_runner import Ahead, AheadSpillNode, LateRunner
 from tests.support.shm_harness import run
@@ -184,6 +184,6 @@ def test_a_copier_that_tells_of_the_end_too_early_is_found() -> None:
             assert node.enter(f"{name}", prompt_of(name, 9), params_of(24))
         with pytest.raises(MissingDependency, match=r"the host touches region.* nothing orders it after copy"):
             await node.play()
-        node.stream_copier.close()
+        node.copiers.close()
 
     run(scene())

@@ -32,10 +32,9 @@ from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import PeerAddress, WriterPeer
 from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass
-from node.engine_report import add_fact
-from node.pool import DevicePool
+from node.config import WriterNodeConfig
+from node.pool import DevicePool, add_fact
 from node.regions import checksum_thread, offered, rdma_region
-from prefill_node.config import PrefillConfig
 
 OUT_OF_REACH = "decode nodes out of reach"
 """Name of a status counter."""
@@ -50,7 +49,7 @@ class Peers:
         self,
         *,
         runtime: NodeRuntime,
-        config: PrefillConfig,
+        config: WriterNodeConfig,
         pool: DevicePool,
         observer: HandoffObserver | None = None,
         lent: LentRegistration | None = None,
