@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baton.errors import BatonError, Reason
@@ -311,9 +311,27 @@ class Receiver:
     # Carrying out.
 
     def _handle(self, event: ReceiverEvent) -> ReceiverInstruction | None:
+        if isinstance(event, ReserveAsked | WriterLetGo):
+            event = self._without_failed_copies(event)
         instructions = self.grants.handle(event)
         self.holdings.follow(event, instructions)
         return self._carry_out(instructions)
+
+    def _without_failed_copies(self, event: ReserveAsked | WriterLetGo) -> ReserveAsked | WriterLetGo:
+        """The event without what a port contradicts: the writer's word does not end its right to a grant while copies
+        of that grant may still run on a device that has failed. Such a grant waits for a fence."""
+        lowest_live = event.lowest_live
+        for number, grant in self.grants.uncommitted(event.pair):
+            named = isinstance(event, WriterLetGo) and number == event.number
+            if not (named or number < lowest_live) or self.ports.forbid(grant):
+                continue
+            event = replace(event, lowest_live=min(event.lowest_live, number))
+            if isinstance(event, WriterLetGo) and named:
+                event = replace(event, adrift=True)
+            else:
+                failed = WriterLetGo(pair=event.pair, number=number, lowest_live=ReserveNumber(0), adrift=True)
+                self._carry_out(self.grants.handle(failed))
+        return event
 
     def _handle_event(self, event: RecordsChecked | WriterLetGo) -> None:
         """Of a task of ours: nobody waits for an answer."""

@@ -102,6 +102,7 @@ class WriterPeer:
             offers=offers,
             events=self,
             replaced=self.peer_gone,
+            idle=lambda: not self._handoffs,
             loop=loop,
         )
         self._repeats = RepeatLog(log, loop.time)
