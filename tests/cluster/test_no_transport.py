@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidField
-from decode_node import receiving
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.transport import RegionKind, TransportName
+from node import peers, receiver
 from node.peers import Peers
 from node.receiver import open_ports
-from prefill_node import peers
 
 NEITHER = (TransportName.RDMA, TransportName.UCX)
 
@@ -30,7 +29,7 @@ def start_decode(config: Any) -> None:
     open_ports(config, POOL, ReceiverPorts(None))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("module", "start"), [(peers, start_prefill), (receiving, start_decode)])
+@pytest.mark.parametrize(("module", "start"), [(peers, start_prefill), (receiver, start_decode)])
 def test_a_node_with_nothing_to_offer_does_not_start(
     monkeypatch: pytest.MonkeyPatch, module: Any, start: Callable[[Any], None]
 ) -> None:

@@ -184,6 +184,6 @@ def test_a_copier_that_tells_of_the_end_too_early_is_found() -> None:
             assert node.enter(f"{name}", prompt_of(name, 9), params_of(24))
         with pytest.raises(MissingDependency, match=r"the host touches region.* nothing orders it after copy"):
             await node.play()
-        node.copiers.close()
+        node.stream_copier.close()
 
     run(scene())
