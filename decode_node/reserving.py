@@ -1,4 +1,4 @@
-"""Whether one more request may be granted, or one more block pinned."""
+"""What a decode node answers to a Reserve: a grant of blocks, that there is no room now, or that there never is."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from decode_node.job import Job, answer_growth, why_never
 from decode_node.resumed_first import ResumedFirst
 from engine.types import Runner
 from engine.wire import key_from_proto
+from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_messages import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from node.spill import Spill
 
 

@@ -1,31 +1,25 @@
 """Configuration of a mixed node. Section `[mixed]`, environment `BATON_MIXED_*`.
 
-A key means what it means in `[prefill]` or `[decode]`; `tcp_writer` and `tcp_receiver` are what is `tcp` there, and
-so for `shm`, `rdma` and `ucx`.
+A key means what it means in `[prefill]` or `[decode]`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from baton.errors import InvalidField
 from decode_node.config import DecodeConfig
 from kvtransfer.negotiation import FallbackConfig
-from kvtransfer.receiver import ReceiverConfig
-from kvtransfer.transports.rdma import RdmaReceiverConfig, RdmaWriterConfig
-from kvtransfer.transports.shm import ShmReceiverConfig, ShmWriterConfig
-from kvtransfer.transports.tcp import TcpReceiverConfig, TcpWriterConfig
-from kvtransfer.transports.ucx import UcxReceiverConfig, UcxWriterConfig
 from kvtransfer.writer import WriterConfig
-from node.config import NodeConfig
 from node.spill import SpillConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedConfig(NodeConfig):
+class MixedConfig(DecodeConfig):
+    """That of its decode half, and what its prefill half needs beside it."""
+
     spill: SpillConfig = field(default_factory=SpillConfig, metadata={"shown": False})
     """Must be off: here so that a refusal can say why."""
     handoff_tokens_min: int = field(
@@ -37,22 +31,7 @@ class MixedConfig(NodeConfig):
                   "full as well"},
     )  # fmt: skip
     writer: WriterConfig = field(default_factory=WriterConfig)
-    receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
-    data_listen: str | None = field(
-        default=None, metadata={"help": "host:port of tcp data connections; default: any port of the host in listen"}
-    )
-    data_advertise_host: str | None = field(
-        default=None, metadata={"help": "host that other nodes reach for data; default: the one in advertise"}
-    )
-    shm_writer: ShmWriterConfig = field(default_factory=ShmWriterConfig)
-    shm_receiver: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
-    rdma_writer: RdmaWriterConfig = field(default_factory=RdmaWriterConfig)
-    rdma_receiver: RdmaReceiverConfig = field(default_factory=RdmaReceiverConfig)
-    ucx_writer: UcxWriterConfig = field(default_factory=UcxWriterConfig)
-    ucx_receiver: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
-    tcp_writer: TcpWriterConfig = field(default_factory=TcpWriterConfig)
-    tcp_receiver: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
     queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
     resumed_queue_max: int = field(
         default=256, metadata={"help": "requests in the middle of their answer that wait too, ahead of the others"}
@@ -60,18 +39,6 @@ class MixedConfig(NodeConfig):
     decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})
     affinity_blocks_max: int = field(
         default=65_536, metadata={"help": "prompt blocks remembered as sent to decode nodes, all of these together"}
-    )
-    requests_max: int = field(default=64, metadata={"help": "requests kept, granted and running at a time"})
-    finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
-    finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})
-    orphan_ms: int = field(default=10_000, metadata={"help": "a request whose router is away this long is cancelled"})
-    resumed_wait_ms: int = field(
-        default=1_500,
-        metadata={"help": "how long new requests stand back for one in the middle of its answer that found no room"},
-    )
-    resumed_hold_ms_max: int = field(
-        default=5_000,
-        metadata={"help": "how long they do so at most for one that asks again and again, from when it first asked"},
     )
     rate_age_ms_max: int = field(
         default=10_000, metadata={"help": "how long a measured rate is told to the routers; afterwards it is unknown"}
@@ -87,30 +54,10 @@ class MixedConfig(NodeConfig):
             )
         self.policy()
         self.prefill_half()
-        self.decode_half()
+        DecodeConfig.__post_init__(self)
 
     def policy(self) -> LocalPolicy:
         return LocalPolicy(handoff_tokens_min=self.handoff_tokens_min, fallback=self.local_fallback)
 
     def prefill_half(self) -> PrefillConfig:
-        return PrefillConfig(
-            **self._of(PrefillConfig),
-            tcp=self.tcp_writer,
-            shm=self.shm_writer,
-            rdma=self.rdma_writer,
-            ucx=self.ucx_writer,
-        )
-
-    def decode_half(self) -> DecodeConfig:
-        return DecodeConfig(
-            **self._of(DecodeConfig),
-            tcp=self.tcp_receiver,
-            shm=self.shm_receiver,
-            rdma=self.rdma_receiver,
-            ucx=self.ucx_receiver,
-        )
-
-    def _of(self, half: type[Any]) -> dict[str, Any]:
-        """The keys that this class shares with one of the halves: all of that one's but the transports' own."""
-        own = ("tcp", "shm", "rdma", "ucx")
-        return {each.name: getattr(self, each.name) for each in fields(half) if each.name not in own}
+        return PrefillConfig(**{each.name: getattr(self, each.name) for each in fields(PrefillConfig)})

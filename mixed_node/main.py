@@ -63,24 +63,21 @@ async def serve(
         peers = Peers(runtime=runtime, config=config.prefill_half(), pool=pool, lent=lent)
         node = _make_node(config, runtime, pool, peers, channels)
         try:
-            open_ports(config.decode_half(), pool, node.decode.receiver.ports, lent)
+            open_ports(config, pool, node.decode.receiver.ports, lent)
             await _run(runtime, node, peers, pool, channels, stop, drain, on_ready)
         finally:
             await node.decode.receiver.ports.close()
-            if lent is not None and lent.memory is not None:
+            if lent.memory is not None:
                 await lent.memory.close()
     finally:
         pool.close()
 
 
-def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration | None:
-    """For both halves. None: their settings of the device differ, and each has to register for itself."""
-    settings = config.rdma_receiver.rdma
-    if config.rdma_writer.rdma != settings:
-        return None
+def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration:
+    """For both halves."""
     loop = asyncio.get_running_loop()
     serving = offered(config.transports, pool.region)
-    memory = register_if_usable(serving, rdma_region(pool.region), settings, loop, remote_writes=True)
+    memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, loop, remote_writes=True)
     return LentRegistration(memory=memory)
 
 
@@ -100,7 +97,7 @@ def _make_node(
         )
 
     decode = DecodeNode(
-        config=config.decode_half(),
+        config=config,
         runner=pool.runner,
         engine=pool.engine,
         ledger=pool.ledger,
@@ -109,7 +106,7 @@ def _make_node(
         loop=loop,
         randomness=secrets.token_bytes,
     )
-    decode.receiver = make_receiver(config.decode_half(), pool, host=decode, own=runtime.incarnation, channels=channels)
+    decode.receiver = make_receiver(config, pool, host=decode, own=runtime.incarnation, channels=channels)
     node = MixedNode(
         policy=config.policy(),
         decode=decode,

@@ -16,10 +16,7 @@ from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import RdmaReceiverConfig, RdmaWriterConfig
-from kvtransfer.transports.shm import ShmReceiverConfig, ShmWriterConfig
-from kvtransfer.transports.tcp import TcpReceiverConfig, TcpWriterConfig
-from kvtransfer.transports.ucx import UcxReceiverConfig, UcxWriterConfig
+from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
 from kvtransfer.writer import WriterConfig
 from node.regions import region_kind
 
@@ -34,6 +31,10 @@ class NodeConfig:
     transports: tuple[TransportName, ...] = field(
         default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to other nodes, best first"}
     )
+    shm: ShmConfig = field(default_factory=ShmConfig)
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    ucx: UcxConfig = field(default_factory=UcxConfig)
+    tcp: TcpConfig = field(default_factory=TcpConfig)
     staging: StagingConfig = field(default_factory=StagingConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
@@ -60,10 +61,6 @@ class WriterNodeConfig(NodeConfig):
 
     writer: WriterConfig = field(default_factory=WriterConfig)
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
-    shm: ShmWriterConfig = field(default_factory=ShmWriterConfig)
-    rdma: RdmaWriterConfig = field(default_factory=RdmaWriterConfig)
-    ucx: UcxWriterConfig = field(default_factory=UcxWriterConfig)
-    tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +77,3 @@ class ReceiverNodeConfig(NodeConfig):
     data_advertise_host: str | None = field(
         default=None, metadata={"help": "host that writing nodes reach for data; default: the one in advertise"}
     )
-    shm: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
-    rdma: RdmaReceiverConfig = field(default_factory=RdmaReceiverConfig)
-    ucx: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
-    tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)

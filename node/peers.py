@@ -22,17 +22,17 @@ from kvtransfer.device.region import DeviceRegion
 from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.pair_report import pair_status
+from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
-from kvtransfer.transports.shm import ShmWriterLink
+from kvtransfer.transports.shm import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UcxWriterLink
 from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import PeerAddress, WriterPeer
-from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass
 from node.config import WriterNodeConfig
 from node.pool import DevicePool, add_fact
@@ -62,7 +62,7 @@ class Peers:
         self._runtime = runtime
         self._observer = observer
         self._config = config
-        self._copy_turns = config.shm.turns()
+        self._copy_turns = copy_turns(config.shm)
         self._pool = pool
         self._host, self._host_parts = host_identity(), host_parts()
         self._loop = asyncio.get_running_loop()
@@ -72,7 +72,7 @@ class Peers:
             self._rdma = lent.memory
         else:
             self._rdma = register_if_usable(
-                serving, rdma_region(pool.region), config.rdma.rdma, self._loop, remote_writes=False
+                serving, rdma_region(pool.region), config.rdma, self._loop, remote_writes=False
             )
         ucx_works = usable(serving, config.ucx.tls)
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
@@ -82,7 +82,7 @@ class Peers:
         self._peers: dict[Incarnation, WriterPeer] = {}
         self._attendances: dict[Incarnation, WriterAttendance] = {}
         self._closing_peers: set[Incarnation] = set()
-        self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
+        self._machines: OrderedDict[Incarnation, WriterMachine] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
         self._closing = Tasks(self._loop, log, broken="closing a writer failed")
         self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
@@ -143,8 +143,8 @@ class Peers:
             clock=self._runtime.clock,
         )
 
-    def _machine(self, receiver: Incarnation) -> WriterGrants:
-        return self._machines.pop(receiver) if receiver in self._machines else WriterGrants()
+    def _machine(self, receiver: Incarnation) -> WriterMachine:
+        return self._machines.pop(receiver) if receiver in self._machines else WriterMachine()
 
     def find(self, receiver: Incarnation) -> WriterPeer | None:
         return self._peers.get(receiver)
@@ -173,8 +173,8 @@ class Peers:
         message.counters.add(name="pairs that do not use a better transport", value=passed_over)
         if self._rdma is not None:
             add_fact(message, TransportName.RDMA.value, self._rdma.describe())
-        adrift = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
-        message.counters.add(name="let go with writes adrift, not fenced yet", value=adrift)
+        in_doubt = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
+        message.counters.add(name="released with writes in doubt, not fenced yet", value=in_doubt)
         message.counters.add(name=OUT_OF_REACH, value=self.out_of_reach)
 
     @property
@@ -246,9 +246,7 @@ class Peers:
         try:
             if endpoint.transport is TransportName.CUDA_IPC:
                 assert isinstance(region, DeviceRegion), region.kind
-                return await CudaIpcWriterLink.connect_device(
-                    endpoint, pair, region, events, self._loop, region.driver, self._config.shm
-                )
+                return await CudaIpcWriterLink.connect_device(endpoint, pair, region, events, self._loop, region.driver)
             if endpoint.transport is TransportName.RDMA:
                 return await self._make_rdma_link(endpoint, pair, events)
             if self._pool.staged is not None:
@@ -259,7 +257,7 @@ class Peers:
             source_U8 = self._pool.host_region.array_U8
             if endpoint.transport is TransportName.SHM:
                 return await ShmWriterLink.connect(
-                    endpoint, pair, source_U8, events, self._loop, self._config.shm, self._copy_turns
+                    endpoint, pair, source_U8, events, self._loop, self._config.shm, turns=self._copy_turns
                 )
             if endpoint.transport is TransportName.UCX:
                 return await UcxWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.ucx)
@@ -273,11 +271,11 @@ class Peers:
 
     async def _make_rdma_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Raises ConnectError."""
-        memory, config = self._rdma, self._config.rdma
+        memory = self._rdma
         assert memory is not None
 
         async def connect(events: WriterEvents) -> RdmaWriterLink:
-            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop, config)
+            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
 
         if self._poster is None:
             return await connect(events)

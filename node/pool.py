@@ -23,10 +23,9 @@ from cachestore.pins import PinTable
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import DeviceRunner, KvSpec, Runner
-from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.native.copy import copies_by
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS, serving
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma_poster import posts_by

@@ -24,10 +24,10 @@ from engine.core import Engine, TokenEvent
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, Runner, SequenceSlice
 from engine.wire import key_from_proto, params_from_proto
+from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.report import block_load
 from kvtransfer.step_writes import StepWrites
 from kvtransfer.writer import Handoff, Metadata
-from kvtransfer.writer_messages import HandoffEnd
 from node.engine_loop import EngineLoop
 from prefill_node.config import PrefillConfig
 from prefill_node.decode_nodes import DecodeNodes

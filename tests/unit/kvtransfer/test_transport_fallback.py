@@ -15,10 +15,10 @@ from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
 from cachestore.layout import kv_layout
 from kvtransfer.negotiation import ANOTHER_MACHINE, COOLDOWN_MS_MIN, FallbackConfig, Offers, PassedOver
 from kvtransfer.pair_report import pair_status
+from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
 from kvtransfer.writer import PeerAddress, WriterConfig, WriterPeer
 from kvtransfer.writer_calls import ReceiverCalls
-from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass, PairLink
 from tests.support.shm_harness import pair_of
 
@@ -92,7 +92,7 @@ def make_peer(make_link: Any, transports: tuple[TransportName, ...] = (SHM, TCP)
         connect_request=transfer_pb2.ConnectRequest(),
         layout=kv_layout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32", dtype_bytes=4),
         src_num_blocks=4,
-        machine=WriterGrants(),
+        machine=WriterMachine(),
         channels=channels,  # type: ignore[arg-type]
         make_link=make_link,
         offers=Offers(transports, FallbackConfig()),
