@@ -42,7 +42,7 @@ def test_a_node_with_nothing_to_offer_does_not_start(
     monkeypatch.setattr(module, "register_if_usable", lambda *_, **__: None)
     monkeypatch.setattr(module, "usable", lambda *_: False)
     monkeypatch.setattr(module.asyncio, "get_running_loop", Loop)
-    part = SimpleNamespace(rdma=None, tls="all", turns=lambda: None)
+    part = SimpleNamespace(tls="all", copy_threads=1)
     config = SimpleNamespace(transports=NEITHER, rdma=part, ucx=part, shm=part)
     with pytest.raises(InvalidField, match="names none that works on this machine; `baton doctor` tells why"):
         start(config)
