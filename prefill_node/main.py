@@ -14,7 +14,7 @@ from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
-from kvtransfer.observer import HandoffObserver
+from kvtransfer.status import HandoffObserver
 from node.conservation import ConservationWatch
 from node.engine_loop import EngineLoop, done_or_broken
 from node.peers import Peers
