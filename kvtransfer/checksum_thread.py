@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from baton.ids import GrantId
+from baton.tasks import call_loop
 from kvtransfer.checksums import (
     CHECKSUM_RECORDS_MAX,
     RecordChecksums,
@@ -22,7 +23,6 @@ from kvtransfer.checksums import (
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.plan import Int64Array
 from kvtransfer.transport import WriteOps
-from kvtransfer.transports.loop_calls import call_loop
 
 INLINE_BYTES_MAX = 64 << 10
 """So much is read on the control thread at once: a hop to another thread and back would take as long."""

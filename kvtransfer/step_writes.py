@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtransfer.plan import Int64Array, RecordPlan
-from kvtransfer.transport import WriterLink
-from kvtransfer.transports.posted_writes import check_granted
+from kvtransfer.transport import WriterLink, check_granted
 
 if TYPE_CHECKING:
     from kvtransfer.handoff import Handoff

@@ -22,8 +22,8 @@ from baton.errors import InvalidField, check_positive
 from baton.ids import BlockId
 from cachestore.host_blocks import HostBlockId
 from cachestore.layout import Layout
+from kvtransfer.native.copy import copy_records
 from kvtransfer.transport import WriteOps
-from kvtransfer.transports.shm_copy import copy_records
 
 HOST_BLOCKS_MAX = 1 << 24
 

@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from baton.ids import Epoch, GrantId
+from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_landing import LandingMemory
 from kvtransfer.transports.tcp_payload import Scatter
 from kvtransfer.transports.tcp_receiver_config import StreamLimits

@@ -13,10 +13,9 @@ import pytest
 
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingShare
-from kvtransfer.transport import Seal
+from kvtransfer.transport import Seal, WriteOutOfBounds
 from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from kvtransfer.transports.tcp import TcpConnectError, TcpWriterConfig
 from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason

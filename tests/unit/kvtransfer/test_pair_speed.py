@@ -15,7 +15,7 @@ from cachestore.layout import kv_layout
 from kvtransfer.pair_speed import RECENT_S, LandedBytes, Moved, PairSpeed
 from kvtransfer.plan import RecordPlan
 from kvtransfer.step_writes import StepWrites
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transport import WriteOutOfBounds
 
 START_S = 1000.0
 """Times below are sums of sixteenths of a second, which floats hold exactly."""

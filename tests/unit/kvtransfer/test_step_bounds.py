@@ -11,7 +11,7 @@ import pytest
 from baton.ids import BlockId
 from cachestore.layout import kv_layout
 from kvtransfer.step_writes import StepWrites
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transport import WriteOutOfBounds
 
 
 def test_a_block_outside_the_grant_is_not_posted() -> None:

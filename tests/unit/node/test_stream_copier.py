@@ -17,8 +17,7 @@ from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
-from kvtransfer.transport import WriteOps
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from node.host_tier import BlockCopy, BlockPlaces
 from node.stream_copier import COPIES_IN_FLIGHT_MAX, StreamCopier
 from tests.support.shm_harness import run
