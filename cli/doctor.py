@@ -8,8 +8,8 @@ from cli.invocation import EXIT_ERROR
 from cli.output import Output, output_option, print_json
 from cli.table import format_table
 from kvtransfer.transports.rdma_checks import Finding, Machine, Verdict, check_rdma, works
+from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.ucx_checks import check_ucx
-from kvtransfer.transports.ucx_connect import UcxWriterConfig
 
 
 @click.command()
@@ -32,7 +32,7 @@ def doctor(region_bytes: int, device: str, output: str) -> int:
     """
     findings = check_rdma(Machine(), region_bytes=region_bytes, wanted=device)
     ready = works(findings)
-    findings.append(check_ucx(UcxWriterConfig().tls))
+    findings.append(check_ucx(UcxConfig().tls))
     if Output(output) is Output.JSON:
         print_json({"rdma": ready, "findings": [_data(finding) for finding in findings]})
     else:

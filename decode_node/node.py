@@ -29,10 +29,9 @@ from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
 from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
+from kvtransfer.checksums import checksums_from_proto
+from kvtransfer.protocol.receiver import CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_grants import GrantState
-from kvtransfer.receiver_messages import CommitAsked
-from kvtransfer.record_checks import checksums_from_proto
 from kvtransfer.report import block_load
 from node.spill import Spill
 

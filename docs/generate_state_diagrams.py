@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from cachestore import spill_policy
 from cachestore.spill_policy import SpillState
-from kvtransfer.receiver_grants import TRANSITIONS, GrantState
-from kvtransfer.writer_grants import WRITER_TRANSITIONS, WriterState
+from kvtransfer.protocol.receiver import TRANSITIONS, GrantState
+from kvtransfer.protocol.writer import WRITER_TRANSITIONS, WriterState
 
 _State = TypeVar("_State", bound=Enum)
 _Step = TypeVar("_Step", bound=Enum)

@@ -1,4 +1,4 @@
-"""The receiver's shell: carries out what `ReceiverGrants` instructs. Timers, revocation calls, waiting commits.
+"""The receiver's shell: carries out what `ReceiverMachine` instructs. Timers, revocation calls, waiting commits.
 
 Everything runs on the node's control thread. The node calls the methods; the transport's port calls `seal_landed` and
 `writer_gone`; the loop fires the timers. Each becomes one event, and each instruction one small action here.
@@ -18,14 +18,13 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from cachestore.layout import Layout
-from kvtransfer.checksums import RecordChecksums
-from kvtransfer.ranges import RecordRanges
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants
-from kvtransfer.receiver_messages import (
+from kvtransfer.checksums import RecordChecks, RecordChecksums, WriterPlace
+from kvtransfer.plan import RecordRanges
+from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
-    AnswerLetGo,
     AnswerRefused,
+    AnswerRelease,
     AnswerRenew,
     AnswerResolve,
     CheckRecords,
@@ -33,10 +32,12 @@ from kvtransfer.receiver_messages import (
     CountRefused,
     FencePair,
     ForgetGrant,
+    GrantState,
     GrantTimerFired,
     PairFenced,
     ReceiverEvent,
     ReceiverInstruction,
+    ReceiverMachine,
     RecordsChecked,
     RenewAsked,
     ReportCorrupt,
@@ -51,11 +52,10 @@ from kvtransfer.receiver_messages import (
     StopGrantTimers,
     StopRequest,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
     WriterSuspected,
 )
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.record_checks import RecordChecks, WriterPlace
 from kvtransfer.revoke_calls import RevokeCalls
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
 from kvtransfer.waiters import Waiters
@@ -80,7 +80,20 @@ class ReceiverConfig:
         default=1_000,
         metadata={"help": "how long one try to take a grant back may go unanswered before the next, stronger one"},
     )
-    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
+    connections_max: int = field(
+        default=256,
+        metadata={
+            "help": "data connections that each transport keeps at the same time",
+            "when": "More writers than this reach one node (tcp: times tcp.streams), or memory is short.",
+        },
+    )
+    pairs_max: int = field(
+        default=1024,
+        metadata={
+            "help": "writer processes known at the same time, those being fenced included",
+            "when": "More prefill nodes than this write to one decode node.",
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -113,7 +126,7 @@ class Receiver:
         self,
         *,
         incarnation: Incarnation,
-        grants: ReceiverGrants,
+        grants: ReceiverMachine,
         layout: Layout,
         host: ReceiverHost,
         channels: Channels,
@@ -138,7 +151,7 @@ class Receiver:
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: Waiters[GrantId, bool] = Waiters(loop)
-        self._let_gos: Waiters[tuple[Pair, ReserveNumber], None] = Waiters(loop)
+        self._releases: Waiters[tuple[Pair, ReserveNumber], None] = Waiters(loop)
         self._tasks = Tasks(loop, log)
         self._revokes = RevokeCalls(
             channels=channels,
@@ -151,7 +164,7 @@ class Receiver:
         )
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
-            AnswerLetGo: lambda i: self._let_gos.answer((i.pair, i.number), None),
+            AnswerRelease: lambda i: self._releases.answer((i.pair, i.number), None),
             SendRevoke: self._revokes.send,
             FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
             ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
@@ -217,14 +230,17 @@ class Receiver:
             self.checks.keep(event.grant, checksums, blocks)
         return await self._commits.ask(event.grant, lambda: self._handle(event))
 
-    async def let_go(
-        self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, adrift: bool = False
+    async def release(
+        self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, in_doubt: bool = False
     ) -> None:
-        """The writer's word. With writes adrift this returns when a fence of the pair has stopped them."""
+        """The writer does not write under this number any more.
+
+        With writes in doubt this returns when a fence of the pair has stopped them.
+        """
         if pair not in self._writers:
-            return  # there is nothing of it here, and no book is to be opened for it
-        word = WriterLetGo(pair=pair, number=number, lowest_live=lowest_live, adrift=adrift)
-        await self._let_gos.ask((pair, number), lambda: self._handle(word))
+            return  # nothing of this writer is here, and an unknown one gets no entry
+        event = WriterReleased(pair=pair, number=number, lowest_live=lowest_live, in_doubt=in_doubt)
+        await self._releases.ask((pair, number), lambda: self._handle(event))
 
     def cancel(self, key: RequestKey) -> None:
         self._handle(RequestCancelled(key=key))
@@ -278,7 +294,7 @@ class Receiver:
             timer.cancel()
         self._timers.clear()
         self._commits.fail_all(_shutting_down)
-        self._let_gos.fail_all(_shutting_down)
+        self._releases.fail_all(_shutting_down)
         await self._tasks.cancel()
         self.checks.close()
         self._repeats.close()
@@ -311,29 +327,29 @@ class Receiver:
     # Carrying out.
 
     def _handle(self, event: ReceiverEvent) -> ReceiverInstruction | None:
-        if isinstance(event, ReserveAsked | WriterLetGo):
+        if isinstance(event, ReserveAsked | WriterReleased):
             event = self._without_failed_copies(event)
         instructions = self.grants.handle(event)
         self.holdings.follow(event, instructions)
         return self._carry_out(instructions)
 
-    def _without_failed_copies(self, event: ReserveAsked | WriterLetGo) -> ReserveAsked | WriterLetGo:
+    def _without_failed_copies(self, event: ReserveAsked | WriterReleased) -> ReserveAsked | WriterReleased:
         """The event without what a port contradicts: the writer's word does not end its right to a grant while copies
         of that grant may still run on a device that has failed. Such a grant waits for a fence."""
         lowest_live = event.lowest_live
         for number, grant in self.grants.uncommitted(event.pair):
-            named = isinstance(event, WriterLetGo) and number == event.number
+            named = isinstance(event, WriterReleased) and number == event.number
             if not (named or number < lowest_live) or self.ports.forbid(grant):
                 continue
             event = replace(event, lowest_live=min(event.lowest_live, number))
-            if isinstance(event, WriterLetGo) and named:
-                event = replace(event, adrift=True)
+            if isinstance(event, WriterReleased) and named:
+                event = replace(event, in_doubt=True)
             else:
-                failed = WriterLetGo(pair=event.pair, number=number, lowest_live=ReserveNumber(0), adrift=True)
+                failed = WriterReleased(pair=event.pair, number=number, lowest_live=ReserveNumber(0), in_doubt=True)
                 self._carry_out(self.grants.handle(failed))
         return event
 
-    def _handle_event(self, event: RecordsChecked | WriterLetGo) -> None:
+    def _handle_event(self, event: RecordsChecked | WriterReleased) -> None:
         """Of a task of ours: nobody waits for an answer."""
         self._handle(event)
 

@@ -1,4 +1,4 @@
-"""The writer's shell: carries out what `WriterGrants` instructs, for one receiver process.
+"""The writer's shell: carries out what `WriterMachine` instructs, for one receiver process.
 
 Its calls are in `writer_calls` and `writer_errands`, its data connection in `writer_link`, what it hands out in
 `handoff` and `step_writes`, what it has handed out and is not over in `open_handoffs`. Everything runs on the node's
@@ -19,17 +19,12 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from cachestore.layout import Layout
-from kvtransfer.checksum_thread import ChecksumThread, SourceSample
+from kvtransfer.checksums import ChecksumThread, SourceSample
 from kvtransfer.handoff import Handoff, Metadata, WriterConfig
 from kvtransfer.negotiation import Offers
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.open_handoffs import OpenHandoffs
-from kvtransfer.transport import Seal
-from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
-from kvtransfer.writer_errands import Errands
-from kvtransfer.writer_grants import WriterGrants, WriterState
-from kvtransfer.writer_link import LinkMaker, PairLink
-from kvtransfer.writer_messages import (
+from kvtransfer.protocol.writer import (
     AbandonWrites,
     AnswerRevoke,
     HandoffAsked,
@@ -40,16 +35,22 @@ from kvtransfer.writer_messages import (
     ReportEnd,
     RevokeAsked,
     SendCommit,
-    SendLetGo,
+    SendRelease,
     SendReserve,
     SendSeal,
     StartWriting,
     WriterEvent,
-    WritesAdrift,
+    WriterMachine,
+    WriterState,
     WritesCompleted,
     WritesDropped,
+    WritesInDoubt,
     WritesPosted,
 )
+from kvtransfer.transport import Seal
+from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
+from kvtransfer.writer_errands import Errands
+from kvtransfer.writer_link import LinkMaker, PairLink
 
 log = get_log("writer")
 
@@ -67,7 +68,7 @@ class WriterPeer:
         connect_request: transfer_pb2.ConnectRequest,
         layout: Layout,
         src_num_blocks: int,
-        machine: WriterGrants,
+        machine: WriterMachine,
         channels: Channels,
         make_link: LinkMaker,
         offers: Offers,
@@ -102,6 +103,7 @@ class WriterPeer:
             offers=offers,
             events=self,
             replaced=self.peer_gone,
+            idle=lambda: not self._handoffs,
             loop=loop,
         )
         self._repeats = RepeatLog(log, loop.time)
@@ -119,7 +121,7 @@ class WriterPeer:
             SendCommit: lambda i: self._tasks.spawn(self._errands.commit(i)),
             AbandonWrites: self._abandon,
             ReleaseSources: self._release_sources,
-            SendLetGo: lambda i: self._tasks.spawn(self._errands.let_go(i)),
+            SendRelease: lambda i: self._tasks.spawn(self._errands.release(i)),
             AnswerRevoke: self._answer_revoke,
             ReportEnd: self._report_end,
         }
@@ -191,7 +193,7 @@ class WriterPeer:
     async def revoked(self, number: ReserveNumber) -> bool:
         """The receiver takes a grant back: returns when nothing is written under this number any more.
 
-        True: what was under way when the link ended may still land (see WriterLetGo).
+        True: what was under way when the link ended may still land (see WriterReleased).
 
         Raises BatonError UNKNOWN_GRANT for a number that was never asked for.
         """
@@ -199,7 +201,7 @@ class WriterPeer:
             raise BatonError(Reason.UNKNOWN_GRANT, f"No Reserve has had the number {number} yet.")
         handoff = self._handoffs.get(number)
         if handoff is None:
-            return self.machine.is_adrift(number)
+            return self.machine.is_in_doubt(number)
         waiter: asyncio.Future[bool] = self._loop.create_future()
         handoff.revoke_waiters.append(waiter)
         self.handle(RevokeAsked(number=number))
@@ -244,8 +246,8 @@ class WriterPeer:
             self.handle(WritesDropped(number=handoff.number))
         self.completed(handoff, writes, bytes_written)
 
-    def writes_adrift(self, grant: GrantId) -> None:
-        self.handle(WritesAdrift(number=self._handoffs.of_grant(grant).number))
+    def writes_in_doubt(self, grant: GrantId) -> None:
+        self.handle(WritesInDoubt(number=self._handoffs.of_grant(grant).number))
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         assert pair == self.address.pair, (pair, self.address)
@@ -380,7 +382,7 @@ class WriterPeer:
         handoff = self._handoffs.get(instruction.number)
         for waiter in handoff.revoke_waiters if handoff is not None else ():
             if not waiter.done():
-                waiter.set_result(instruction.adrift)
+                waiter.set_result(instruction.in_doubt)
 
     def _report_end(self, instruction: ReportEnd) -> None:
         handoff = self._handoffs[instruction.number]

@@ -11,8 +11,8 @@ from baton.ids import GrantId, Pair, RequestKey
 from baton.rpc_client import Channels, rpc_errors
 from kvtransfer.checksums import RecordChecksums
 from kvtransfer.handoff import Handoff, Metadata
-from kvtransfer.receiver_messages import Refusal
-from kvtransfer.writer_messages import SendCommit, SendLetGo, SendReserve
+from kvtransfer.protocol.receiver import Refusal
+from kvtransfer.protocol.writer import SendCommit, SendRelease, SendReserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +77,15 @@ class ReceiverCalls:
             )
         return reply.committed
 
-    async def let_go(self, instruction: SendLetGo) -> None:
-        request = transfer_pb2.LetGoRequest(
+    async def release(self, instruction: SendRelease) -> None:
+        request = transfer_pb2.ReleaseRequest(
             header=self._header(),
             number=instruction.number,
             lowest_live=instruction.lowest_live,
-            writes_adrift=instruction.adrift,
+            writes_in_doubt=instruction.in_doubt,
         )
         with rpc_errors(self._address.endpoint):
-            await self._transfer.LetGo(request, timeout=self._call_s_max)
+            await self._transfer.Release(request, timeout=self._call_s_max)
 
     async def cancel(self, key: RequestKey, why: str) -> None:
         """Whatever became of its Commit, the receiver does not run this attempt."""

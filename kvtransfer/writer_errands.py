@@ -13,29 +13,28 @@ from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from kvtransfer.handoff import Handoff, WriterConfig
-from kvtransfer.receiver_messages import Refusal
-from kvtransfer.writer_calls import PeerAddress, ReceiverCalls, refusal_error
-from kvtransfer.writer_messages import (
+from kvtransfer.protocol.writer import (
     CommitAnswered,
     CommitUnanswered,
     LeaseLapsed,
-    LetGoAnswered,
-    LetGoUnanswered,
+    ReleaseAnswered,
+    ReleaseUnanswered,
     RenewRefused,
     ReserveGranted,
     ReserveRefused,
     ReserveUnanswered,
     SendCommit,
-    SendLetGo,
+    SendRelease,
     SendReserve,
     WriterEvent,
     WritesDropped,
 )
+from kvtransfer.writer_calls import PeerAddress, ReceiverCalls, refusal_error
 
 log = get_log("writer")
 
 COMMIT_FAILED: Final = "commit call failed"
-LET_GO_FAILED: Final = "let-go call failed"
+RELEASE_FAILED: Final = "release call failed"
 
 
 class ErrandHost(Protocol):
@@ -102,7 +101,7 @@ class Errands:
             return
         if reply.WhichOneof("answer") != "granted":
             _fail_grant(handoff, refusal_error(reply, self._address.name))
-            self._host.handle(ReserveRefused(number=number, refusal=Refusal.BUSY))
+            self._host.handle(ReserveRefused(number=number))
         elif self._host.handoff(number) is not None:
             grant = reply.granted
             handoff.grant = GrantId(grant.grant)
@@ -134,7 +133,7 @@ class Errands:
                 await asyncio.wait([handoff.ended], timeout=handoff.lease_ms / 3000)
 
     async def commit(self, instruction: SendCommit) -> None:
-        """Ask once; the machine asks again where there was no answer, after a pause. So with `let_go`."""
+        """Ask once; the machine asks again where there was no answer, after a pause. So with `release`."""
         number = instruction.number
         handoff = self._host.handoff(number)
         if handoff is None:
@@ -171,15 +170,15 @@ class Errands:
             layer_block=error.metadata.get("layer_block", ""),
         )
 
-    async def let_go(self, instruction: SendLetGo) -> None:
+    async def release(self, instruction: SendRelease) -> None:
         try:
-            await self._calls.let_go(instruction)
+            await self._calls.release(instruction)
         except BatonError as error:
-            await self._after_failed_call(LET_GO_FAILED, error, instruction.number)
-            self._host.handle(LetGoUnanswered(number=instruction.number))
+            await self._after_failed_call(RELEASE_FAILED, error, instruction.number)
+            self._host.handle(ReleaseUnanswered(number=instruction.number))
             return
-        self._repeats.over(self._address.name, "it has answered", what=LET_GO_FAILED)
-        self._host.handle(LetGoAnswered(number=instruction.number))
+        self._repeats.over(self._address.name, "it has answered", what=RELEASE_FAILED)
+        self._host.handle(ReleaseAnswered(number=instruction.number))
 
     async def _after_failed_call(self, what: str, error: BatonError, number: ReserveNumber) -> None:
         """Notice a receiver that is another process by now; otherwise pause before the machine asks again."""

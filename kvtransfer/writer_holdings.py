@@ -12,14 +12,16 @@ from typing import Final
 
 from baton.ids import GrantId, Pair
 from baton.log import get_log
-from kvtransfer.grant_book import GrantBook
+from kvtransfer.checksums import WriterPlace
 from kvtransfer.pair_speed import LandedBytes
-from kvtransfer.receiver_messages import (
+from kvtransfer.protocol.receiver import (
     CommitAsked,
+    GrantState,
     GrantTimerFired,
     PairFenced,
     ReceiverEvent,
     ReceiverInstruction,
+    ReceiverMachine,
     RecordsChecked,
     RequestCancelled,
     ReserveAsked,
@@ -28,11 +30,9 @@ from kvtransfer.receiver_messages import (
     StartGrantTimer,
     StopGrantTimers,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
     WriterSuspected,
 )
-from kvtransfer.receiver_states import GrantState
-from kvtransfer.record_checks import WriterPlace
 
 log = get_log("receiver")
 
@@ -42,12 +42,12 @@ _TAKEN_BACK_BY: Final[Mapping[type, str]] = {
     ResolveAsked: "its router asked whether it had committed, and it had not",
     ReserveAsked: "a newer attempt of its request came",
     WriterSuspected: "its writer was lost",
-    WriterLetGo: "its writer let go of another grant with writes on their way",
+    WriterReleased: "its writer let go of another grant with writes on their way",
     GrantTimerFired: "another grant of its writer was not given back",
 }
 _EVIDENCE: Final[Mapping[type, str]] = {
     PairFenced: "a fence",
-    WriterLetGo: "the writer's word",
+    WriterReleased: "the writer's word",
     ReserveAsked: "the writer's word",
     SealLanded: "seals and commit",
     CommitAsked: "seals and commit",
@@ -102,7 +102,9 @@ class WriterHoldings:
     """Control thread only. `follow` is called with each event behind the machine, before the instructions are carried
     out."""
 
-    def __init__(self, grants: GrantBook, *, places: Mapping[Pair, WriterPlace], now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, grants: ReceiverMachine, *, places: Mapping[Pair, WriterPlace], now_s: Callable[[], float]
+    ) -> None:
         """`places` are the writers that are known; it is looked at, never changed."""
         self._grants = grants
         self._places = places

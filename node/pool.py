@@ -22,9 +22,8 @@ from cachestore.pins import PinTable
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import DeviceRunner, KvSpec, Runner
-from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.device.staging import StagedRegion, StagingConfig
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
 from node.host_memory import HostMemory, open_host_memory

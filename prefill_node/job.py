@@ -15,8 +15,8 @@ from engine.core import TokenEvent
 from engine.sequence import Sequence
 from engine.types import SamplingParams
 from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
+from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
-from kvtransfer.writer_messages import HandoffEnd
 from prefill_node.local import LocalRun
 
 

@@ -23,9 +23,9 @@ from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, Runner
 from engine.wire import key_from_proto, params_from_proto
+from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.report import block_load
 from kvtransfer.writer import Handoff, Metadata
-from kvtransfer.writer_messages import HandoffEnd
 from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
 from prefill_node.job import (

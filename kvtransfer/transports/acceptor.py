@@ -10,6 +10,8 @@ from typing import Final
 
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 
+ACCEPTS_PER_WAKE_MAX: Final = 16
+"""Connections accepted in one go before others get their turn."""
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _CONNECTION_GONE: Final = frozenset(
     {
@@ -59,7 +61,6 @@ class Acceptor:
         loop: asyncio.AbstractEventLoop,
         admit: Callable[[socket.socket], None],
         paused: Callable[[], None],
-        accepts_per_wake_max: int,
         pause_ms: int,
     ) -> None:
         """Takes the listening, non-blocking socket over. `paused` is told each time that descriptors ran out."""
@@ -67,7 +68,6 @@ class Acceptor:
         self._loop = loop
         self._admit = admit
         self._paused = paused
-        self._accepts_per_wake_max = accepts_per_wake_max
         self._pause_ms = pause_ms
         self._timer: asyncio.TimerHandle | None = None
         loop.add_reader(listener, self._accept)
@@ -80,7 +80,7 @@ class Acceptor:
             self._timer.cancel()
 
     def _accept(self) -> None:
-        for _ in range(self._accepts_per_wake_max):
+        for _ in range(ACCEPTS_PER_WAKE_MAX):
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:

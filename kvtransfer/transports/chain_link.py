@@ -8,29 +8,18 @@ import socket
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.base_link import BaseLink
 from kvtransfer.transports.drains import Drains
+from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.message_stream import Malformed, MessageStream
 from kvtransfer.transports.outbox import Outbox
 from kvtransfer.transports.post_queue import OpsPart, PostQueue
 from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits
 from kvtransfer.transports.tcp_socket import RECV_BYTES, close_politely
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkLimits:
-    """`queue` is the queue's own; the others are those of the same names in the links' configurations."""
-
-    queue: QueueLimits
-    seals_max: int
-    seals_waiting_max: int
-    drain_ms_max: int
-    bye_ms_max: int
 
 
 class ChainLink(BaseLink):
@@ -55,20 +44,23 @@ class ChainLink(BaseLink):
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         limits: LinkLimits,
+        queue: QueueLimits,
+        seals_max: int,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is for the thread, and called from any; `inbox` cuts what comes into words for `_handle`."""
+        """At most `seals_max` seals are on their way. `wake` is for the thread, and called from any; `inbox` cuts what
+        comes into words for `_handle`."""
         super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
         self._sock, self._inbox = sock, inbox
-        self._limits = limits
+        self._limits, self._seals_max = limits, seals_max
         self._wake = wake
         self._lanes = ChainLanes(
-            limits=limits.queue,
+            limits=queue,
             src_nbytes=src_nbytes,
             dst_nbytes=dst_nbytes,
             loop=loop,
             completed=events.writes_completed,
-            in_doubt=events.writes_adrift,
+            in_doubt=events.writes_in_doubt,
             wake=wake,
         )
         self._queue = self._lanes.queue
@@ -94,7 +86,7 @@ class ChainLink(BaseLink):
         assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
         if self._ending.begun:
             return
-        if len(self._seals_out) < self._limits.seals_max:
+        if len(self._seals_out) < self._seals_max:
             self._seal_next(seal)
         elif len(self._seals_waiting) < self._limits.seals_waiting_max:
             self._seals_waiting.append(seal)

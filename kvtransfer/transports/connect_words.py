@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from kvtransfer.transport import ConnectError
 from kvtransfer.transports.message_stream import MessageStream
-from kvtransfer.transports.tcp_socket import RECV_BYTES, TcpSocketOptions, open_connection, take_leave, tune
+from kvtransfer.transports.tcp_socket import RECV_BYTES, open_connection, take_leave, tune
 
 MessageT = TypeVar("MessageT")
 WordT = TypeVar("WordT")
@@ -48,12 +48,11 @@ class ConnectWords(Generic[MessageT]):
         dialect: Dialect[MessageT],
         *,
         address: str,
-        options: TcpSocketOptions,
     ) -> ConnectWords[MessageT]:
         """Connect to `listens`, host:port. Raises OSError, and BatonError BAD_ENDPOINT."""
         sock = await open_connection(listens, loop)
         try:
-            tune(sock, options)
+            tune(sock)
         except BaseException:
             sock.close()
             raise

@@ -12,8 +12,8 @@ holds their blocks anyway (DESIGN I1).
 Visibility: a completion is told when the side stream's event has passed; the receiver's kernels are launched after it
 has heard of that through sockets, and see what was written to device memory before.
 
-Nothing is ever `writes_adrift` here: a batch completes when the device has passed its event, and after an error of the
-device its context is lost and writes nothing any more.
+Nothing is ever `writes_in_doubt` here: a batch completes when the device has passed its event, and after an error of
+the device its context is lost and writes nothing any more.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from kvtransfer.device.region import DeviceMemory, OpenedRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import DataEndpoint, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, PostQueue, Taken
-from kvtransfer.transports.shm_connect import Handshake, ShmConnectError, ShmWriterConfig
+from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.shm_connect import Handshake, ShmConnectError
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
-from kvtransfer.transports.shm_writer import ShmWriterLink
+from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
 
 BATCHES_IN_FLIGHT_MAX = 64
 """Queued on the device at a time: what is queued there can no longer be abandoned."""
@@ -61,7 +62,7 @@ class CudaIpcWriterLink(ShmWriterLink):
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         driver: DeviceDriver,
-        config: ShmWriterConfig | None = None,
+        limits: ShmLinkLimits = SHM_LINK_LIMITS,
     ) -> CudaIpcWriterLink:
         """As `ShmWriterLink.connect`, from a region on the device.
 
@@ -79,7 +80,7 @@ class CudaIpcWriterLink(ShmWriterLink):
                 raise ShmConnectError(f"{address}: {error}") from error
 
         link = await cls.connect(
-            endpoint, pair, source, events, loop, config, handshake=Handshake(open_region=open_region)
+            endpoint, pair, source, events, loop, limits=limits, handshake=Handshake(open_region=open_region)
         )
         assert isinstance(link, CudaIpcWriterLink)
         return link
@@ -93,10 +94,11 @@ class CudaIpcWriterLink(ShmWriterLink):
         pair: Pair,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: ShmWriterConfig,
+        config: ShmConfig,
+        limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> DeviceLanes:
-        del turns  # a device orders its own copies
+        del config, turns  # a device orders its own copies
         assert isinstance(mapping, OpenedRegion)
         assert mapping.nbytes == region_nbytes, (mapping.nbytes, region_nbytes)
         return DeviceLanes(
@@ -108,7 +110,7 @@ class CudaIpcWriterLink(ShmWriterLink):
             loop=loop,
             completed=events.writes_completed,
             drained=self._drained,
-            abandoned_grants_max=config.abandoned_grants_max,
+            abandoned_grants_max=limits.abandoned_grants_max,
             name=f"cuda-copy-{pair.receiver:x}",
         )
 

@@ -1,4 +1,4 @@
-"""The writer's configuration, and its handshake: one connection for words, queue pairs for data, all of it proved."""
+"""The writer's handshake: one connection for words, queue pairs for data, all of it proved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError
@@ -15,9 +16,7 @@ from baton.log import get_log
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.connect_words import ConnectWords, Dialect
-from kvtransfer.transports.end_config import LinkConfig
-from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.rdma_config import RdmaConfig
+from kvtransfer.transports.limits import LinkLimits, check_limits
 from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold
 from kvtransfer.transports.tcp_socket import take_leave
@@ -26,22 +25,27 @@ log = get_log("rdma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaWriterConfig(LinkConfig):
-    """Limits of one link. `connect_ms_max` is for the first data as well."""
+class RdmaLinkLimits(LinkLimits):
+    """`connect_ms_max` includes the first data."""
 
-    chain_wrs_max: int = field(default=32, metadata={"help": "writes posted with one doorbell, the last completing"})
-    chain_bytes_max: int = field(default=4 << 20, metadata={"help": "bytes of such a chain, unless one write is more"})
-    wr_bytes_max: int = field(default=1 << 20, metadata={"help": "bytes of one write; longer ones are cut"})
-    on_the_way_bytes_max: int = field(
-        default=32 << 20, metadata={"help": "bytes handed to the device and not completed, at which no more are"}
-    )
-    spin_us_max: int = field(default=50, metadata={"help": "polling for a completion before sleeping; 0: never"})
-    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    chain_wrs_max: int = 32
+    """Writes posted with one doorbell, the last completing."""
+    chain_bytes_max: int = 4 << 20
+    """Bytes of such a chain, unless one write is more."""
+    wr_bytes_max: int = 1 << 20
+    """Bytes of one write; longer ones are cut."""
+    on_the_way_bytes_max: int = 32 << 20
+    """Once this many bytes are posted and not completed, no more are posted."""
+    spin_us_max: int = 50
+    """How long the thread polls for a completion before it sleeps; 0: never."""
 
     def __post_init__(self) -> None:
         check_limits(self, but=("spin_us_max",))
         if self.spin_us_max < 0 or self.wr_bytes_max > 1 << 30:
             raise ValueError("spin_us_max must not be negative, wr_bytes_max at most 1 GiB")
+
+
+RDMA_LINK_LIMITS: Final = RdmaLinkLimits()
 
 
 class RdmaConnectError(ConnectError):
@@ -89,7 +93,7 @@ class Connected:
 
 
 async def connect(
-    endpoint: DataEndpoint, pair: Pair, hold: Hold, loop: asyncio.AbstractEventLoop, config: RdmaWriterConfig
+    endpoint: DataEndpoint, pair: Pair, hold: Hold, loop: asyncio.AbstractEventLoop, limits: LinkLimits
 ) -> Connected:
     """Connect, prove the pair's secret, and then that data passes. Lets go of the hold where it fails.
 
@@ -101,14 +105,12 @@ async def connect(
     qps: QueuePairs | None = None
     acknowledged: asyncio.Future[None] | None = None
     try:
-        async with asyncio.timeout(config.connect_ms_max / 1000):
+        async with asyncio.timeout(limits.connect_ms_max / 1000):
             region = RegionAddress.decode(endpoint.address)
-            qps = QueuePairs(hold.device, config.rdma.qps, os.urandom, sends=True)
+            qps = QueuePairs(hold.device, hold.device.config.qps, os.urandom, sends=True)
             link = int.from_bytes(os.urandom(8))
             hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, ends=qps.ends)
-            words = await ConnectWords.open(
-                region.listens, loop, _DIALECT, address=endpoint.address, options=config.socket
-            )
+            words = await ConnectWords.open(region.listens, loop, _DIALECT, address=endpoint.address)
             welcome = await _shake_hands(words, endpoint, hello)
             qps.connect(welcome.ends)
             acknowledged = loop.create_future()
@@ -119,11 +121,11 @@ async def connect(
     except BaseException as error:
         give_up(endpoint, hold, qps, words.sock if words is not None else None)
         if acknowledged is not None and not _all_came(acknowledged) and _tells_of_the_way(error):
-            text = f"no data arrives within {config.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
+            text = f"no data arrives within {limits.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
             reason = error.reason if isinstance(error, RdmaConnectError) else None
             raise RdmaUnproved(f"{endpoint.address}: the devices do not reach each other: {text}", reason) from error
         if isinstance(error, TimeoutError):
-            raise RdmaConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
+            raise RdmaConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
         if isinstance(error, (OSError, ValueError, BatonError, wire.MalformedMessage, QueuePairFailed)):
             raise RdmaConnectError(f"{endpoint.address}: {error}") from error
         raise

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from baton.log import get_log
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.end_config import PortConfig
-from kvtransfer.transports.rdma_config import RdmaConfig
 from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
@@ -18,13 +16,6 @@ from kvtransfer.transports.seal_gather import SealGather
 from kvtransfer.transports.words_connection import WordsConnection
 
 log = get_log("rdma")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaReceiverConfig(PortConfig):
-    """Limits of one port. Each connection is one link, of `rdma.qps` queue pairs."""
-
-    rdma: RdmaConfig = field(default_factory=RdmaConfig)
 
 
 class NotWelcome(Exception):

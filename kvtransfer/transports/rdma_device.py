@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from baton.log import get_log
 from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma_config import RdmaConfig
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
 from kvtransfer.transports.rdma_poster import (
     Addresses,
@@ -23,12 +24,15 @@ from kvtransfer.transports.rdma_poster import (
 )
 from kvtransfer.transports.rdma_regions import RdmaRegion, RegistrationRefused, VerbsRegistrar
 from kvtransfer.transports.rdma_verbs import LayoutUnknown, RdmaUnavailable, Verbs, channel_fd, load_verbs
+from kvtransfer.transports.settings import RdmaConfig
 
 log = get_log("rdma")
 
 _POLL_MAX = 64
 _RNR_TIMER_CODE = 12
 _RNR_RETRIES = 6
+HOP_LIMIT: Final = 64
+"""Routers that a packet may pass (RoCE v2)."""
 """Repeats of an immediate for which no receive is posted, every 0.64 ms; 7 would be for ever. As many are posted as may
 come, so that none is ever repeated unless one side breaks the protocol."""
 
@@ -41,6 +45,26 @@ class ProbeLost(QueuePairFailed):
     """A probe was not acknowledged: nothing gets from this device to that one, or no answer back."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaLimits:
+    """What each queue pair may have on its way, and how often the device is looked at."""
+
+    send_wrs_max: int = 128
+    """Writes on their way on one queue pair, one of them kept for a seal."""
+    seals_max: int = 64
+    """Seals of one link on their way."""
+    device_check_ms: int = 500
+    """Time between two looks whether the device is there."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.send_wrs_max < 2 or self.seals_max >= 1 << 16:
+            raise ValueError("send_wrs_max must be 2 or more, seals_max less than 65,536")
+
+
+RDMA_LIMITS: Final = RdmaLimits()
+
+
 class RdmaDevice:
     """One port of one device, one protection domain, one memory region over the whole of `region`.
 
@@ -48,7 +72,9 @@ class RdmaDevice:
     else control thread only.
     """
 
-    def __init__(self, port: RdmaPort, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> None:
+    def __init__(
+        self, port: RdmaPort, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits
+    ) -> None:
         """Opens and registers. `remote_writes`: others may write into the region (a receiver), or none may.
 
         Raises:
@@ -69,7 +95,7 @@ class RdmaDevice:
             try:
                 self.context = self.verbs.device.Context(name=port.device)
                 opened.callback(self.context.close)
-                limits = self.context.query_device()
+                device_limits = self.context.query_device()
                 attributes = self.context.query_port(port.number)
                 self.domain = self.verbs.pd.PD(self.context)
                 opened.callback(self.domain.close)
@@ -92,8 +118,8 @@ class RdmaDevice:
         self.probe_lkey, self.probe_rkey = probe.lkey, probe.rkey
         self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
         self.ethernet = port.link_layer == "Ethernet"
-        self.send_wrs_max = min(config.send_wrs_max, int(limits.max_qp_wr))
-        self.seals_max = min(config.seals_max, int(limits.max_qp_wr), int(limits.max_cqe) // config.qps)
+        self.send_wrs_max = min(limits.send_wrs_max, int(device_limits.max_qp_wr))
+        self.seals_max = min(limits.seals_max, int(device_limits.max_qp_wr), int(device_limits.max_cqe) // config.qps)
 
     @property
     def gid(self) -> bytes:
@@ -110,7 +136,7 @@ class RdmaDevice:
             self._close.close()
 
 
-def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> RdmaDevice:
+def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> RdmaDevice:
     """Find a port and open it. Raises RdmaUnavailable."""
     ports = find_ports()
     port = choose_port(ports, config.device)
@@ -118,7 +144,7 @@ def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) 
         have = ", ".join(f"{p.device}:{p.number} {p.state}" for p in ports) or "none"
         wanted = f"the device {config.device}" if config.device else "a device"
         raise RdmaUnavailable(f"no port of {wanted} is active and has an address (there are: {have})")
-    return RdmaDevice(port, region, config, remote_writes=remote_writes)
+    return RdmaDevice(port, region, config, remote_writes=remote_writes, limits=limits)
 
 
 def mtu_bytes(code: int) -> int:
@@ -325,7 +351,7 @@ class QueuePairs:
         route = addr.GlobalRoute(
             dgid=addr.GID(gid),
             sgid_index=self._device.port.best_gid.index,
-            hop_limit=config.hop_limit,
+            hop_limit=HOP_LIMIT,
             traffic_class=config.traffic_class,
         )
         ready_to_receive = self._attributes(

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from baton.errors import InvalidField
 from baton.log import get_log
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_config import RdmaConfig
+from kvtransfer.transports.rdma_device import RDMA_LIMITS
 from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import find_ports
 from kvtransfer.transports.rdma_poster import rdma_library
 from kvtransfer.transports.rdma_regions import RdmaRegion
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.settings import RdmaConfig
 
 log = get_log("rdma")
 
@@ -46,7 +47,7 @@ def register_if_usable(
     if TransportName.RDMA not in transports:
         return None
     try:
-        memory = RdmaMemory(region=region, config=config, loop=loop, remote_writes=remote_writes)
+        memory = RdmaMemory(region=region, config=config, loop=loop, remote_writes=remote_writes, limits=RDMA_LIMITS)
     except RdmaUnavailable as error:
         if len(transports) == 1:
             raise InvalidField(

@@ -26,9 +26,10 @@ from kvtransfer.device.driver import DeviceError
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.base_port import ListeningPort
+from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.rdma_connect import RegionAddress
-from kvtransfer.transports.rdma_connection import Connection, NotWelcome, RdmaReceiverConfig
+from kvtransfer.transports.rdma_connection import Connection, NotWelcome
 from kvtransfer.transports.rdma_device import QueuePairFailed
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of
@@ -44,7 +45,7 @@ DESTROY_TRIES_MAX = 3
 """Once the port is closing; before, it is tried for as long as it takes."""
 
 
-class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connection]):
+class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.RDMA
@@ -59,7 +60,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
         offered: Callable[[bool], None] = lambda _: None,
-        config: RdmaReceiverConfig | None = None,
+        limits: PortLimits = PORT_LIMITS,
     ) -> None:
         """Listens at once. `memory` has the region, open to remote writes; it is the caller's and outlives the port.
 
@@ -76,7 +77,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config or RdmaReceiverConfig(),
+            limits=limits,
             reasons=RefusalReason,
         )
         self._memory = memory
@@ -217,7 +218,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RefusalReason, Connecti
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
             return
-        if sum(c.qps is not None for c in self._connections.values()) >= self._config.connections_max:
+        if sum(c.qps is not None for c in self._connections.values()) >= self._limits.connections_max:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
         try:

@@ -26,8 +26,10 @@ from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.post_queue import Batch, PostQueue, Taken, TooManyAbandonedGrants
-from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig
+from kvtransfer.transports.settings import TcpConfig
+from kvtransfer.transports.tcp_connect import TcpConnectError
 from kvtransfer.transports.tcp_frames import Frame, cut_frames
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 
@@ -93,22 +95,22 @@ class StagedTcpLink:
         source: StagedRegion,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: TcpWriterConfig | None = None,
+        config: TcpConfig | None = None,
+        limits: LinkLimits = LINK_LIMITS,
     ) -> StagedTcpLink:
         """As `TcpWriterLink.connect`. `source` is the caller's, and outlives the link.
 
         Raises:
             TcpConnectError: as there, or there is no pinned memory left for another link.
         """
-        config = config or TcpWriterConfig()
         try:
-            share = source.share(source.config.link_chunks)
+            share = source.share(source.limits.link_chunks)
         except StagingFull as error:
             raise TcpConnectError(f"{endpoint.address}: {error}") from error
         try:
             made = cls(source=source, share=share, pair=pair, events=events, loop=loop)
             ends = _LinkEvents(made._link_lost)
-            made._link = await TcpWriterLink.connect(endpoint, pair, source.host_U8, ends, loop, config)
+            made._link = await TcpWriterLink.connect(endpoint, pair, source.host_U8, ends, loop, config, limits)
             made._queue = PostQueue(
                 made._cut,
                 made,
@@ -116,7 +118,7 @@ class StagedTcpLink:
                 dst_nbytes=made._link.region_nbytes,
                 loop=loop,
                 completed=events.writes_completed,
-                abandoned_grants_max=config.abandoned_grants_max,
+                abandoned_grants_max=limits.abandoned_grants_max,
             )
             try:
                 made._thread.start()
@@ -179,7 +181,7 @@ class StagedTcpLink:
             **self._link.describe(),
             **self._queue.describe(),
             "batches_unstaged": self._queue.batches_waiting,
-            "staged_by": f"{self._source.config.link_chunks} chunks of {self._source.config.chunk_bytes} bytes",
+            "staged_by": f"{self._source.limits.link_chunks} chunks of {self._source.limits.chunk_bytes} bytes",
         }
 
     # The lane of its queue: called with the queue's lock held.
@@ -195,7 +197,7 @@ class StagedTcpLink:
 
     def _cut(self, ops: WriteOps) -> Iterator[StagedPart]:
         """By whoever posts: it is behind what their stream has queued so far."""
-        computed, chunk_bytes = self._source.here(), self._source.config.chunk_bytes
+        computed, chunk_bytes = self._source.here(), self._source.limits.chunk_bytes
         return (StagedPart(frame=frame, computed=computed) for frame in cut_frames(ops, chunk_bytes, chunk_bytes))
 
     # The staging thread.
@@ -324,7 +326,7 @@ class _LinkEvents:
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         raise AssertionError((grant, writes, bytes_written, copied))
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         raise AssertionError(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:

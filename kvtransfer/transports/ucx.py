@@ -7,8 +7,8 @@ looks at. Half of the link is rdma's too (`chain_link`, `rdma_queue`), as are se
 (`seal_gather`, `connect_words`).
 """
 
-from kvtransfer.transports.ucx_connect import UcxConnectError, UcxWriterConfig
-from kvtransfer.transports.ucx_connection import UcxReceiverConfig
+from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.ucx_connect import UcxConnectError
 from kvtransfer.transports.ucx_nixl import UcxUnavailable
 from kvtransfer.transports.ucx_receiver import UcxReceiverPort
 from kvtransfer.transports.ucx_wire import RefusalReason
@@ -16,10 +16,9 @@ from kvtransfer.transports.ucx_writer import UcxWriterLink
 
 __all__ = [
     "RefusalReason",
+    "UcxConfig",
     "UcxConnectError",
-    "UcxReceiverConfig",
     "UcxReceiverPort",
     "UcxUnavailable",
-    "UcxWriterConfig",
     "UcxWriterLink",
 ]

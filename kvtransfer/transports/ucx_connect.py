@@ -1,4 +1,4 @@
-"""The writer's configuration, and its handshake: one connection for words, and an agent of its own for data."""
+"""The writer's handshake: one connection for words, and an agent of its own for data."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import hmac
 import os
 import socket
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,39 +17,11 @@ from kvtransfer.negotiation import host_identity
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.connect_words import ConnectWords, Dialect
-from kvtransfer.transports.end_config import LinkConfig
-from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable
 
-TLS_HELP = "UCX transports to use: all, or one by name (tcp, rc, ...); UCX_TLS counts where it is set"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UcxWriterConfig(LinkConfig):
-    """Limits of one link."""
-
-    tls: str = field(default="all", metadata={"help": TLS_HELP})
-    connect_ms_max: int = field(default=10_000, metadata={"help": "how long connecting and the handshake may take"})
-    transfer_writes_max: int = field(default=4096, metadata={"help": "writes handed to NIXL at once"})
-    transfer_bytes_max: int = field(default=16 << 20, metadata={"help": "bytes of these, unless one write is more"})
-    on_the_way_bytes_max: int = field(
-        default=64 << 20, metadata={"help": "bytes handed over and not completed, at which no more are"}
-    )
-    seals_max: int = field(default=256, metadata={"help": "seals on their way that the receiver has not confirmed"})
-    poll_us_min: int = field(default=50, metadata={"help": "pause between two looks at what is on its way, at first"})
-    poll_us_max: int = field(default=1000, metadata={"help": "and at most, while nothing completes"})
-
-    def __post_init__(self) -> None:
-        check_tls(self.tls)
-        check_limits(self)
-        if self.poll_us_min > self.poll_us_max:
-            raise ValueError("poll_us_min must not be more than poll_us_max")
-
-
-def check_tls(tls: str) -> None:
-    """NIXL takes its settings as one string with commas between them. Raises ValueError."""
-    if not tls or not tls.replace("_", "").isalnum():
-        raise ValueError(f"tls must be one name of a UCX transport, got {tls!r}; for several set UCX_TLS")
+UCX_LINK_LIMITS: Final = LinkLimits(connect_ms_max=10_000)
 
 
 class UcxConnectError(ConnectError):
@@ -71,7 +43,13 @@ class Connected:
 
 
 async def connect(
-    endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, loop: asyncio.AbstractEventLoop, config: UcxWriterConfig
+    endpoint: DataEndpoint,
+    pair: Pair,
+    source_U8: np.ndarray,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    config: UcxConfig,
+    limits: LinkLimits,
 ) -> Connected:
     """Connect, prove the pair's secret, and have an agent that may write to the receiver's.
 
@@ -84,10 +62,8 @@ async def connect(
     making = loop.run_in_executor(None, UcxAgent, source_U8, f"writer-{hello.link:x}", config.tls)
     words: ConnectWords[wire.Message] | None = None
     try:
-        async with asyncio.timeout(config.connect_ms_max / 1000):
-            words = await ConnectWords.open(
-                endpoint.address, loop, _DIALECT, address=endpoint.address, options=config.socket
-            )
+        async with asyncio.timeout(limits.connect_ms_max / 1000):
+            words = await ConnectWords.open(endpoint.address, loop, _DIALECT, address=endpoint.address)
             welcome = await _shake_hands(words, endpoint, hello)
             agent = await asyncio.shield(making)
         loading = loop.run_in_executor(
@@ -106,7 +82,7 @@ async def connect(
         if cancelled is not None:
             raise cancelled from error
         if isinstance(error, TimeoutError):
-            raise UcxConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
+            raise UcxConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
         if isinstance(error, (OSError, BatonError, wire.MalformedMessage, UcxFailed, UcxUnavailable)):
             raise UcxConnectError(f"{endpoint.address}: {error}") from error
         raise

@@ -9,30 +9,10 @@ import socket
 from dataclasses import dataclass, field
 
 from kvtransfer.transports import ucx_wire as wire
-from kvtransfer.transports.end_config import PortConfig
-from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.seal_gather import SealGather
-from kvtransfer.transports.ucx_connect import TLS_HELP, check_tls
 from kvtransfer.transports.ucx_nixl import UcxAgent
 from kvtransfer.transports.words_connection import WordsConnection
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UcxReceiverConfig(PortConfig):
-    """Limits of one port. `connections_max` counts a connection until there is evidence for it, not until EOF."""
-
-    tls: str = field(default="all", metadata={"help": TLS_HELP})
-    connections_max: int = field(
-        default=64, metadata={"help": "connections that may write; each has an agent of NIXL, with a thread"}
-    )
-    handshake_ms_max: int = field(default=10_000, metadata={"help": "how long a handshake may take"})
-    seals_max: int = field(default=512, metadata={"help": "seals of one connection of which only a part has come"})
-    seal_poll_us: int = field(default=200, metadata={"help": "pause between two looks for the rest of a seal"})
-
-    def __post_init__(self) -> None:
-        check_tls(self.tls)
-        check_limits(self)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ import asyncio
 import hmac
 import socket
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from baton.ids import Epoch, Pair
 from baton.log import get_log
@@ -22,17 +22,25 @@ from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.base_port import ListeningPort
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.seal_gather import SealGather, SealRefused, WholeSeal
+from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.tcp_socket import RECV_BYTES
-from kvtransfer.transports.ucx_connection import Connection, UcxReceiverConfig
+from kvtransfer.transports.ucx_connection import Connection
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
 from kvtransfer.transports.ucx_wire import RefusalReason
 
 log = get_log("ucx")
 
+UCX_PORT_LIMITS: Final = PortLimits(handshake_ms_max=10_000)
+SEALS_PARTIAL_MAX: Final = 512
+"""Seals of one connection of which only a part has come."""
+SEAL_POLL_US: Final = 200
+"""Pause between two looks for the rest of a seal."""
 
-class UcxReceiverPort(ListeningPort[UcxReceiverConfig, RefusalReason, Connection]):
+
+class UcxReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread, but
     the making and destroying of agents, which take a pool's thread."""
 
@@ -47,7 +55,8 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, RefusalReason, Connection
         randomness: Callable[[int], bytes],
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
-        config: UcxReceiverConfig | None = None,
+        config: UcxConfig | None = None,
+        limits: PortLimits = UCX_PORT_LIMITS,
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port.
 
@@ -57,18 +66,19 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, RefusalReason, Connection
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        config = config or UcxReceiverConfig()
+        config = config or UcxConfig()
         super().__init__(
             listen=listen,
             advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config,
+            limits=limits,
             reasons=RefusalReason,
         )
         self._region = region
         self._host = host_identity()
+        self._config = config
         self._ucx_transports = ucx_transports(config.tls)
         self._fences_alone = destruction_fences(self._ucx_transports)
 
@@ -130,7 +140,7 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, RefusalReason, Connection
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
             return
-        if sum(c.answered for c in self._connections.values()) > self._config.connections_max:
+        if sum(c.answered for c in self._connections.values()) > self._limits.connections_max:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
         connection.work = self._loop.create_task(self._welcome(connection, hello))
@@ -155,7 +165,7 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, RefusalReason, Connection
         # Entered before the writer can have the key: from here on only evidence ends the connection.
         self._fences.opened(hello.pair, connection.number, hello.epoch)
         connection.opened = True
-        connection.seals = SealGather(epoch=hello.epoch, ways=1, seals_max=self._config.seals_max)
+        connection.seals = SealGather(epoch=hello.epoch, ways=1, seals_max=SEALS_PARTIAL_MAX)
         connection.cancel_timers()
         if connection.pidfd is not None:
             self._loop.add_reader(connection.pidfd, self._writer_died, connection)
@@ -259,9 +269,7 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, RefusalReason, Connection
             log.warning("ucx link ended", reason=str(error))
             self._refuse(connection, RefusalReason.UCX)
         if connection.seals.waiting and connection.may_be_read and connection.poll_timer is None:
-            connection.poll_timer = self._loop.call_later(
-                self._config.seal_poll_us / 1e6, self._take_notifications, connection
-            )
+            connection.poll_timer = self._loop.call_later(SEAL_POLL_US / 1e6, self._take_notifications, connection)
 
     def _tell(self, connection: Connection, whole: WholeSeal | None) -> None:
         """Report a seal of which all has come."""

@@ -10,9 +10,10 @@ import pytest
 from baton.ids import GrantId
 from cachestore.ledger import Ledger
 from kvtransfer.negotiation import LOST_THERE
-from kvtransfer.receiver_states import OPEN, GrantState
+from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import RdmaReceiverPort, RdmaWriterLink
+from kvtransfer.transports import rdma_offer
+from kvtransfer.transports.rdma import RdmaLimits, RdmaReceiverPort, RdmaWriterLink
 from kvtransfer.transports.rdma_poster import posts_by
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import inprocess
@@ -67,11 +68,12 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
     want of the receiver's device. It says so too when the device is back, since its link stays as it is; the next link
     is over rdma again, and nothing is left to say."""
     state = install(monkeypatch)
+    monkeypatch.setattr(rdma_offer, "RDMA_LIMITS", RdmaLimits(device_check_ms=5))
     rng = random.Random(3)
 
     async def scenario() -> None:
         spec = mock_spec(
-            both={"transports": "rdma,tcp", "rdma.rdma.device_check_ms": 5},
+            both={"transports": "rdma,tcp"},
             router_flags={"placement_wait_ms_max": 30_000},
         )
         async with inprocess(spec) as cluster:
@@ -124,7 +126,7 @@ def test_devices_that_do_not_reach_each_other_cost_no_answer_a_second_try(monkey
                 answer = await ask_exactly(cluster, random_prompt(random.Random(seed), 40))
                 assert (answer.stats.transport, answer.stats.resumptions) == ("tcp", 0)
             peer = peer_of(cluster, "decode-0")
-            assert (peer.link.offers.dropped, peer.link.failures) == ([TransportName.RDMA], 1)
+            assert (peer.link.offers.given_up, peer.link.failures) == ([TransportName.RDMA], 1)
             told = (await cluster.statuses())["prefill-0"]
             assert [list(pair.transports_given_up) for pair in told.pairs] == [["rdma"]]
             assert {c.name: c.value for c in told.counters}["transports given up"] == 1

@@ -19,7 +19,7 @@ import pytest
 from batonpb import node_pb2, node_pb2_grpc
 
 from cli.supervisor import ROUTER_NAME
-from kvtransfer.receiver_grants import GrantState
+from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.writer_errands import Errands
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
 from tests.support.inprocess_cluster import MARK, InProcessCluster, inprocess

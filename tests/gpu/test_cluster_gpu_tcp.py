@@ -14,11 +14,14 @@ from typing import Final
 import pytest
 
 from cli.reference import Reference
+from kvtransfer.device.staging import STAGING_LIMITS, StagingLimits
+from node import regions
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import assert_conserved, leftovers, running, wait_for
 from tests.support.gpu_node import (
     GREEDY,
     NUM_BLOCKS,
+    ON_GPU,
     TOKENS,
     AnyCluster,
     blocks_in_all,
@@ -29,18 +32,21 @@ from tests.support.gpu_node import (
     write_model,
 )
 
-CHUNK_BYTES = 1 << 12
-"""Of two records, so that a layer is cut into several."""
-PINNED = f"{40 * CHUNK_BYTES:,} bytes of pinned memory"
-STAGING: Final[dict[str, object]] = {
-    "staging.bytes_max": 40 * CHUNK_BYTES,
-    "staging.chunk_bytes": CHUNK_BYTES,
-    "staging.link_chunks": 3,
-    "staging.stream_chunks": 2,
+LIMITS = STAGING_LIMITS if ON_GPU else StagingLimits(chunk_bytes=1 << 12, link_chunks=3, stream_chunks=2)
+"""In this process a chunk has two records, so that a layer is cut into several."""
+PINNED = f"{40 * LIMITS.chunk_bytes:,} bytes of pinned memory"
+STAGING: Final[dict[str, object]] = {"staging.bytes_max": 40 * LIMITS.chunk_bytes}
+IN_USE = {
+    "prefill-0": f"{LIMITS.link_chunks * LIMITS.chunk_bytes:,} in use",
+    "decode-0": f"{2 * LIMITS.stream_chunks * LIMITS.chunk_bytes:,} in use",
 }
-IN_USE = {"prefill-0": f"{3 * CHUNK_BYTES:,} in use", "decode-0": f"{2 * 2 * CHUNK_BYTES:,} in use"}
 """By one link, whose two connections the decode node has."""
 TCP: Final = {**STAGING, "transports": "tcp"}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "STAGING_LIMITS", LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +70,14 @@ async def answers(cluster: AnyCluster, prompts: list[list[int]], others: Collect
 @pytest.mark.parametrize(
     ("settings", "on_cpu", "offers"),
     [
-        (TCP, (), {"prefill-0": ["tcp"], "decode-0": ["tcp"]}),
+        pytest.param(TCP, (), {"prefill-0": ["tcp"], "decode-0": ["tcp"]}, marks=pytest.mark.slow),
         (STAGING, ("decode-0",), {"prefill-0": ["cuda_ipc", "tcp"], "decode-0": ["shm", "tcp"]}),
-        (STAGING, ("prefill-0",), {"prefill-0": ["shm", "tcp"], "decode-0": ["cuda_ipc", "tcp"]}),
+        pytest.param(
+            STAGING,
+            ("prefill-0",),
+            {"prefill-0": ["shm", "tcp"], "decode-0": ["cuda_ipc", "tcp"]},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["both on the device", "to a CPU", "from a CPU"],
 )
@@ -101,6 +112,7 @@ def test_answers_are_those_of_one_engine_on_the_cpu(
     play(spec_of(model, more=settings, on_cpu=on_cpu), scene)
 
 
+@pytest.mark.slow
 def test_mixed_nodes_write_and_receive_through_one_pinned_memory(model: Path, reference: Reference) -> None:
     """Two nodes of both halves, each a writer to the other. Exact, and every block is accounted for."""
     prompts = random_prompts(11, 26, 40, 33, 18)
@@ -117,6 +129,7 @@ def test_mixed_nodes_write_and_receive_through_one_pinned_memory(model: Path, re
     play(spec_of(model, mixed=2, more=TCP), scene)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Reference) -> None:
     """A prefill process is killed while a long prompt is being written. The receiver's fence is the evidence: its
     blocks are free again, all but the padding, and so are the connection's chunks of pinned memory; a new process hands

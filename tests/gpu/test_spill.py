@@ -84,6 +84,7 @@ def wanted(config: EngineConfig) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: list[list[int]]) -> None:
     """Five at once that outgrow the region twice over, freed blocks poisoned: token for token those of the same runner
     with room for all, each computed once; steps went ahead, and were held back where room had to be made. Afterwards
@@ -111,6 +112,7 @@ def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: l
     assert_given_back()
 
 
+@pytest.mark.slow
 def test_bytes_that_come_back_wrong_are_seen(
     config: EngineConfig, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,8 @@ from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, ClusterSpec
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
 from engine.types import Batch, KvSink
+from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_grants import GrantState
 from kvtransfer.writer import WriterPeer
 from mixed_node.node import MixedNode
 from prefill_node.node import PrefillNode

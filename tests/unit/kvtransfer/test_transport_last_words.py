@@ -18,7 +18,7 @@ import pytest
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import rdma_wire, tcp_wire, ucx_wire
-from kvtransfer.transports.rdma import HostBytes, RdmaMemory, RdmaWriterConfig, RdmaWriterLink
+from kvtransfer.transports.rdma import HostBytes, RdmaMemory, RdmaWriterLink
 from kvtransfer.transports.rdma_connect import RegionAddress
 from kvtransfer.transports.tcp import StreamLimits, TcpWriterLink
 from kvtransfer.transports.tcp_landing import LandingMemory
@@ -182,7 +182,7 @@ async def link_rdma(listens: str) -> None:
     memory = RdmaMemory(region=HostBytes(lambda: SOURCE_U8), config=CONFIG, loop=loop_now(), remote_writes=False)
     try:
         endpoint = endpoint_of(TransportName.RDMA, RegionAddress(listens=listens, base=0, rkey=0).encode())
-        await RdmaWriterLink.connect(endpoint, PAIR, memory, Recorder(), loop_now(), RdmaWriterConfig(rdma=CONFIG))
+        await RdmaWriterLink.connect(endpoint, PAIR, memory, Recorder(), loop_now())
     finally:
         await memory.close()
 

@@ -19,17 +19,29 @@ from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.rdma import (
     HostBytes,
     RdmaConnectError,
+    RdmaLinkLimits,
     RdmaMemory,
     RdmaReceiverPort,
     RdmaUnavailable,
-    RdmaWriterConfig,
     RdmaWriterLink,
 )
 from kvtransfer.transports.rdma_connect import RegionAddress
 from kvtransfer.transports.rdma_offer import register_if_usable
 from tests.conformance.transport_suite import expected_region, record_ops
 from tests.support.rdma_double import Deliver, DoubleQueuePairs
-from tests.support.rdma_harness import CONFIG, EPOCH, GRANT, OTHER, PAIR, Raw, double, linked, receiving, seal_of
+from tests.support.rdma_harness import (
+    CONFIG,
+    EPOCH,
+    GRANT,
+    LIMITS,
+    OTHER,
+    PAIR,
+    Raw,
+    double,
+    linked,
+    receiving,
+    seal_of,
+)
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, run
 from tests.support.shm_peer import source_bytes
 
@@ -151,8 +163,10 @@ def test_a_link_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
         async with receiving() as r:
             theirs = set(DoubleQueuePairs.alive)
             source_U8, loop, events = source_bytes(1, REGION_NBYTES), asyncio.get_running_loop(), Recorder()
-            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False)
-            limits = RdmaWriterConfig(rdma=CONFIG, connect_ms_max=2_000)
+            memory = RdmaMemory(
+                region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False, limits=LIMITS
+            )
+            limits = RdmaLinkLimits(connect_ms_max=2_000)
             link = await RdmaWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, memory, events, loop, limits)
             device: Any = memory.device
             own = link._qps
@@ -338,9 +352,7 @@ def test_a_receiver_that_does_not_know_the_secret_gets_no_data() -> None:
                 )
                 loop = asyncio.get_running_loop()
                 with pytest.raises(RdmaConnectError, match="does not know the pair's secret"):
-                    await RdmaWriterLink.connect(
-                        elsewhere, PAIR, r.memory, Recorder(), loop, RdmaWriterConfig(rdma=CONFIG)
-                    )
+                    await RdmaWriterLink.connect(elsewhere, PAIR, r.memory, Recorder(), loop)
 
     run(test())
 
