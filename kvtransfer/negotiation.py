@@ -45,7 +45,7 @@ where the card can register it (`rdma_regions`), tcp through pinned memory of th
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, without a word where there is no device,
 and with a warning where one cannot be used for the region (`rdma_offer`). ucx is used where a configuration names it
-(ARCHITECTURE.md says why)."""
+(docs/transports.md says why)."""
 
 
 COOLDOWN_MS_MIN: Final = 30_000

@@ -37,6 +37,8 @@ class Job:
     turn: asyncio.Future[None]
     drawn: asyncio.Future[TokenEvent]
     """The first token, or the ABORTED event."""
+    chain: tuple[bytes, ...] | None = None
+    """Digests of the full blocks that may come from the prefix cache. Computed when first needed."""
     handoff: Handoff | None = None
     kept: bool = False
     """It is to run here: its promise has the answer's growth in it."""

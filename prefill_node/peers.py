@@ -19,10 +19,10 @@ from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
+from kvtransfer.link import DataDoesNotPass, PeerAddress
 from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
-from kvtransfer.observer import HandoffObserver
-from kvtransfer.pair_report import pair_status
 from kvtransfer.protocol.writer import WriterMachine
+from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
@@ -32,8 +32,7 @@ from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UcxWriterLink
 from kvtransfer.transports.ucx_offer import usable
-from kvtransfer.writer import PeerAddress, WriterPeer
-from kvtransfer.writer_link import DataDoesNotPass
+from kvtransfer.writer import WriterPeer
 from node.engine_report import add_fact
 from node.pool import DevicePool
 from node.regions import checksum_thread, offered, rdma_region
@@ -168,7 +167,7 @@ class Peers:
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
         """Tell of each pair, and of the transports given up and passed over."""
-        message.pairs.extend(pair_status(peer, self._loop.time()) for peer in self._peers.values())
+        message.pairs.extend(peer.status() for peer in self._peers.values())
         message.counters.add(name="transports given up", value=self.transports_given_up)
         passed_over = sum(bool(peer.link.passed_over) for peer in self._peers.values())
         message.counters.add(name="pairs that do not use a better transport", value=passed_over)

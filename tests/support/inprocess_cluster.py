@@ -231,7 +231,7 @@ class InProcessCluster:
             found[ROUTER_NAME] = "an inbox"
         for name, prefill in self.prefill.items():
             jobs = [*prefill._queue, *prefill._admitted.values()]
-            handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs]
+            handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs.values()]
             keys = [job.key for job in jobs] + [handoff.key for handoff in handoffs]
             if any(key.request in self.marked for key in keys):
                 found[name] = f"{len(jobs)} jobs, {len(handoffs)} handoffs"

@@ -24,9 +24,9 @@ from kvtransfer.checksums import crcs
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
-from kvtransfer.handoff import WriterConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
+from kvtransfer.writer import WriterConfig
 from mixed_node.config import MixedConfig
 from node.host_tier import SpillConfig
 from node.pool import DevicePool, open_device_pool

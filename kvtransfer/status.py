@@ -1,19 +1,21 @@
-"""What each writer process holds of this receiver's region: since when that is being taken back, why, and how it ended.
+"""What a node reports and measures of its handoffs. Pure: the caller passes the time in and holds the locks.
 
-For people: an operator who sees quarantined blocks wants to know whose they are. It watches the receiver's machine from
-outside (its events and instructions), changes nothing, and costs a look at each instruction.
+How fast the bytes of a pair move; what each writer process holds of a receiver's region; the region's blocks by class;
+and the trace points of a handoff, for whoever measures one. Nothing here changes what it watches. Times are seconds of
+a clock that never goes back.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.ids import GrantId, Pair
+from baton.ids import GrantId, Pair, RequestKey
 from baton.log import get_log
-from kvtransfer.checksums import WriterPlace
-from kvtransfer.pair_speed import LandedBytes
+from baton.wire import BlockLoad
+from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import (
     CommitAsked,
     GrantState,
@@ -33,8 +35,12 @@ from kvtransfer.protocol.receiver import (
     WriterReleased,
     WriterSuspected,
 )
+from kvtransfer.transport import TransportName
 
 log = get_log("receiver")
+
+RECENT_S: Final = 10
+"""What counts as recent: this second of the clock and those before it, so many in all."""
 
 LEASE_RAN_OUT: Final = "its lease ran out"
 _TAKEN_BACK_BY: Final[Mapping[type, str]] = {
@@ -53,6 +59,135 @@ _EVIDENCE: Final[Mapping[type, str]] = {
     CommitAsked: "seals and commit",
     RecordsChecked: "seals and commit",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Bytes, and how long it took to move them."""
+
+    nbytes: int
+    moving_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0 where nothing has moved."""
+        return self.nbytes / self.moving_s if self.moving_s > 0 else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Second:
+    number: int
+    nbytes: int = 0
+    moving_s: float = 0.0
+
+
+class RecentSums:
+    """Bytes and times of the last RECENT_S seconds, at most one entry for each."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[_Second] = deque(maxlen=RECENT_S)
+
+    def add(self, now_s: float, nbytes: int, moving_s: float = 0.0) -> None:
+        number = int(now_s // 1)
+        if not self._seconds or self._seconds[-1].number < number:
+            self._seconds.append(_Second(number=number))
+        newest = self._seconds[-1]
+        newest.nbytes += nbytes
+        newest.moving_s += moving_s
+
+    def sums(self, now_s: float) -> Moved:
+        oldest = now_s // 1 - RECENT_S
+        recent = [second for second in self._seconds if second.number > oldest]
+        return Moved(nbytes=sum(s.nbytes for s in recent), moving_s=sum(s.moving_s for s in recent))
+
+
+class PairSpeed:
+    """Bytes that were copied, over the time with a posted batch outstanding: what the path does while it has work.
+
+    A batch counts with its completion, and the time since the last event with it, so that both are always of the same
+    batches. Where nothing completes the time goes on, and the rate falls.
+    """
+
+    def __init__(self) -> None:
+        self._outstanding_bytes = 0
+        self._counted_to_s = 0.0
+        """Of the time with something outstanding; without meaning while there is nothing."""
+        self.restart(0.0)
+
+    def posted(self, nbytes: int, now_s: float) -> None:
+        """They are about to be posted: a completion may come at once."""
+        if self._outstanding_bytes == 0:
+            self._counted_to_s = now_s
+        self._outstanding_bytes += nbytes
+
+    def completed(self, nbytes: int, now_s: float, *, copied: bool) -> None:
+        """So many of the posted bytes are outstanding no more; not `copied`: they have not moved."""
+        moving_s = self._uncounted_s(now_s)
+        # A statistic is never what ends a node: a completion too many is worth no more than nothing.
+        self._outstanding_bytes = max(0, self._outstanding_bytes - nbytes)
+        self._counted_to_s = now_s
+        moved_bytes = nbytes if copied else 0
+        self._bytes += moved_bytes
+        self._moving_s += moving_s
+        self._recent.add(now_s, moved_bytes, moving_s)
+
+    def restart(self, now_s: float) -> None:
+        """From here on another path is measured. What is outstanding completes all the same."""
+        self._bytes = 0
+        self._moving_s = 0.0
+        self._counted_to_s = now_s
+        self._recent = RecentSums()
+
+    def in_all(self, now_s: float) -> Moved:
+        """Since the path was last changed."""
+        return Moved(nbytes=self._bytes, moving_s=self._moving_s + self._uncounted_s(now_s))
+
+    def recent(self, now_s: float) -> Moved:
+        """Of the last RECENT_S seconds, and the whole time that what is outstanding has taken so far."""
+        sums = self._recent.sums(now_s)
+        return Moved(nbytes=sums.nbytes, moving_s=sums.moving_s + self._uncounted_s(now_s))
+
+    def _uncounted_s(self, now_s: float) -> float:
+        return now_s - self._counted_to_s if self._outstanding_bytes else 0.0
+
+
+class LandedBytes:
+    """What seals vouch for at a receiver. It sees no single write, so the rate is one of the clock's time."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._recent = RecentSums()
+
+    def add(self, nbytes: int, now_s: float) -> None:
+        self.nbytes += nbytes
+        self._recent.add(now_s, nbytes)
+
+    def per_s(self, now_s: float) -> float:
+        """Over the last RECENT_S seconds, pauses included."""
+        return self._recent.sums(now_s).nbytes / (RECENT_S - 1 + now_s % 1) if self.nbytes else 0.0
+
+
+def block_load(ledger: Ledger) -> BlockLoad:
+    """The region's blocks by class, from the running books."""
+    counts = ledger.books()
+    return BlockLoad(
+        quarantined=counts.quarantined,
+        writer_owned=counts.writer_owned,
+        held=counts.held,
+        cached=counts.cached,
+        free=counts.free,
+        promised=counts.promised,
+        pinned=counts.pinned,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterPlace:
+    """A writer process, for people. `transport` is that of its newest connection."""
+
+    name: str
+    host: str
+    transport: TransportName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +234,12 @@ class _Quarantine:
 
 
 class WriterHoldings:
-    """Control thread only. `follow` is called with each event behind the machine, before the instructions are carried
-    out."""
+    """For people: an operator who sees quarantined blocks wants to know whose they are, since when they are being taken
+    back, and why.
+
+    It watches the receiver's machine from outside, by its events and instructions. `follow` is called after the machine
+    has handled an event, before the instructions are carried out. Control thread only.
+    """
 
     def __init__(
         self, grants: ReceiverMachine, *, places: Mapping[Pair, WriterPlace], now_s: Callable[[], float]
@@ -161,8 +300,8 @@ class WriterHoldings:
             )
         return found
 
-    def told(self, pair: Pair) -> str:
-        """A writer process as it is called in the log: name and incarnation."""
+    def name_of(self, pair: Pair) -> str:
+        """A writer process as the log names it: name and incarnation."""
         place = self._places.get(pair)
         return f"{place.name if place is not None and place.name else 'unknown'}/{pair.writer:016x}"
 
@@ -186,7 +325,7 @@ class WriterHoldings:
             place = self._places.get(taken.pair)
             log.warning(
                 "quarantine begins: no evidence that the writer has stopped writing",
-                writer=self.told(taken.pair),
+                writer=self.name_of(taken.pair),
                 host=place.host if place is not None else "",
                 transport=place.transport.value if place is not None else "",
                 blocks=taken.blocks,
@@ -210,7 +349,7 @@ class WriterHoldings:
             del self._quarantines[taken.pair]
             log.warning(
                 "quarantine ends",
-                writer=self.told(taken.pair),
+                writer=self.name_of(taken.pair),
                 blocks=quarantine.blocks,
                 seconds=round(self._now_s() - quarantine.since_s, 1),
                 evidence=_EVIDENCE[type(event)],
@@ -221,3 +360,34 @@ def _why(event: ReceiverEvent) -> str:
     if isinstance(event, GrantTimerFired) and event.kind is TimerKind.LEASE:
         return LEASE_RAN_OUT
     return _TAKEN_BACK_BY[type(event)]
+
+
+class HandoffObserver:
+    """Trace points of the handoffs of a process, each called as it happens. These do nothing: whoever measures passes a
+    subclass to the writer (`WriterPeer`).
+
+    An observer is called in the middle of things: it must return at once and not raise. No time is passed: it takes its
+    own. On the control thread, except `layer_posted`, which the engine thread calls after each layer, and the control
+    thread for records that were cached.
+    """
+
+    def granted(self, key: RequestKey, *, prefix_skip: int) -> None:
+        """The receiver has so many blocks already."""
+
+    def planned(self, key: RequestKey, *, layers: int, writes: int) -> None:
+        """A step begins that will post so many records."""
+
+    def layer_posted(self, key: RequestKey, layer: int, *, writes: int, nbytes: int) -> None:
+        """A layer of a step is computed, and its finished records are with the transport."""
+
+    def completed(self, key: RequestKey, *, writes: int) -> None:
+        """The transport has let go of so many records, in the order in which they were posted."""
+
+    def all_posted(self, key: RequestKey) -> None:
+        """The first token is drawn; seal and Commit are on their way as soon as may be."""
+
+    def sealed(self, key: RequestKey) -> None:
+        """The last write is completed and the seal is behind it."""
+
+    def ended(self, key: RequestKey, *, committed: bool) -> None:
+        """It is over."""
