@@ -22,15 +22,14 @@ import numpy as np
 
 from baton.ids import BlockId
 from baton.log import get_log
+from baton.tasks import call_loop
 from cachestore.host_blocks import HostBlockId
 from cachestore.layout import Layout
 from kvtransfer.device.driver import DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceMemory
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
-from kvtransfer.transport import WriteOps
-from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import check_ops
-from kvtransfer.transports.shm_copy import copy_records
+from kvtransfer.native.copy import copy_records
+from kvtransfer.transport import WriteOps, check_ops
 from node.regions import let_go
 
 

@@ -17,6 +17,7 @@ from baton.ids import RequestId
 from baton.retry_time import retry_after_ms, spread_of
 from cachestore.block_manager import BlockManager
 from engine.types import Runner
+from engine.wire import sampling_problem
 
 
 class Waiter(Protocol):
@@ -104,7 +105,7 @@ class PrefillRate:
 
 
 def check_request(request: prefill_pb2.PrefillRequest, *, runner: Runner, blocks: BlockManager) -> None:
-    """Raises BatonError EMPTY_PROMPT, PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE or BAD_FIELD."""
+    """Raises BatonError EMPTY_PROMPT, PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE, SAMPLING_OUT_OF_RANGE or BAD_FIELD."""
     if not request.prompt:
         raise bad_field("prompt", "The prompt is empty.", reason=Reason.EMPTY_PROMPT)
     tokens = [*request.prompt, *request.output]
@@ -121,6 +122,9 @@ def check_request(request: prefill_pb2.PrefillRequest, *, runner: Runner, blocks
             f"Token id {max(tokens)} is outside the vocabulary of {runner.vocab_size}.",
             reason=Reason.TOKEN_OUT_OF_RANGE,
         )
+    problem = sampling_problem(request.sampling, vocab_size=runner.vocab_size)
+    if problem is not None:
+        raise bad_field("sampling", f"This cannot be drawn from: {problem}.", reason=Reason.SAMPLING_OUT_OF_RANGE)
     if len(request.output) >= request.sampling.max_tokens:
         raise bad_field("output", f"The answer has its {request.sampling.max_tokens} tokens (max_tokens) already.")
     if blocks.blocks_for(len(tokens)) > blocks.blocks_usable:

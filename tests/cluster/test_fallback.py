@@ -114,7 +114,8 @@ def test_a_pair_whose_shared_memory_breaks_twice_goes_on_over_tcp() -> None:
         assert log.count("transport given up") == 1
         told = describe(cluster)
         assert re.search(
-            rf"^decode-0 +[0-9a-f]{{16}} +tcp +open +[1-9]\d* +[1-9]\d* +{RATE} +{RATE} +3 +shm +- +-$",
+            rf"^decode-0 +[0-9a-f]{{16}} +tcp +open +[1-9]\d* +[1-9]\d* +{RATE} +{RATE}"
+            r" +3 +shm \(retry in \d+ s\) +- +-$",
             told,
             re.MULTILINE,
         )

@@ -17,8 +17,7 @@ from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
-from kvtransfer.transport import WriteOps
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from node.copiers import COPIES_IN_FLIGHT_MAX, BlockCopy, BlockPlaces, StreamCopier
 from tests.support.shm_harness import run
 from tests.support.staging_scenes import HastyDevice, OnDevice, ShimPinned
