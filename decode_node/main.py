@@ -14,14 +14,13 @@ from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
-from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService, ReceiverService
-from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.liveness_stream import LivenessStreams
 from node.conservation import ConservationWatch
-from node.engine_report import report_engine
-from node.pool import DevicePool, open_device_pool
+from node.engine_loop import EngineLoop, done_or_broken
+from node.pool import DevicePool, open_device_pool, report_engine
 from node.prefix_service import serve_prefixes
+from node.receiver import add_status, make_receiver, open_ports
 
 
 async def serve(

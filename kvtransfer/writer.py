@@ -65,8 +65,7 @@ from kvtransfer.protocol.writer import (
     WritesPosted,
 )
 from kvtransfer.status import HandoffObserver, Moved
-from kvtransfer.transport import Seal, WriterLink
-from kvtransfer.transports.posted_writes import check_granted
+from kvtransfer.transport import Seal, WriterLink, check_granted
 
 log = get_log("writer")
 

@@ -14,22 +14,21 @@ from baton.rpc_client import Channels
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role
 from decode_node.node import DecodeNode
-from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService
-from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.liveness_stream import LivenessStreams
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from mixed_node.service import TransferService
 from node.conservation import ConservationWatch
-from node.engine_report import report_engine
-from node.pool import DevicePool, open_device_pool
+from node.engine_loop import EngineLoop, done_or_broken
+from node.peers import Peers
+from node.pool import DevicePool, open_device_pool, report_engine
 from node.prefix_service import serve_prefixes
+from node.receiver import add_status, make_receiver, open_ports
 from node.regions import offered, rdma_region
-from prefill_node.asking import DecodeNodes
+from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.node import PrefillNode
-from prefill_node.peers import Peers
 from prefill_node.service import PrefillService, WriterService
 
 
@@ -64,7 +63,7 @@ async def serve(
         peers = Peers(runtime=runtime, config=config.prefill_half(), pool=pool, lent=lent)
         node = _make_node(config, runtime, pool, peers, channels)
         try:
-            open_ports(config.decode_half(), pool, node.decode.receiver.ports, lent)
+            open_ports(config, pool, node.decode.receiver.ports, lent)
             await _run(runtime, node, peers, pool, channels, stop, drain, on_ready)
         finally:
             await node.decode.receiver.ports.close()
@@ -98,7 +97,7 @@ def _make_node(
         )
 
     decode = DecodeNode(
-        config=config.decode_half(),
+        config=config,
         runner=pool.runner,
         engine=pool.engine,
         ledger=pool.ledger,
@@ -107,7 +106,7 @@ def _make_node(
         loop=loop,
         randomness=secrets.token_bytes,
     )
-    decode.receiver = make_receiver(config.decode_half(), pool, host=decode, own=runtime.incarnation, channels=channels)
+    decode.receiver = make_receiver(config, pool, host=decode, own=runtime.incarnation, channels=channels)
     node = MixedNode(
         policy=config.policy(),
         decode=decode,

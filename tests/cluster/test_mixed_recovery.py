@@ -13,7 +13,7 @@ from batonpb import node_pb2
 
 from baton.errors import Reason
 from baton.lifecycle import Lifecycle, LifecycleEvent
-from prefill_node.peers import OUT_OF_REACH
+from node.peers import OUT_OF_REACH
 from tests.cluster.test_mixed_protocol import MIN, cancel, directly, key
 from tests.faults.cluster import faulty, mixed_spec
 from tests.support.cluster_harness import assert_conserved, error_of, mock_spec, mock_tokens, random_prompt, wait_for

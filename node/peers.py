@@ -33,10 +33,9 @@ from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UcxWriterLink
 from kvtransfer.transports.ucx_offer import usable
 from kvtransfer.writer import WriterPeer
-from node.engine_report import add_fact
-from node.pool import DevicePool
+from node.config import WriterNodeConfig
+from node.pool import DevicePool, add_fact
 from node.regions import checksum_thread, offered, rdma_region
-from prefill_node.config import PrefillConfig
 
 log = get_log("prefill")
 
@@ -53,7 +52,7 @@ class Peers:
         self,
         *,
         runtime: NodeRuntime,
-        config: PrefillConfig,
+        config: WriterNodeConfig,
         pool: DevicePool,
         observer: HandoffObserver | None = None,
         lent: LentRegistration | None = None,
