@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents
 from kvtransfer.transports.drains import Drains
 from kvtransfer.transports.link_end import LinkEnd
-from kvtransfer.transports.posted_writes import TooManyAbandonedGrants
-
-
-class PostedBatches(Protocol):
-    """What has been posted on a link and is not complete: a queue, or threads that copy."""
-
-    def abandon(self, grant: GrantId) -> None:
-        """Begin nothing more of this grant. Raises TooManyAbandonedGrants: then all has been stopped."""
-        ...
-
-    def forget(self, grant: GrantId) -> None:
-        """Nothing will be posted for this grant any more."""
-        ...
+from kvtransfer.transports.post_queue import PostQueue, TooManyAbandonedGrants
 
 
 class BaseLink(ABC):
@@ -32,7 +20,7 @@ class BaseLink(ABC):
     """
 
     transport: ClassVar[TransportName]
-    _queue: PostedBatches
+    _queue: PostQueue[Any, Any]
     _drains: Drains | None = None
 
     def __init__(

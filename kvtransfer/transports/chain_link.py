@@ -17,7 +17,8 @@ from kvtransfer.transports.drains import Drains
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.message_stream import Malformed, MessageStream
 from kvtransfer.transports.outbox import Outbox
-from kvtransfer.transports.rdma_queue import ChainQueue, QueueLimits
+from kvtransfer.transports.post_queue import OpsPart, PostQueue
+from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits
 from kvtransfer.transports.tcp_socket import RECV_BYTES, close_politely
 
 
@@ -28,7 +29,7 @@ class ChainLink(BaseLink):
     queue has until `_cut`, or until nothing is left while `_draining`; it reads the socket, and finishes `_ending`.
     """
 
-    _queue: ChainQueue
+    _queue: PostQueue[OpsPart, None]
     _drains: Drains
 
     def __init__(
@@ -53,15 +54,16 @@ class ChainLink(BaseLink):
         self._sock, self._inbox = sock, inbox
         self._limits, self._seals_max = limits, seals_max
         self._wake = wake
-        self._queue = ChainQueue(
+        self._lanes = ChainLanes(
             limits=queue,
             src_nbytes=src_nbytes,
             dst_nbytes=dst_nbytes,
             loop=loop,
             completed=events.writes_completed,
-            adrift=events.writes_in_doubt,
+            in_doubt=events.writes_in_doubt,
             wake=wake,
         )
+        self._queue = self._lanes.queue
         self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._queue.mark, stuck=self._end)
         self._words = Outbox(sock, loop, self._connection_lost)
         self._seals_waiting: deque[Seal] = deque()
@@ -93,15 +95,12 @@ class ChainLink(BaseLink):
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        progress = self._queue.progress
         return {
             **super().describe(),
-            "writes": progress.writes_copied,
-            "bytes": progress.bytes_copied,
-            "requests": progress.requests,
-            "chains": progress.chains,
-            "batches_abandoned": progress.batches_abandoned,
-            "seals": progress.seals,
+            **self._queue.describe(),
+            "requests": self._lanes.requests,
+            "chains": self._lanes.chains,
+            "seals": self._lanes.seals,
             "seals_waiting": len(self._seals_waiting),
         }
 

@@ -15,10 +15,10 @@ from typing import ClassVar
 from baton.ids import Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
+from baton.tasks import call_loop
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.chain_link import ChainLink
-from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.rdma_connect import (
     RDMA_LINK_LIMITS,
     Connected,
@@ -167,15 +167,15 @@ class RdmaWriterLink(ChainLink):
         failure = "the posting thread failed"
         spin_us = 0
         try:
-            while not self._cut and not (self._draining and self._queue.drained):
+            while not self._cut and not (self._draining and self._lanes.drained):
                 self._post_what_fits()
-                busy = self._queue.on_the_way
+                busy = self._lanes.on_the_way
                 completions, waited_us = self._poster.wait(self._waker.fd, spin_us if busy else 0, SLEEP_MS_MAX)
                 self._waker.clear()
                 for number, status in completions:
                     if status:
                         raise QueuePairFailed(f"a write completed with status {status}")
-                    self._queue.completed(number)
+                    self._lanes.completed(number)
                 # Polling pays only where the last wait was so short that it would have caught it.
                 spin_us = self._spin_us_max if waited_us <= self._spin_us_max else 0
             failure = ""
@@ -185,12 +185,12 @@ class RdmaWriterLink(ChainLink):
             call_loop(self._loop, self._thread_left, failure)
 
     def _post_what_fits(self) -> None:
-        while not self._cut and (taken := self._queue.take()) is not None:
+        while not self._cut and (taken := self._lanes.take()) is not None:
             if isinstance(taken, SealPart):
-                self._poster.post_seal(taken.qp, taken.seal, taken.number)
+                self._poster.post_seal(taken.lane, taken.seal, taken.number)
             else:
-                ops = taken.ops
-                self._poster.post_writes(taken.qp, ops.src, ops.dst, ops.nbytes, taken.number)
+                ops = taken.part.ops
+                self._poster.post_writes(taken.lane, ops.src, ops.dst, ops.nbytes, taken.number)
 
     # Control thread.
 
@@ -198,7 +198,7 @@ class RdmaWriterLink(ChainLink):
         self._end(f"RDMA device lost: {reason}")
 
     def _send_seal(self, number: int, seal: Seal) -> None:
-        mask = self._queue.seal(number, seal.grant)
+        mask = self._lanes.seal(number, seal.grant)
         self._words.send(wire.encode(wire.SealSent(number=number, seal=seal, qps_mask=mask)))
 
     def _handle(self, message: wire.Message) -> None:
@@ -237,7 +237,7 @@ class RdmaWriterLink(ChainLink):
             self._loop.call_later(DESTROY_RETRY_MS / 1000, lambda: self._destroy(say_bye=say_bye))
             return
         self._repeats.over(self._address, "its queue pairs are destroyed")
-        self._queue.lose_all()
+        self._lanes.lose()
         self._hold.release()
         self._let_go(wire.encode(wire.Bye(epoch=self._epoch)) if say_bye else None)
 

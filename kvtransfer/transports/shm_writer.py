@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from kvtransfer.region import populate
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.base_link import BaseLink
-from kvtransfer.transports.copier import Copier
 from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.post_queue import PostQueue
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm_connect import (
     CONNECT_RETRY_MS,
@@ -42,7 +42,7 @@ from kvtransfer.transports.shm_connect import (
     give_up,
     say_late_bye,
 )
-from kvtransfer.transports.shm_copy import CopyLimits, CopyPool
+from kvtransfer.transports.shm_copy import CopyLanes, CopyLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,17 @@ def copy_turns(config: ShmConfig) -> threading.Semaphore:
     return threading.Semaphore(config.copy_threads)
 
 
+class CopyingLanes(Protocol):
+    """What copies into the opened region: threads, or a device (cuda_ipc)."""
+
+    @property
+    def queue(self) -> PostQueue[Any, None]: ...
+
+    def join(self) -> None:
+        """Let go of both regions. Called after `drained`, which says that nothing will touch them any more."""
+        ...
+
+
 class ShmWriterLink(BaseLink):
     """One writer's connection to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
 
@@ -71,7 +82,7 @@ class ShmWriterLink(BaseLink):
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
-    _queue: Copier[Any]
+    _queue: PostQueue[Any, None]
 
     def __init__(
         self,
@@ -100,7 +111,7 @@ class ShmWriterLink(BaseLink):
         self._bye_sent = False
         self._seals = 0
         self._pages_ready_bytes = 0
-        self._queue = self._make_pool(
+        self._lanes = self._make_lanes(
             mapping,
             region_nbytes,
             source_region_U8,
@@ -111,9 +122,10 @@ class ShmWriterLink(BaseLink):
             limits=limits,
             turns=turns,
         )
+        self._queue = self._lanes.queue
         loop.add_reader(sock, self._read)
 
-    def _make_pool(
+    def _make_lanes(
         self,
         mapping: Any,
         region_nbytes: int,
@@ -125,10 +137,10 @@ class ShmWriterLink(BaseLink):
         config: ShmConfig,
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
-    ) -> Copier[Any]:
+    ) -> CopyingLanes:
         """What copies from `source` into the opened region. cuda_ipc has its own."""
         assert isinstance(mapping, mmap.mmap)
-        return CopyPool(
+        return CopyLanes(
             dst_U8=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
             src_U8=source,
             loop=loop,
@@ -221,6 +233,7 @@ class ShmWriterLink(BaseLink):
         """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
         assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
         assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's copies have completed"
+        self._queue.lanes_to_seal(seal.grant)
         if self._ending.begun:
             return
         if len(self._outbox) >= self._limits.seals_waiting_max:
@@ -236,9 +249,7 @@ class ShmWriterLink(BaseLink):
             "copies_by": copies_by(),
             "copy_threads": self._config.copy_threads,
             "pages_ready_bytes": self._pages_ready_bytes,
-            "writes": self._queue.writes_copied,
-            "bytes": self._queue.bytes_copied,
-            "batches_abandoned": self._queue.batches_abandoned,
+            **self._queue.describe(),
             "seals": self._seals,
             "seals_waiting": len(self._outbox),
             "bye_sent": self._bye_sent,
@@ -287,7 +298,7 @@ class ShmWriterLink(BaseLink):
     def _drained(self) -> None:
         """No thread will copy any more: unmap, and only then acknowledge."""
         self._end("a copy thread failed")
-        self._queue.join()
+        self._lanes.join()
         assert self._mapping is not None
         try:
             self._mapping.close()

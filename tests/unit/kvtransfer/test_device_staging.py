@@ -14,10 +14,9 @@ import pytest
 from baton.errors import InvalidField
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingLimits, StagingShare
-from kvtransfer.transport import Seal
+from kvtransfer.transport import Seal, WriteOutOfBounds
 from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from kvtransfer.transports.tcp import TcpConfig, TcpConnectError
 from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
