@@ -22,11 +22,9 @@ from cachestore.block_manager import BlockManager
 from cachestore.ledger import Ledger
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, check_first_token, granted_job, kept_job
-from decode_node.overcommit import Admission
-from decode_node.reserving import Reserving
+from decode_node.reserving import Admission, Reserving
 from decode_node.streams import TokenStreams
 from engine.core import Engine, TokenEvent
-from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
 from engine.wire import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, logprobs_to_proto
@@ -34,6 +32,7 @@ from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
 from kvtransfer.status import block_load
+from node.engine_loop import EngineLoop
 from node.spill import Spill
 
 log = get_log("decode")
@@ -42,7 +41,7 @@ log = get_log("decode")
 class DecodeNode:
     """State of one decode node; control thread only.
 
-    Implements kvtransfer.receiver.ReceiverHost and engine.loop.StepHost.
+    Implements kvtransfer.receiver.ReceiverHost and node.engine_loop.StepHost.
     """
 
     receiver: Receiver

@@ -15,7 +15,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import Epoch, GrantId, ReserveNumber
 from engine.wire import sampling_problem
 from kvtransfer.transport import Seal
-from prefill_node.request import check_request
+from prefill_node.request_queue import check_request
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import inprocess
 from tests.support.inprocess_scenes import ask_exactly, until
