@@ -16,7 +16,6 @@ from decode_node.node import DecodeNode
 from engine.wire import key_from_proto
 from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.negotiation import check_compatible, choose, host_difference, host_identity, host_parts, passed_over
-from kvtransfer.receiver import Receiver
 
 
 class ReceiverService(transfer_pb2_grpc.TransferServicer):
@@ -25,7 +24,6 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
     def __init__(
         self,
         node: DecodeNode,
-        receiver: Receiver,
         attendance: ReceiverAttendance,
         own: Incarnation,
         model: ModelInfo,
@@ -33,7 +31,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
     ) -> None:
         self._takes_requests = takes_requests
         self._node = node
-        self._receiver = receiver
+        self._receiver = node.receiver
         self._attendance = attendance
         self._own = own
         self._model = model
