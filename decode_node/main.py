@@ -15,7 +15,7 @@ from baton.wire import NodeLoad, Role
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
-from kvtransfer.attendance import ReceiverAttendance
+from kvtransfer.liveness_stream import LivenessStreams
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_offer import LentRegistration
 from node.engine_loop import EngineLoop
@@ -77,7 +77,7 @@ class DecodeHalf:
         self.receiver = self.node.receiver = make_receiver(
             config, pool, host=self.node, own=runtime.incarnation, channels=channels
         )
-        self.attendance = ReceiverAttendance(lost=self.receiver.writer_lost, liveness=config.liveness)
+        self.liveness_streams = LivenessStreams(lost=self.receiver.writer_lost, liveness=config.liveness)
 
     @property
     def transports(self) -> Sequence[TransportName]:
@@ -86,7 +86,11 @@ class DecodeHalf:
     def open(self) -> None:
         runtime = self._runtime
         service = ReceiverService(
-            self.node, self.attendance, runtime.incarnation, self._pool.model, lambda: runtime.lifecycle.takes_requests
+            self.node,
+            self.liveness_streams,
+            runtime.incarnation,
+            self._pool.model,
+            lambda: runtime.lifecycle.takes_requests,
         )
         self.open_with(service)
 
@@ -117,7 +121,7 @@ class DecodeHalf:
     async def end_requests(self) -> None:
         await self.node.close()
         self.node.streams.close_all()
-        self.attendance.close()
+        self.liveness_streams.close()
 
     async def close(self) -> None:
         await self.receiver.close()

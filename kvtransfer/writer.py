@@ -344,7 +344,10 @@ class WriterPeer:
             link_open=link.now is not None,
             moved=_moved(in_all),
             moved_recently=_moved(recent),
-            passed_over=[common_pb2.PassedOver(transport=other.transport, why=other.why) for other in link.passed_over],
+            rejected_transports=[
+                common_pb2.RejectedTransport(transport=other.transport, why=other.why)
+                for other in link.rejected_transports
+            ],
         )
 
     async def reserve(

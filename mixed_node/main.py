@@ -99,7 +99,7 @@ class MixedHalves:
         runtime, decode = self._runtime, self._decode
         own = runtime.incarnation
         service = TransferService(
-            decode.node, decode.attendance, own, self._pool.model, lambda: runtime.lifecycle.takes_requests
+            decode.node, decode.liveness_streams, own, self._pool.model, lambda: runtime.lifecycle.takes_requests
         )
         service.writer = WriterService(own, self._prefill.peers.find)
         decode.open_with(service)

@@ -81,7 +81,7 @@ class ChainLanes:
         self._seal_parts = 0
         self._wrs_out_Q = [0] * limits.qps
         self._bytes_out = 0
-        self.chains = self.requests = self.seals = 0
+        self.chains = self.requests = 0
 
     def offer(self, batch: Batch[OpsPart]) -> None:
         """See `Lanes.offer`."""
@@ -148,7 +148,6 @@ class ChainLanes:
                     self._seal_parts += 1
                     # Below 0: the chains have the numbers above.
                     self._seals.append(SealPart(number=-self._seal_parts, lane=qp, seal=number))
-            self.seals += 1
             self._wake()
             return mask
 

@@ -167,7 +167,7 @@ class RdmaWriterLink(ChainLink):
         failure = "the posting thread failed"
         spin_us = 0
         try:
-            while not self._cut and not (self._draining and self._lanes.drained):
+            while not self._cut and not (self._ending and self._lanes.drained):
                 self._post_what_fits()
                 busy = self._lanes.on_the_way
                 completions, waited_us = self._poster.wait(self._waker.fd, spin_us if busy else 0, SLEEP_MS_MAX)
@@ -197,7 +197,7 @@ class RdmaWriterLink(ChainLink):
     def _device_lost(self, reason: str) -> None:
         self._end(f"RDMA device lost: {reason}")
 
-    def _send_seal(self, number: int, seal: Seal) -> None:
+    def _send_numbered(self, number: int, seal: Seal) -> None:
         mask = self._lanes.seal(number, seal.grant)
         self._words.send(wire.encode(wire.SealSent(number=number, seal=seal, qps_mask=mask)))
 
@@ -206,15 +206,15 @@ class RdmaWriterLink(ChainLink):
             case wire.Sealed(number=number) if number in self._seals_out:
                 self._sealed(number)
             case wire.Fence(epoch=epoch):
-                self._ending.by_fence |= not self._ending.begun
-                self._end(f"fenced by the receiver up to epoch {epoch}")
+                if not self._ending:
+                    self._fenced_by_receiver(epoch)
             case wire.Refused(reason=reason):
                 self._end(f"refused by the receiver: {reason.name}")
             case _:
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
     def _thread_left(self, failure: str) -> None:
-        if failure and not self._ending.begun:
+        if failure and not self._ending:
             # The receiver's word, if it left one, says more than the error of a write.
             self._read()
             self._end(failure)
@@ -254,8 +254,7 @@ class RdmaWriterLink(ChainLink):
         self._repeats.close()
         self._hang_up(last_word)
         self._waker.close()
-        # Behind the completions, which the queue has just handed to the loop.
-        self._loop.call_soon(self._ending.finish)
+        self._finish_soon()
 
 
 __all__ = ["RdmaConnectError", "RdmaWriterLink"]

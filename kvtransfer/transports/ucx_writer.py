@@ -137,7 +137,7 @@ class UcxWriterLink(ChainLink):
         failure, destroyed = "the posting thread failed", False
         pause_us = POLL_US_MIN
         try:
-            while not self._cut and not (self._draining and self._lanes.drained and not self._seals_out):
+            while not self._cut and not (self._ending and self._lanes.drained and not self._seals_out):
                 self._awake.clear()
                 moved = self._post_what_fits()
                 for number in self._agent.completed():
@@ -168,7 +168,7 @@ class UcxWriterLink(ChainLink):
 
     # Control thread.
 
-    def _send_seal(self, number: int, seal: Seal) -> None:
+    def _send_numbered(self, number: int, seal: Seal) -> None:
         self._words.send(wire.encode(wire.SealSent(number=number, seal=seal)))
         self._lanes.seal(number, seal.grant)
 
@@ -177,10 +177,10 @@ class UcxWriterLink(ChainLink):
             case wire.Sealed(number=number) if number in self._seals_out:
                 self._sealed(number)
             case wire.Fence(epoch=epoch):
-                self._ending.by_fence |= not self._ending.begun
                 # The receiver may need our word that all has arrived; where it does not it closes the connection.
                 self._seals_out.clear()
-                self._end(f"fenced by the receiver up to epoch {epoch}", orderly=True)
+                if not self._ending:
+                    self._fenced_by_receiver(epoch, orderly=True)
             case wire.Refused(reason=reason):
                 self._seals_out.clear()
                 self._end(f"refused by the receiver: {reason.name}", orderly=True)
@@ -188,7 +188,7 @@ class UcxWriterLink(ChainLink):
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
     def _thread_left(self, failure: str, destroyed: bool) -> None:
-        if failure and not self._ending.begun:
+        if failure and not self._ending:
             # The receiver's word, if it left one, says more than the error of a write.
             self._read()
             self._end(failure)
@@ -198,13 +198,12 @@ class UcxWriterLink(ChainLink):
             # A bug of ours, raised in the thread. Its worker may still read the source: no completion, and no BYE.
             log.error("ucx link keeps its source blocks", peer=self._address)
             self._hang_up(None)
-            self._ending.finish()
+            self._finish()
             return
         drained = not self._queue.on_the_way  # else some are adrift, as it tells of each grant
         self._lanes.lose()
         self._hang_up(wire.encode(wire.Bye(epoch=self._epoch, drained=drained)))
-        # Behind the completions, which the queue has just handed to the loop.
-        self._loop.call_soon(self._ending.finish)
+        self._finish_soon()
 
 
 __all__ = ["UcxConnectError", "UcxWriterLink"]
