@@ -27,18 +27,15 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.rdma import (
-    HostBytes,
-    RdmaConfig,
-    RdmaMemory,
-    RdmaReceiverConfig,
-    RdmaReceiverPort,
-    RdmaWriterConfig,
-    RdmaWriterLink,
-)
+from kvtransfer.transports.rdma import RdmaConfig
+from kvtransfer.transports.rdma_connect import RdmaWriterConfig
+from kvtransfer.transports.rdma_device import HostBytes
+from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
 from kvtransfer.transports.rdma_poster import Addresses, NativePoster, rdma_library
 from kvtransfer.transports.rdma_queue import Chain, ChainQueue, QueueLimits
+from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig, RdmaReceiverPort
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 GRANT = GrantId(bytes(16))

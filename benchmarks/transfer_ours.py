@@ -23,7 +23,9 @@ from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriterLink
 from kvtransfer.transports.shm import ShmReceiverPort, ShmWriterConfig, ShmWriterLink
 from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterConfig, TcpWriterLink
-from kvtransfer.transports.ucx import UcxReceiverConfig, UcxReceiverPort, UcxWriterConfig, UcxWriterLink
+from kvtransfer.transports.ucx import UcxWriterConfig
+from kvtransfer.transports.ucx_receiver import UcxReceiverConfig, UcxReceiverPort
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 EPOCH = Epoch(1)

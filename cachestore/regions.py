@@ -19,7 +19,7 @@ from kvtransfer.layout import Layout
 from kvtransfer.negotiation import serving
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import RegionKind, TransportName
-from kvtransfer.transports.rdma import DeviceBytes, HostBytes, RdmaRegion
+from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes, RdmaRegion
 
 log = get_log("region")
 

@@ -18,10 +18,10 @@ from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import RdmaReceiverConfig
+from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig
 from kvtransfer.transports.shm import ShmReceiverConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig
-from kvtransfer.transports.ucx import UcxReceiverConfig
+from kvtransfer.transports.ucx_receiver import UcxReceiverConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

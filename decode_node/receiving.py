@@ -24,12 +24,12 @@ from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
-from kvtransfer.transports.rdma import RdmaReceiverPort
-from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.shm import ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
-from kvtransfer.transports.ucx import UcxReceiverPort
-from kvtransfer.transports.ucx_offer import usable
+from kvtransfer.transports.ucx import usable
+from kvtransfer.transports.ucx_receiver import UcxReceiverPort
 
 
 def make_receiver(

@@ -22,10 +22,12 @@ from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import RdmaReceiverConfig, RdmaWriterConfig
+from kvtransfer.transports.rdma_connect import RdmaWriterConfig
+from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig
 from kvtransfer.transports.shm import ShmReceiverConfig, ShmWriterConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig, TcpWriterConfig
-from kvtransfer.transports.ucx import UcxReceiverConfig, UcxWriterConfig
+from kvtransfer.transports.ucx import UcxWriterConfig
+from kvtransfer.transports.ucx_receiver import UcxReceiverConfig
 from kvtransfer.writer import WriterConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy

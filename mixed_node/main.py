@@ -23,7 +23,7 @@ from decode_node.service import DecodeService
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.attendance import ReceiverAttendance
 from kvtransfer.conservation import ConservationWatch
-from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from mixed_node.service import TransferService

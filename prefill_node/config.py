@@ -15,7 +15,7 @@ from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
 from kvtransfer.transport import RegionKind, TransportName
-from kvtransfer.transports.rdma import RdmaWriterConfig
+from kvtransfer.transports.rdma_connect import RdmaWriterConfig
 from kvtransfer.transports.shm import ShmWriterConfig
 from kvtransfer.transports.tcp import TcpWriterConfig
 from kvtransfer.transports.ucx import UcxWriterConfig

@@ -25,13 +25,14 @@ from kvtransfer.observer import HandoffObserver
 from kvtransfer.pair_report import pair_status
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
-from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_connect import RdmaUnproved
+from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.shm import ShmWriterLink
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.ucx import UcxWriterLink
-from kvtransfer.transports.ucx_offer import usable
+from kvtransfer.transports.ucx import usable
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 from kvtransfer.writer import PeerAddress, WriterPeer
 from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass

@@ -9,16 +9,21 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from baton.ids import GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.base_link import BaseLink
+from kvtransfer.transports.control_channel import (
+    RECV_BYTES,
+    Codec,
+    Inbox,
+    MalformedMessage,
+    Message,
+    Outbox,
+    close_politely,
+)
 from kvtransfer.transports.drains import Drains
-from kvtransfer.transports.message_stream import Malformed, MessageStream
-from kvtransfer.transports.outbox import Outbox
 from kvtransfer.transports.rdma_queue import ChainQueue, QueueLimits
-from kvtransfer.transports.tcp_socket import RECV_BYTES, close_politely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class ChainLink(BaseLink):
         self,
         *,
         sock: socket.socket,
-        inbox: MessageStream[Any, Any],
+        codec: Codec,
         src_nbytes: int,
         dst_nbytes: int,
         endpoint: DataEndpoint,
@@ -56,9 +61,9 @@ class ChainLink(BaseLink):
         limits: LinkLimits,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is for the thread, and called from any; `inbox` cuts what comes into words for `_handle`."""
+        """`wake` is for the thread, and called from any."""
         super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
-        self._sock, self._inbox = sock, inbox
+        self._sock, self._codec, self._inbox = sock, codec, Inbox(codec)
         self._limits = limits
         self._wake = wake
         self._queue = ChainQueue(
@@ -71,7 +76,7 @@ class ChainLink(BaseLink):
             wake=wake,
         )
         self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._queue.mark, stuck=self._end)
-        self._words = Outbox(sock, loop, self._connection_lost)
+        self._outbox = Outbox(sock, loop, self._connection_lost)
         self._seals_waiting: deque[Seal] = deque()
         self._seals_out: set[int] = set()
         self._seals_made = 0
@@ -117,11 +122,11 @@ class ChainLink(BaseLink):
 
     @abstractmethod
     def _send_seal(self, number: int, seal: Seal) -> None:
-        """Queue its parts, and say it."""
+        """Queue its parts, and send its message."""
 
     @abstractmethod
-    def _handle(self, message: Any) -> None:
-        """A word of the receiver's."""
+    def _handle(self, message: Message) -> None:
+        """From the receiver."""
 
     def _connection_lost(self, reason: str) -> None:
         """Nobody hears us any more: nothing is waited for, in an orderly end neither."""
@@ -145,7 +150,7 @@ class ChainLink(BaseLink):
         try:
             for message in self._inbox.feed(data):
                 self._handle(message)
-        except Malformed as error:
+        except MalformedMessage as error:
             self._end(f"the receiver sent no message of ours: {error}")
 
     def _sealed(self, number: int) -> None:
@@ -180,11 +185,14 @@ class ChainLink(BaseLink):
             self._closing_timer.cancel()
         self._loop.remove_reader(self._sock)
 
-    def _hang_up(self, last_word: bytes | None) -> None:
-        """Close the connection, behind the last word, if there is one and the connection takes it."""
-        if last_word is not None:
-            self._words.send(last_word)
-        self._words.close()
+    def _send(self, message: Message) -> None:
+        self._outbox.send(self._codec.encode(message))
+
+    def _hang_up(self, last: Message | None) -> None:
+        """Close the connection, behind the last message, if there is one and the connection takes it."""
+        if last is not None:
+            self._send(last)
+        self._outbox.close()
         close_politely(self._sock)
 
     def _seal_next(self, seal: Seal) -> None:

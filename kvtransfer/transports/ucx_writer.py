@@ -15,13 +15,12 @@ import numpy as np
 
 from baton.ids import Pair
 from baton.log import get_log
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
-from kvtransfer.transports import ucx_wire as wire
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLink, LinkLimits
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.rdma_queue import QueueLimits, SealPart
-from kvtransfer.transports.tcp_socket import take_leave
-from kvtransfer.transports.ucx_connect import Connected, UcxConnectError, UcxWriterConfig, connect
+from kvtransfer.transports.ucx import CODEC, Connected, UcxWriterConfig, connect
 from kvtransfer.transports.ucx_nixl import UcxFailed, ucx_transports
 
 log = get_log("ucx")
@@ -55,7 +54,7 @@ class UcxWriterLink(ChainLink):
         self._awake = threading.Event()
         super().__init__(
             sock=connected.sock,
-            inbox=wire.Inbox(),
+            codec=CODEC,
             src_nbytes=self._agent.nbytes,
             dst_nbytes=connected.region_nbytes,
             endpoint=endpoint,
@@ -96,7 +95,7 @@ class UcxWriterLink(ChainLink):
         """Connect, prove the pair's secret, register the source for this link, which lets go of it at its end.
 
         Raises:
-            UcxConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
+            ConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
         """
         config = config or UcxWriterConfig()
         connected = await connect(endpoint, pair, source_region_U8, loop, config)
@@ -104,8 +103,8 @@ class UcxWriterLink(ChainLink):
             return cls(connected=connected, endpoint=endpoint, pair=pair, events=events, loop=loop, config=config)
         except RuntimeError as error:
             connected.agent.destroy()
-            take_leave(connected.sock, wire.encode(wire.Bye(epoch=endpoint.epoch, drained=True)))
-            raise UcxConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
+            wire.take_leave(connected.sock, CODEC.encode(wire.Bye(epoch=endpoint.epoch)))
+            raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -149,7 +148,7 @@ class UcxWriterLink(ChainLink):
     # Control thread.
 
     def _send_seal(self, number: int, seal: Seal) -> None:
-        self._words.send(wire.encode(wire.SealSent(number=number, seal=seal)))
+        self._send(wire.SealSent(number=number, seal=seal))
         self._queue.seal(number, seal.grant)
 
     def _handle(self, message: wire.Message) -> None:
@@ -182,9 +181,6 @@ class UcxWriterLink(ChainLink):
             return
         drained = not self._queue.writes_out  # else some are adrift, as it tells of each grant
         self._queue.lose_all()
-        self._hang_up(wire.encode(wire.Bye(epoch=self._epoch, drained=drained)))
+        self._hang_up(wire.Bye(epoch=self._epoch, drained=drained))
         # Behind the completions, which the queue has just handed to the loop.
         self._loop.call_soon(self._ending.finish)
-
-
-__all__ = ["UcxConnectError", "UcxWriterConfig", "UcxWriterLink"]

@@ -12,8 +12,9 @@ from kvtransfer.ledger import Ledger
 from kvtransfer.negotiation import LOST_THERE
 from kvtransfer.receiver_states import OPEN, GrantState
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import RdmaReceiverPort, RdmaWriterLink
 from kvtransfer.transports.rdma_poster import posts_by
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import inprocess
 from tests.support.inprocess_scenes import ask_exactly, peer_of, until
@@ -35,7 +36,7 @@ def test_nothing_lands_late_and_nothing_waits_for_a_lease_when_the_link_is_cut(m
         writer_gone(ledger, blocks, grant)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Ledger, "writer_gone", watched)
-    monkeypatch.setattr(RdmaReceiverPort, "_eof", lambda port, c: port._loop.remove_reader(c.sock))
+    monkeypatch.setattr(RdmaReceiverPort, "_lost", lambda port, c: port._loop.remove_reader(c.sock))
 
     async def scenario() -> None:
         async with inprocess(SPEC) as cluster:

@@ -17,6 +17,7 @@ from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.region import Region
 from kvtransfer.transport import (
+    ConnectError,
     DataEndpoint,
     ReceiverEvents,
     ReceiverPort,
@@ -26,31 +27,22 @@ from kvtransfer.transport import (
     WriterLink,
 )
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
-from kvtransfer.transports.rdma import (
-    DeviceBytes,
-    HostBytes,
-    RdmaConfig,
-    RdmaConnectError,
-    RdmaMemory,
-    RdmaReceiverConfig,
-    RdmaReceiverPort,
-    RdmaWriterConfig,
-    RdmaWriterLink,
-)
+from kvtransfer.transports.rdma import RdmaConfig
+from kvtransfer.transports.rdma_connect import RdmaWriterConfig
+from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes
+from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig, RdmaReceiverPort
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.ucx import (
-    UcxConnectError,
-    UcxReceiverConfig,
-    UcxReceiverPort,
-    UcxWriterConfig,
-    UcxWriterLink,
-)
+from kvtransfer.transports.ucx import UcxWriterConfig
 from kvtransfer.transports.ucx_nixl import destruction_fences
+from kvtransfer.transports.ucx_receiver import UcxReceiverConfig, UcxReceiverPort
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
-ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError, UcxConnectError)
+ConnectErrors = (ShmConnectError, TcpConnectError, ConnectError, ConnectError)
 
 
 class OwningPort(RdmaReceiverPort):
