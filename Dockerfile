@@ -17,6 +17,7 @@ COPY kvtransfer kvtransfer
 COPY cachestore cachestore
 COPY prefill_node prefill_node
 COPY decode_node decode_node
+COPY node node
 COPY mixed_node mixed_node
 COPY router router
 COPY cli cli

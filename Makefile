@@ -21,7 +21,11 @@ demo: $(READY)  ## start a small cluster, ask it questions, check the answers, s
 	@$(BIN)/baton demo --model-dir build/demo-model
 
 .PHONY: test
-test: check  ## check, then run all tests
+test: check  ## check, then run the tests that are quick
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+.PHONY: test-all
+test-all: check  ## check, then run all tests, with those that are slow by nature
 	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: check

@@ -36,10 +36,12 @@ class Tasks:
         self._tasks.add(task)
         task.add_done_callback(self._over)
 
-    async def drain(self, ms_max: float) -> None:
-        """Wait until all have ended, those spawned meanwhile too, at most this long. Cancels none."""
+    async def drain(self, ms_max: float | None = None) -> None:
+        """Wait until all have ended, those spawned meanwhile too, at most this long. Cancels none.
+
+        None: each of them has its own limit."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ms_max / 1000):
+            async with asyncio.timeout(None if ms_max is None else ms_max / 1000):
                 while self._tasks:
                     await asyncio.wait(self._tasks)
 

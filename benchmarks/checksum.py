@@ -22,11 +22,10 @@ import numpy as np
 from batonpb import transfer_pb2
 
 from baton.ids import BlockId, GrantId
-from kvtransfer.checksum_thread import ChecksumThread, SourceSample
-from kvtransfer.layout import Layout, kv_layout
+from cachestore.layout import Layout, kv_layout
+from kvtransfer.checksums import ChecksumThread, RecordChecks, SourceSample, checksums_from_proto
 from kvtransfer.plan import whole_records
 from kvtransfer.receiver_messages import RecordsChecked
-from kvtransfer.record_checks import RecordChecks, checksums_from_proto
 
 FRACTIONS = (0.0, 0.01, 0.1, 1.0)
 

@@ -20,14 +20,14 @@ import numpy as np
 from baton import loop_lag
 from baton.clock import SystemClock
 from baton.ids import Attempt, RequestId, RequestKey
-from cachestore.device_pool import DevicePool, open_device_pool
 from engine.build import EngineConfig
 from engine.core import TokenEvent
 from engine.demo_model import write_demo_model
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
-from kvtransfer.conservation import ConservationWatch
+from node.conservation import ConservationWatch
+from node.pool import DevicePool, open_device_pool
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 64

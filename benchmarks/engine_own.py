@@ -14,8 +14,8 @@ import torch
 
 from baton.ids import Attempt, RequestId, RequestKey
 from benchmarks.engine_cases import Steps, serve, write_config
-from cachestore.device_pool import layout_of
-from engine.block_manager import BlockManager, growth_blocks
+from cachestore.block_manager import BlockManager, growth_blocks
+from cachestore.ledger import Ledger
 from engine.core import Engine
 from engine.model_config import Quantisation, load_model_config
 from engine.models.weights import weight_shapes
@@ -24,7 +24,7 @@ from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
 from engine.torch_runner import TorchRunner, configure_threads
 from engine.types import NullSink, SamplingParams
-from kvtransfer.ledger import Ledger
+from node.pool import layout_of
 
 BLOCK_SIZE, NUM_BLOCKS, TOKENS_PER_STEP = 16, 1_024, 2_048
 READ_BYTES, READ_PASSES = 1 << 30, 8

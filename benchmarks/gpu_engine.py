@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 from baton.ids import Attempt, RequestId, RequestKey
-from engine.block_manager import BlockManager, growth_blocks
+from cachestore.block_manager import BlockManager, growth_blocks
+from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
 from engine.gpu.in_flight import ROWS_AHEAD_MAX
 from engine.gpu.runner import GpuRunner
@@ -15,7 +16,6 @@ from engine.loop import EngineLoop
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
-from kvtransfer.ledger import Ledger
 
 
 class _Host:

@@ -13,11 +13,11 @@ import torch
 from baton.ids import BlockId
 from benchmarks.gpu_receiver import make_driver
 from cachestore.host_blocks import HostBlockId
-from cachestore.host_tier import BlockCopy, BlockPlaces, SpillConfig
-from cachestore.stream_copier import StreamCopier
+from cachestore.layout import kv_layout
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.layout import kv_layout
 from kvtransfer.region import Region
+from node.host_tier import BlockCopy, BlockPlaces, SpillConfig
+from node.stream_copier import StreamCopier
 
 if TYPE_CHECKING:
     from benchmarks.gpu_bench import Bench

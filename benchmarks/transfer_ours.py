@@ -17,8 +17,8 @@ import numpy as np
 
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from benchmarks.transfer_side import REGION_BYTES, Plan, serve
-from kvtransfer.layout import kv_layout
-from kvtransfer.ranges import RecordRanges
+from cachestore.layout import kv_layout
+from kvtransfer.plan import RecordRanges
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriterLink
 from kvtransfer.transports.shm import ShmReceiverPort, ShmWriterConfig, ShmWriterLink

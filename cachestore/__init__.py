@@ -1,1 +1,2 @@
-"""Where KV lives: the device pool of a node now; host memory and disk below it later."""
+"""The books of a node's KV: which blocks there are, who owns each, and what is cached where. Pure, below the engine and
+the transfer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NewType
 
-from kvtransfer.ledger import ConservationError
+from cachestore.ledger import ConservationError
 
 HostBlockId = NewType("HostBlockId", int)
 

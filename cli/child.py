@@ -119,14 +119,7 @@ class Child:
         """The exit status, negative for a signal."""
         self._output = b""
         with log_path.open("ab") as log, _own_session_first():
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**env, SUPERVISOR_ENV: str(os.getpid())},
-                start_new_session=True,
-            )
+            self._process = self._start(command, {**env, SUPERVISOR_ENV: str(os.getpid())}, log)
         self.pid = self._process.pid
         assert self._process.stdout is not None
         self._stdout: IO[bytes] = self._process.stdout
@@ -134,6 +127,12 @@ class Child:
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._stdout.fileno(), self._read_output)
         self._loop.add_reader(self._pidfd, self._reap)
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start the process, in a session of its own; its stdout is a pipe. Raises OSError."""
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=env, start_new_session=True
+        )
 
     @property
     def running(self) -> bool:

@@ -43,9 +43,9 @@ def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
     """Show everything that NODE says of itself: its life so far, what it holds, its links and counters.
 
     Links show which transport is in use for each peer, whether it is open, how fast it moves bytes while it has any to
-    move (since it is used, and in the last 10 s), which better ones were given up, and which it is used instead of and
-    why. Of a node that others write into, each writer with the blocks that it may still write to: granted, and
-    quarantined since when and why; and the bytes that have landed, in all and a second.
+    move (since it is used, and in the last 10 s), which better ones were given up and when they are tried again, and
+    which it is used instead of and why. Of a node that others write into, each writer with the blocks that it may still
+    write to: granted, and quarantined since when and why; and the bytes that have landed, in all and a second.
 
     \b
     Example:
@@ -121,10 +121,18 @@ def _pair_row(pair: node_pb2.PairStatus) -> list[str]:
         _speed(pair.moved),
         _speed(pair.moved_recently),
         str(pair.link_failures),
-        ", ".join(pair.transports_given_up) or "-",
+        _given_up(pair) or "-",
         str(pair.handoffs_corrupt or "-"),
         "; ".join(f"{other.transport} ({other.why})" for other in pair.passed_over) or "-",
     ]
+
+
+def _given_up(pair: node_pb2.PairStatus) -> str:
+    left_ms = [*pair.given_up_left_ms, *[0] * len(pair.transports_given_up)]  # an older node sends none
+    return ", ".join(
+        f"{transport} (retry in {ceil(ms / 1e3)} s)" if ms else f"{transport} (retry with the next link)"
+        for transport, ms in zip(pair.transports_given_up, left_ms, strict=False)
+    )
 
 
 def _speed(moved: node_pb2.MovedBytes) -> str:

@@ -125,6 +125,7 @@ def _pair_data(pair: node_pb2.PairStatus) -> dict[str, Any]:
         "epoch": pair.epoch,
         "bytes_moved": pair.bytes_moved,
         "transports_given_up": list(pair.transports_given_up),
+        "given_up_left_ms": list(pair.given_up_left_ms),
         "link_failures": pair.link_failures,
         "handoffs_corrupt": pair.handoffs_corrupt,
         "records_checksummed": pair.records_checksummed,

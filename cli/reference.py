@@ -9,14 +9,14 @@ from typing import Final
 import numpy as np
 
 from baton.ids import Attempt, RequestId, RequestKey
-from cachestore.device_pool import layout_of
-from engine.block_manager import BlockManager, growth_blocks
+from cachestore.block_manager import BlockManager, growth_blocks
+from cachestore.ledger import Ledger
 from engine.build import EngineConfig, EngineKind, build_runner
 from engine.core import Engine
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceMode
 from engine.types import NullSink, SamplingParams, TokenLogprobs
-from kvtransfer.ledger import Ledger
+from node.pool import layout_of
 from router.text import TextCodec
 
 _PROMISE: Final = "reference"

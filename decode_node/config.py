@@ -11,8 +11,6 @@ from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
 from baton.rpc import RpcLimits
-from cachestore.host_tier import SpillConfig
-from cachestore.regions import region_kind
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
@@ -22,6 +20,8 @@ from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig
 from kvtransfer.transports.shm import ShmReceiverConfig
 from kvtransfer.transports.tcp import TcpReceiverConfig
 from kvtransfer.transports.ucx_receiver import UcxReceiverConfig
+from node.host_tier import SpillConfig
+from node.regions import region_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

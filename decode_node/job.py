@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from batonpb import common_pb2, transfer_pb2
 
 from baton.ids import BlockId, GrantId, Incarnation, RequestKey
+from cachestore.block_manager import BlockManager, growth_blocks
 from decode_node.streams import RequestOutput
-from engine.block_manager import BlockManager, growth_blocks
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Runner, SamplingParams
 from engine.wire import key_from_proto, params_from_proto

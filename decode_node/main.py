@@ -12,16 +12,16 @@ from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 from baton.clock import SystemClock
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
-from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.engine_report import report_engine
-from cachestore.prefix_service import serve_prefixes
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService, ReceiverService
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.attendance import ReceiverAttendance
-from kvtransfer.conservation import ConservationWatch
+from node.conservation import ConservationWatch
+from node.engine_report import report_engine
+from node.pool import DevicePool, open_device_pool
+from node.prefix_service import serve_prefixes
 
 
 async def serve(

@@ -17,24 +17,24 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
-from cachestore.spill import Spill
+from cachestore.block_manager import BlockManager
+from cachestore.ledger import Ledger
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, granted_job, kept_job
 from decode_node.overcommit import Admission
 from decode_node.reserving import Reserving
 from decode_node.streams import TokenStreams
-from engine.block_manager import BlockManager
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
 from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
-from kvtransfer.ledger import Ledger
+from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_grants import GrantState
 from kvtransfer.receiver_messages import CommitAsked
-from kvtransfer.record_checks import checksums_from_proto
 from kvtransfer.report import block_load
+from node.spill import Spill
 
 log = get_log("decode")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from cachestore.admission import Claim, each_fits
-from cachestore.spill import Spill
+from cachestore.block_manager import BlockManager
+from cachestore.ledger import Ledger
 from decode_node.job import Job
-from engine.block_manager import BlockManager
-from kvtransfer.ledger import Ledger
+from node.spill import Spill
 
 
 class Admission:

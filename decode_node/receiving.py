@@ -13,15 +13,12 @@ from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.rpc_client import Channels
-from cachestore.device_pool import DevicePool
-from cachestore.engine_report import add_fact
-from cachestore.regions import checksum_thread, offered, rdma_region
 from decode_node.config import DecodeConfig
+from kvtransfer.checksums import RecordChecks
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.receiver import Receiver, ReceiverHost
 from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.record_checks import RecordChecks
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
 from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
@@ -30,6 +27,9 @@ from kvtransfer.transports.shm import ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
 from kvtransfer.transports.ucx import usable
 from kvtransfer.transports.ucx_receiver import UcxReceiverPort
+from node.engine_report import add_fact
+from node.pool import DevicePool
+from node.regions import checksum_thread, offered, rdma_region
 
 
 def make_receiver(

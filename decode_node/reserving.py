@@ -10,14 +10,14 @@ from batonpb import transfer_pb2
 
 from baton.ids import GrantId, Pair, RequestKey, ReserveNumber
 from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
+from cachestore.block_manager import BlockManager
+from cachestore.ledger import Ledger
 from decode_node.config import DecodeConfig
 from decode_node.job import answer_growth, why_never
 from decode_node.overcommit import Admission
 from decode_node.resumed_first import ResumedFirst
-from engine.block_manager import BlockManager
 from engine.types import Runner
 from engine.wire import key_from_proto
-from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.receiver_messages import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 

@@ -15,8 +15,7 @@ from baton.wire import ModelInfo, check_header, model_from_proto
 from decode_node.node import DecodeNode
 from engine.wire import key_from_proto
 from kvtransfer.attendance import ReceiverAttendance
-from kvtransfer.compatibility import check_compatible
-from kvtransfer.negotiation import choose, host_difference, host_identity, host_parts, passed_over
+from kvtransfer.negotiation import check_compatible, choose, host_difference, host_identity, host_parts, passed_over
 from kvtransfer.receiver import Receiver
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
+from cachestore.pins import PinLimits
 from engine.gpu.config import GpuConfig
 from engine.mock import MockConfig, MockRunner
 from engine.model_config import (
@@ -20,7 +21,6 @@ from engine.model_config import (
     QuantisedCheckpointError,
     UnsupportedModelError,
 )
-from engine.pins import PinLimits
 from engine.scheduler import SchedulerConfig
 from engine.types import DeviceRunner, Runner
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import RequestKey
-from engine.block_manager import BlockManager, growth_blocks
+from cachestore.block_manager import BlockManager, growth_blocks
 from engine.overcommit import Overcommit
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import After, Sequence, SequenceMode

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its HTTP library's, which it also raises
-
 from engine.model_config import ModelFolderError
 
 
@@ -40,6 +37,9 @@ def resolve_model(name_or_folder: str, *, weights: bool = True, download: Callab
             f"there is no folder {folder}, and {name_or_folder!r} has not the form of a hub name (owner/model); "
             "give an existing folder or a hub name"
         )
+    # Imported here: the library takes a third of a second to load, and most models are folders.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its HTTP library's, which it also raises
+
     try:
         return Path(download(name_or_folder) if download else _download(name_or_folder, weights))
     except (OSError, ValueError, HTTPError) as error:
@@ -50,4 +50,6 @@ def resolve_model(name_or_folder: str, *, weights: bool = True, download: Callab
 
 
 def _download(name: str, weights: bool) -> str:
+    from huggingface_hub import snapshot_download
+
     return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"] if weights else ["*.json", "*.jinja"])

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from baton.ids import RequestKey
-from engine.block_manager import BlockManager
+from cachestore.block_manager import BlockManager
 from engine.overcommit import Overcommit
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, SequenceSlice

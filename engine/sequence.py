@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.ids import BlockId, RequestKey
-from engine.prefix_cache import IndexCursor
+from cachestore.prefix_cache import IndexCursor
 from engine.types import SamplingParams
 
 

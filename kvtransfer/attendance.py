@@ -99,31 +99,45 @@ class WriterAttendance:
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        """The receiver's one answer says no more than that it has taken the call: what counts is whether that stays."""
         while True:
-            staying: asyncio.TimerHandle | None = None
             try:
-                with rpc_errors(self._name):
-                    call = self._stub.Attend(self._request)
-                    await self._reach.connected(call)
-                    if self._reach.doubted:
-                        staying = asyncio.get_running_loop().call_later(self._stays_s, self._stayed)
-                    async for _ in call:
-                        if not self._reach.doubted:
-                            self._reached()
-            except BatonError as error:
-                if error.reason is Reason.INCARNATION_MISMATCH:
+                if await self._replaced():
                     self._gone()
                     return
-            finally:
-                if staying is not None:
-                    staying.cancel()
-            if await self._reach.lost():
+                lost = await self._reach.lost()
+                why = self._reach.why
+            except Exception as error:
+                log.error("watching a receiver failed", peer=self._name, exc_info=error)
+                lost, why = True, "watching it failed"
+            if lost:
                 if not self.out_of_reach:
                     self.out_of_reach = True
-                    log.warning("receiver lost", peer=self._name, why=self._reach.why)
-                    self._lost()
+                    log.warning("receiver lost", peer=self._name, why=why)
+                    # By the loop, which logs what this raises: the watch goes on whatever becomes of it.
+                    asyncio.get_running_loop().call_soon(self._lost)
                 await self._clock.sleep_s(max(self._pause_s, self._reach.doubt_pause_s))
+
+    async def _replaced(self) -> bool:
+        """One call, to its end. True: another process is at the receiver's address.
+
+        The receiver's one answer says no more than that it has taken the call: what counts is whether that stays.
+        """
+        staying: asyncio.TimerHandle | None = None
+        try:
+            with rpc_errors(self._name):
+                call = self._stub.Attend(self._request)
+                await self._reach.connected(call)
+                if self._reach.doubted:
+                    staying = asyncio.get_running_loop().call_later(self._stays_s, self._stayed)
+                async for _ in call:
+                    if not self._reach.doubted:
+                        self._reached()
+        except BatonError as error:
+            return error.reason is Reason.INCARNATION_MISMATCH
+        finally:
+            if staying is not None:
+                staying.cancel()
+        return False
 
     def _stayed(self) -> None:
         """The call that a doubted receiver has taken is still there."""

@@ -1,31 +1,47 @@
-"""Sampled checksums of records: which records of a handoff are in the sample, their CRCs, and what differs. Pure.
+"""Sampled checksums of records: which records are in the sample, their CRCs, and what a receiver does about
+a difference.
 
-The checksum is CRC-32 by zlib: it finds every burst of up to 32 wrong bits, and lets go of the interpreter lock while
-it reads. A record is read as its written segments, one after the other, in the order of its write operations.
+The checksum is CRC-32 by zlib: it finds every burst of up to 32 wrong bits, and releases the interpreter lock while it
+reads. A record is read as its written segments, one after the other, in the order of its write operations.
 
 Shape suffixes: B blocks of one post   R records   S segments of one record   W write operations
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import zlib
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from batonpb import transfer_pb2
 
+from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, GrantId
-from kvtransfer.layout import Layout
+from baton.log import get_log
+from cachestore.layout import Layout
+from kvtransfer.device.region import DeviceRegion
 from kvtransfer.plan import Int64Array
+from kvtransfer.receiver_messages import RecordsChecked, ReportCorrupt
+from kvtransfer.transport import TransportName, WriteOps
+from kvtransfer.transports.loop_calls import call_loop
 
-CHECKSUM_RECORDS_MAX = 65_536
+log = get_log("receiver")
+
+CHECKSUM_RECORDS_MAX: Final = 65_536
 """Checksums in one Commit (ten bytes each at most)."""
-SAMPLE_MARGIN = 0.95
+SAMPLE_MARGIN: Final = 0.95
 """Of that limit, what a sample aims at where the fraction would give more: its size is only expected, not certain."""
-CORRUPT_TOLD_MAX = 8
+CORRUPT_NAMED_MAX: Final = 8
 """Corrupt records that an error or a log line names; all are counted."""
+INLINE_BYTES_MAX: Final = 64 << 10
+"""So much is read on the control thread at once: a hop to another thread and back would take as long."""
 
 Uint32Array = npt.NDArray[np.uint32]
 BoolArray = npt.NDArray[np.bool_]
@@ -106,13 +122,13 @@ def crcs(region: Readable, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Uint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptRecords:
-    """What a receiver found: never empty. `records` are the first (layer, block), at most `CORRUPT_TOLD_MAX`."""
+    """What a receiver found: never empty. `records` are the first (layer, block), at most `CORRUPT_NAMED_MAX`."""
 
     checked: int
     count: int
     records: tuple[tuple[int, BlockId], ...]
 
-    def told(self) -> str:
+    def named(self) -> str:
         return " ".join(f"{layer}/{block}" for layer, block in self.records)
 
 
@@ -121,8 +137,207 @@ def differing(sent: RecordChecksums, found_R: Uint32Array) -> CorruptRecords | N
     at_R = np.flatnonzero(sent.crcs_R != found_R)
     if not at_R.size:
         return None
-    first = at_R[:CORRUPT_TOLD_MAX]
+    first = at_R[:CORRUPT_NAMED_MAX]
     pairs = zip(sent.layers_R[first].tolist(), sent.blocks_R[first].tolist(), strict=True)
     return CorruptRecords(
         checked=len(sent), count=int(at_R.size), records=tuple((layer, BlockId(block)) for layer, block in pairs)
     )
+
+
+class _DeviceBytes:
+    """A region on a device, as `crcs` reads it: each part is copied to the host."""
+
+    def __init__(self, region: DeviceRegion) -> None:
+        self._region = region
+
+    def __getitem__(self, part: slice) -> bytes:
+        return self._region.read(part.start, part.stop)
+
+
+class ChecksumThread:
+    """One thread that reads one region, started with the first work for it. `submit` may be called on any thread.
+
+    What waits for it is bounded by what its callers hold: posted records of live handoffs, Commits of open grants.
+    """
+
+    def __init__(self, region: Any, *, name: str) -> None:
+        """`region` is a buffer, or a region on a device, and outlives this object's `close`."""
+        on_device = isinstance(region, DeviceRegion)
+        self._region: memoryview | _DeviceBytes | None = _DeviceBytes(region) if on_device else memoryview(region)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"checksum-{name}")
+
+    def submit(self, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Future[Uint32Array]:
+        """The CRCs of these records, later. In the order of the calls."""
+        assert self._region is not None, "closed"
+        return self._thread.submit(crcs, self._region, offsets_RS, nbytes_S)
+
+    def now(self, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Uint32Array:
+        """The same on the caller's thread."""
+        assert self._region is not None, "closed"
+        return crcs(self._region, offsets_RS, nbytes_S)
+
+    def close(self) -> None:
+        """Returns when nothing reads the region any more. Idempotent."""
+        self._thread.shutdown(wait=True)
+        self._region = None
+
+
+class SourceSample:
+    """The sample of one handoff at its writer. Its source blocks stay held until `settled` has called back.
+
+    `take` is called where records are posted (engine thread, or control thread before the engine has the request: never
+    both at once); everything else on the control thread, after the last `take`.
+    """
+
+    def __init__(self, thread: ChecksumThread, grant: GrantId, *, fraction: float, records: int) -> None:
+        """`records` is how many the whole handoff has, at most."""
+        self._thread = thread
+        self._grant = grant
+        self._fraction = sample_fraction(fraction, records)
+        self._left = CHECKSUM_RECORDS_MAX
+        self._layers: list[Uint32Array] = []
+        self._blocks: list[Uint32Array] = []
+        self._jobs: list[Future[Uint32Array]] = []
+
+    def take(self, layer: int, dst_blocks_B: Int64Array, ops: WriteOps) -> None:
+        """These records of one layer have just been posted: their bytes are final. Returns at once."""
+        drawn_B = np.flatnonzero(in_sample(self._grant, layer, dst_blocks_B, self._fraction))[: self._left]
+        if not drawn_B.size:
+            return
+        self._left -= drawn_B.size
+        src_BS, nbytes_BS = segments(ops.src, len(dst_blocks_B)), segments(ops.nbytes, len(dst_blocks_B))
+        self._layers.append(np.full(drawn_B.shape, layer, dtype=np.uint32))
+        self._blocks.append(dst_blocks_B[drawn_B].astype(np.uint32))
+        self._jobs.append(self._thread.submit(src_BS[drawn_B], nbytes_BS[0]))
+
+    @property
+    def records(self) -> int:
+        """In the sample so far."""
+        return CHECKSUM_RECORDS_MAX - self._left
+
+    async def checksums(self) -> RecordChecksums:
+        """All of them, once they are read."""
+        for job in self._jobs:
+            if not job.done():
+                await asyncio.wait([asyncio.wrap_future(job)])
+        parts = [job.result() for job in self._jobs]
+        return RecordChecksums(layers_R=_joined(self._layers), blocks_R=_joined(self._blocks), crcs_R=_joined(parts))
+
+    def settled(self, loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
+        """Call `then`, on the loop's thread, when no source block is read any more: at once where that is so."""
+        if not self._jobs or self._jobs[-1].done():  # the thread takes them in order
+            then()
+        else:
+            self._jobs[-1].add_done_callback(lambda _job: call_loop(loop, then))
+
+
+def _joined(parts: list[Uint32Array]) -> Uint32Array:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterPlace:
+    """A writer process, for people. `transport` is that of its newest connection."""
+
+    name: str
+    host: str
+    transport: TransportName
+
+
+def checksums_from_proto(request: transfer_pb2.CommitRequest) -> RecordChecksums | None:
+    """None where the Commit carries none: its writer samples nothing."""
+    if not request.checksums and not request.checksum_layers and not request.checksum_blocks:
+        return None
+    return RecordChecksums(
+        layers_R=np.array(request.checksum_layers, dtype=np.uint32),
+        blocks_R=np.array(request.checksum_blocks, dtype=np.uint32),
+        crcs_R=np.array(request.checksums, dtype=np.uint32),
+    )
+
+
+class RecordChecks:
+    """A receiver's comparison of sampled records with what their writers read at the source, and what came of it.
+
+    Control thread only; the reading may happen on the checksum thread.
+    """
+
+    def __init__(
+        self, thread: ChecksumThread, layout: Layout, *, num_blocks: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Takes the thread over: `close` closes it."""
+        self.records = 0
+        """Compared so far."""
+        self.corrupt: Counter[tuple[str, str]] = Counter()
+        """Refused handoffs by (writer's name, transport)."""
+        self._thread = thread
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self._loop = loop
+        self._sent: dict[GrantId, RecordChecksums] = {}
+        self._found: dict[GrantId, CorruptRecords] = {}
+
+    def keep(self, grant: GrantId, sent: RecordChecksums, blocks: Collection[BlockId]) -> None:
+        """Keep what the Commit says of an uncommitted grant with these blocks until it is compared. Ignores a repeat.
+
+        Raises BatonError BAD_FIELD for checksums that cannot be of this grant.
+        """
+        problem = sent.problem(self._layout, blocks)
+        if problem is not None:
+            raise bad_field("checksums", f"These are no checksums of this grant's records: {problem}.")
+        self._sent.setdefault(grant, sent)
+
+    def forget(self, grant: GrantId) -> None:
+        """Nobody asks about it any more."""
+        self._sent.pop(grant, None)
+        self._found.pop(grant, None)
+
+    async def run(self, grant: GrantId, then: Callable[[RecordsChecked], None]) -> None:
+        """Compare, then call `then`. Nothing is called, or kept, for a grant that is forgotten before or meanwhile."""
+        sent = self._sent.get(grant)
+        if sent is None:
+            return
+        offsets_RS = sent.offsets(self._layout, self._num_blocks)
+        nbytes_S = np.array([self._layout.record_bytes], dtype=np.int64)
+        if len(sent) * self._layout.record_bytes <= INLINE_BYTES_MAX:
+            found_R = self._thread.now(offsets_RS, nbytes_S)
+        else:
+            found_R = await asyncio.wrap_future(self._thread.submit(offsets_RS, nbytes_S), loop=self._loop)
+        if self._sent.pop(grant, None) is None:
+            return
+        self.records += len(sent)
+        corrupt = differing(sent, found_R)
+        if corrupt is not None:
+            self._found[grant] = corrupt
+        then(RecordsChecked(grant=grant, intact=corrupt is None))
+
+    def report(self, instruction: ReportCorrupt, writer: WriterPlace) -> None:
+        """Loud: memory, a network card or a bus between the two is not to be trusted."""
+        found = self._found[instruction.grant]
+        self.corrupt[writer.name, writer.transport.value] += 1
+        log.error(
+            "CORRUPT RECORDS",
+            request=instruction.key.request,
+            attempt=instruction.key.attempt,
+            writer=writer.name,
+            writer_host=writer.host,
+            host=socket.gethostname(),
+            pair=f"{instruction.pair.writer:x}>{instruction.pair.receiver:x}",
+            transport=writer.transport.value,
+            corrupt=found.count,
+            checked=found.checked,
+            layer_block=found.named(),
+        )
+
+    def error(self, grant: GrantId) -> BatonError:
+        """What the Commit is answered with, and each repeat of it."""
+        found = self._found[grant]
+        return BatonError(
+            Reason.DATA_CORRUPT,
+            f"{found.count} of {found.checked} sampled records are not here as they were read at the source: memory, a "
+            "network card or a bus of one of the two machines is failing. Nothing of this handoff is used.",
+            metadata={"layer_block": found.named(), "host": socket.gethostname(), "corrupt": str(found.count)},
+        )
+
+    def close(self) -> None:
+        """Returns when nothing reads the region any more."""
+        self._thread.close()

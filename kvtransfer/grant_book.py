@@ -100,6 +100,12 @@ class GrantBook:
         known = self._grant(grant, pair)
         return known.blocks if known is not None and known.state in UNCOMMITTED else None
 
+    def uncommitted(self, pair: Pair) -> list[tuple[ReserveNumber, GrantId]]:
+        """This pair's grants whose writer may still write, by the numbers of their Reserves, ascending."""
+        state = self._pairs.get(pair)
+        known = [] if state is None else sorted(state.by_number.items())
+        return [(number, grant) for number, grant in known if self._grants[grant].state in UNCOMMITTED]
+
     def grant_of(self, key: RequestKey) -> GrantId | None:
         """The grant of this attempt that is still known, the newest if there are several."""
         ids = [g for g in self._by_request.get(key.request, ()) if self._grants[g].key == key]

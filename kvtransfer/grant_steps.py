@@ -5,8 +5,8 @@ Which step follows from which event is in `receiver_grants`, where each may lead
 
 from __future__ import annotations
 
+from cachestore.ledger import Ledger
 from kvtransfer.grant_book import GrantBook, GrantEntry, ReceiverLimits
-from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerLetGo,

@@ -11,7 +11,7 @@ from batonpb import common_pb2
 
 from baton.errors import BatonError, InvalidField
 from baton.ids import BlockId, Epoch, GrantId, RequestKey, ReserveNumber
-from kvtransfer.checksum_thread import SourceSample
+from kvtransfer.checksums import SourceSample
 from kvtransfer.plan import Int64Array
 from kvtransfer.step_writes import StepWrites
 from kvtransfer.transport import Seal, WriterLink

@@ -1,17 +1,24 @@
-"""Which transport a pair uses: what both sides offer, best first, less what cannot work or has failed too often."""
+"""Whether two nodes may hand KV to each other (DESIGN I9), and over which transport: what both sides offer, best first,
+less what cannot work or has failed too often."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from baton.errors import InvalidField
+from baton.errors import BatonError, InvalidField, Reason
+from baton.wire import ModelInfo
 from kvtransfer.transport import RegionKind, TransportName
+
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
+"""Versions of the Transfer protocol that this build speaks. 2: a Release or Revoke says whether writes are in doubt,
+which a receiver must understand before it believes a writer's word. 3: all transports use one control channel."""
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
@@ -33,21 +40,27 @@ SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
     RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC, TransportName.RDMA, TransportName.TCP}),
 }
 """Which transports can read and write a region of each kind: the one place that says so. rdma reaches device memory
-where the card can register it (`rdma_regions`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
+where the card can register it (`rdma_device`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, without a word where there is no device,
-and with a warning where one cannot be used for the region (`rdma_offer`). ucx is used where a configuration names it
+and with a warning where one cannot be used for the region (`rdma_memory`). ucx is used where a configuration names it
 (ARCHITECTURE.md says why)."""
+
+
+COOLDOWN_MS_MIN: Final = 30_000
+"""How long a transport is not offered after it was given up for the first time; each further time doubles it."""
+COOLDOWN_MS_MAX: Final = 1_800_000
+"""The longest that a transport is not offered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FallbackConfig:
-    """When a writer stops offering a transport to one receiver process, for as long as that process lives."""
+    """When a writer stops offering a transport to one receiver process, until its cooldown is over."""
 
     failures_max: int = field(
         default=2,
-        metadata={"help": "failed links of one transport to a receiver within the window before it is given up there"},
+        metadata={"help": "failed links of one transport to a receiver within the window before it is given up"},
     )
     failure_window_ms: int = field(default=60_000, metadata={"help": "the window in which failed links are counted"})
 
@@ -55,6 +68,37 @@ class FallbackConfig:
         for name in self.__dataclass_fields__:
             if getattr(self, name) <= 0:
                 raise InvalidField(name, f"must be positive, not {getattr(self, name)}")
+
+
+def differences(own: ModelInfo, peer: ModelInfo) -> list[str]:
+    """What keeps the two apart, in words; empty when they may hand over."""
+    found = []
+    if own.fingerprint != peer.fingerprint:
+        found.append(f"weights or model configuration ({own.name} {own.fingerprint}, {peer.name} {peer.fingerprint})")
+    if own.block_size != peer.block_size:
+        found.append(f"block_size ({own.block_size}, {peer.block_size})")
+    elif own.layout_hash != peer.layout_hash:
+        found.append(f"record layout ({own.layout_hash}, {peer.layout_hash})")
+    if own.protocol_max < peer.protocol_min or peer.protocol_max < own.protocol_min:
+        found.append(
+            f"protocol versions ({own.protocol_min}-{own.protocol_max}, {peer.protocol_min}-{peer.protocol_max})"
+        )
+    must_agree = own.quantisation_must_agree or peer.quantisation_must_agree
+    if must_agree and own.quantisation != peer.quantisation:
+        found.append(f"quantisation of the weights ({own.quantisation or 'none'}, {peer.quantisation or 'none'})")
+    return found
+
+
+def check_compatible(*, own: ModelInfo, peer: ModelInfo, peer_name: str) -> None:
+    """Raises BatonError INCOMPATIBLE_NODE that names every difference."""
+    found = differences(own, peer)
+    if found:
+        raise BatonError(
+            Reason.INCOMPATIBLE_NODE,
+            f"This node and {peer_name} differ in {'; '.join(found)}. Nodes of one cluster must run the same model "
+            "with the same block size: start one of them anew with the other's settings.",
+            metadata={"differs": "; ".join(found)},
+        )
 
 
 def serving(transports: Sequence[TransportName], region: RegionKind) -> tuple[TransportName, ...]:
@@ -172,17 +216,44 @@ def _why_not(name: str, *, on_this_side: Collection[str], on_the_other: Collecti
 
 
 class Offers:
-    """What one writer still offers to one receiver process. Pure; the caller brings the time."""
+    """What one writer offers to one receiver process, best first. Pure; the caller passes the time in.
+
+    A transport that fails too often is given up for a cooldown. The caller asks for it back with `restore`, and makes
+    the next link with what `names` says then.
+    """
 
     def __init__(self, transports: Sequence[TransportName], config: FallbackConfig) -> None:
         self._config = config
-        self._offered = list(transports)
+        self._transports = tuple(transports)
         self._failures: dict[TransportName, deque[float]] = {}
-        self.dropped: list[TransportName] = []
+        self._times_given_up: Counter[TransportName] = Counter()
+        self._retry_s: dict[TransportName, float] = {}
 
     @property
     def names(self) -> list[str]:
         return [transport.value for transport in self._offered]
+
+    @property
+    def given_up(self) -> list[TransportName]:
+        """Not offered, in the order in which they were given up."""
+        return list(self._retry_s)
+
+    def cooldown_left_s(self, transport: TransportName, now_s: float) -> float:
+        """Until `restore` offers one of `given_up` again."""
+        return max(0.0, self._retry_s[transport] - now_s)
+
+    def better_restorable(self, used: TransportName, now_s: float) -> bool:
+        """Whether `restore` would offer one that ranks above `used`."""
+        return any(t in self._restorable(now_s) for t in self._transports[: self._transports.index(used)])
+
+    def restore(self, now_s: float) -> list[TransportName]:
+        """Offer those again whose cooldown is over, and return them. One that fails within the window from now on is
+        given up again at once."""
+        restored = self._restorable(now_s)
+        for transport in restored:
+            del self._retry_s[transport]
+            self._failures[transport].extend([now_s] * (self._config.failures_max - 1))
+        return restored
 
     def failed(self, transport: TransportName, now_s: float, *, worked: bool = True) -> bool:
         """A link of this transport could not be made, or broke. True if it has just been given up for the next best.
@@ -190,15 +261,24 @@ class Offers:
         `worked` False: what was sent on it, writes or a probe, did not arrive. Where that is how devices look that do
         not reach each other, it is given up at once. The last that is left is never given up.
         """
-        if transport not in self._offered:
+        offered = self._offered
+        if transport not in offered:
             return False
         failures = self._failures.setdefault(transport, deque(maxlen=self._config.failures_max))
         failures.append(now_s)
         recent = now_s - failures[0] <= self._config.failure_window_ms / 1000
         hopeless = not worked and transport in DATA_GOES_ELSEWHERE
         often = recent and len(failures) == self._config.failures_max
-        if not (hopeless or often) or transport is self._offered[-1]:
+        if not (hopeless or often) or transport is offered[-1]:
             return False
-        self._offered.remove(transport)
-        self.dropped.append(transport)
+        doublings = min(self._times_given_up[transport], 16)
+        self._retry_s[transport] = now_s + min(COOLDOWN_MS_MIN << doublings, COOLDOWN_MS_MAX) / 1000
+        self._times_given_up[transport] += 1
         return True
+
+    def _restorable(self, now_s: float) -> list[TransportName]:
+        return [transport for transport, retry_s in self._retry_s.items() if retry_s <= now_s]
+
+    @property
+    def _offered(self) -> list[TransportName]:
+        return [transport for transport in self._transports if transport not in self._retry_s]

@@ -8,8 +8,8 @@ from kvtransfer.pair_speed import Moved
 from kvtransfer.writer import WriterPeer
 
 
-def pair_status(peer: WriterPeer) -> node_pb2.PairStatus:
-    """On the control thread."""
+def pair_status(peer: WriterPeer, now_s: float) -> node_pb2.PairStatus:
+    """On the control thread; `now_s` is the time of its loop."""
     link = peer.link
     in_all, recent = link.moved()
     return node_pb2.PairStatus(
@@ -18,7 +18,10 @@ def pair_status(peer: WriterPeer) -> node_pb2.PairStatus:
         epoch=link.epoch,
         transport=link.transport.value if link.transport is not None else "",
         bytes_moved=peer.bytes_moved,
-        transports_given_up=[transport.value for transport in link.offers.dropped],
+        transports_given_up=[transport.value for transport in link.offers.given_up],
+        given_up_left_ms=[
+            round(link.offers.cooldown_left_s(transport, now_s) * 1e3) for transport in link.offers.given_up
+        ],
         link_failures=link.failures,
         handoffs_corrupt=peer.handoffs_corrupt,
         records_checksummed=peer.records_checksummed,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baton.errors import BatonError, Reason
@@ -17,9 +17,9 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
-from kvtransfer.checksums import RecordChecksums
-from kvtransfer.layout import Layout
-from kvtransfer.ranges import RecordRanges
+from cachestore.layout import Layout
+from kvtransfer.checksums import RecordChecks, RecordChecksums, WriterPlace
+from kvtransfer.plan import RecordRanges
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants
 from kvtransfer.receiver_messages import (
     AnswerCommit,
@@ -55,7 +55,6 @@ from kvtransfer.receiver_messages import (
     WriterSuspected,
 )
 from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.record_checks import RecordChecks, WriterPlace
 from kvtransfer.revoke_calls import RevokeCalls
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
 from kvtransfer.waiters import Waiters
@@ -311,9 +310,27 @@ class Receiver:
     # Carrying out.
 
     def _handle(self, event: ReceiverEvent) -> ReceiverInstruction | None:
+        if isinstance(event, ReserveAsked | WriterLetGo):
+            event = self._without_failed_copies(event)
         instructions = self.grants.handle(event)
         self.holdings.follow(event, instructions)
         return self._carry_out(instructions)
+
+    def _without_failed_copies(self, event: ReserveAsked | WriterLetGo) -> ReserveAsked | WriterLetGo:
+        """The event without what a port contradicts: the writer's word does not end its right to a grant while copies
+        of that grant may still run on a device that has failed. Such a grant waits for a fence."""
+        lowest_live = event.lowest_live
+        for number, grant in self.grants.uncommitted(event.pair):
+            named = isinstance(event, WriterLetGo) and number == event.number
+            if not (named or number < lowest_live) or self.ports.forbid(grant):
+                continue
+            event = replace(event, lowest_live=min(event.lowest_live, number))
+            if isinstance(event, WriterLetGo) and named:
+                event = replace(event, adrift=True)
+            else:
+                failed = WriterLetGo(pair=event.pair, number=number, lowest_live=ReserveNumber(0), adrift=True)
+                self._carry_out(self.grants.handle(failed))
+        return event
 
     def _handle_event(self, event: RecordsChecked | WriterLetGo) -> None:
         """Of a task of ours: nobody waits for an answer."""

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.ids import Attempt, Epoch, GrantId, Pair, RequestKey, ReserveNumber
+from cachestore.ledger import Ledger
 from kvtransfer.grant_book import GrantEntry, PairEntry, ReceiverLimits
 from kvtransfer.grant_steps import GrantSteps, ReceiverProtocolError
-from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_messages import (
     AnswerCommit,
     AnswerGranted,

@@ -43,7 +43,7 @@ class ReserveAsked:
     prefix: tuple[BlockId, ...] = ()
     promise: int = 0
     host_backed: bool = False
-    """The promise may be covered by host memory (see `kvtransfer.ledger`)."""
+    """The promise may be covered by host memory (see `cachestore.ledger`)."""
     room: bool = True
     """False when the shell has no room for it, whatever the ledger says."""
 

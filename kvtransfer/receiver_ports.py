@@ -77,10 +77,10 @@ class ReceiverPorts:
         for port in self._ports.values():
             port.allow(pair, epoch, grant, ranges)
 
-    def forbid(self, grant: GrantId) -> None:
-        """See `ReceiverPort.forbid`."""
-        for port in self._ports.values():
-            port.forbid(grant)
+    def forbid(self, grant: GrantId) -> bool:
+        """See `ReceiverPort.forbid`: False if any port has no evidence."""
+        proved = [port.forbid(grant) for port in self._ports.values()]
+        return all(proved)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`: `writer_gone` comes once every port that the pair was expected on has evidence."""

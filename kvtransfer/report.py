@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.wire import BlockLoad
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 
 
 def block_load(ledger: Ledger) -> BlockLoad:

@@ -181,10 +181,13 @@ class ReceiverPort(Protocol):
         """
         ...
 
-    def forbid(self, grant: GrantId) -> None:
+    def forbid(self, grant: GrantId) -> bool:
         """When this returns no byte of the grant lands any more, where the receiver can refuse. Unknown ones are fine.
 
         It is never allowed again. Where the receiver takes no part in the writes this does nothing.
+
+        False: bytes of the grant were handed to a device that has failed, and may still land. Then the writer's word
+        is no evidence, and only a fence of the pair ends its right.
         """
         ...
 

@@ -18,9 +18,9 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
-from kvtransfer.checksum_thread import ChecksumThread, SourceSample
+from cachestore.layout import Layout
+from kvtransfer.checksums import ChecksumThread, SourceSample
 from kvtransfer.handoff import Handoff, Metadata, WriterConfig
-from kvtransfer.layout import Layout
 from kvtransfer.negotiation import Offers
 from kvtransfer.observer import HandoffObserver
 from kvtransfer.open_handoffs import OpenHandoffs
@@ -102,6 +102,7 @@ class WriterPeer:
             offers=offers,
             events=self,
             replaced=self.peer_gone,
+            idle=lambda: not self._handoffs,
             loop=loop,
         )
         self._repeats = RepeatLog(log, loop.time)

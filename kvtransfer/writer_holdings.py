@@ -12,6 +12,7 @@ from typing import Final
 
 from baton.ids import GrantId, Pair
 from baton.log import get_log
+from kvtransfer.checksums import WriterPlace
 from kvtransfer.grant_book import GrantBook
 from kvtransfer.pair_speed import LandedBytes
 from kvtransfer.receiver_messages import (
@@ -32,7 +33,6 @@ from kvtransfer.receiver_messages import (
     WriterSuspected,
 )
 from kvtransfer.receiver_states import GrantState
-from kvtransfer.record_checks import WriterPlace
 
 log = get_log("receiver")
 

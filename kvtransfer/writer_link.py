@@ -47,9 +47,11 @@ class PairLink:
         offers: Offers,
         events: WriterEvents,
         replaced: Callable[[], None],
+        idle: Callable[[], bool],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """`request` is filled in with what is offered; `replaced` is called when another process answers."""
+        """`request` is filled in with what is offered. `replaced` is called when another process answers. While `idle`
+        says that no handoff uses the connection, it may be closed for a better one."""
         self.offers = offers
         self.now: WriterLink | None = None
         self.transport: TransportName | None = None
@@ -67,6 +69,8 @@ class PairLink:
         self._make_link = make_link
         self._events = events
         self._replaced = replaced
+        self._idle = idle
+        self._outgoing: WriterLink | None = None
         self._loop = loop
         self._connecting: asyncio.Task[None] | None = None
         self._landed = self._lost_writes = False
@@ -74,9 +78,14 @@ class PairLink:
         self._speed_lock = threading.Lock()
 
     async def ensure(self) -> None:
-        """Connect if there is no connection. All who wait share one try. Raises BatonError."""
+        """Connect if there is no connection, or if a better transport can be tried again and no handoff uses this one.
+
+        All who wait share one try. Raises BatonError.
+        """
         if self.now is not None:
-            return
+            assert self.transport is not None
+            if not (self._idle() and self.offers.better_restorable(self.transport, self._loop.time())):
+                return
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
             self._connecting.add_done_callback(self._connect_over)
@@ -131,8 +140,9 @@ class PairLink:
         if connecting is not None:
             connecting.cancel()
             await asyncio.wait([connecting])
-        if self.now is not None:
-            await self.now.close()
+        for link in (self._outgoing, self.now):
+            if link is not None:
+                await link.close()
 
     def _connect_over(self, task: asyncio.Task[None]) -> None:
         self._connecting = None
@@ -150,6 +160,16 @@ class PairLink:
                     raise
 
     async def _connect_once(self) -> None:
+        if self.now is not None:
+            self._outgoing, self.now = self.now, None
+            await self._outgoing.close()
+        restored = self.offers.restore(self._loop.time())
+        if restored:
+            log.info(
+                "transport offered again",
+                peer=self._address.name,
+                transports=",".join(transport.value for transport in restored),
+            )
         del self._request.transports[:]
         self._request.transports.extend(self.offers.names)
         try:
@@ -180,7 +200,7 @@ class PairLink:
 
     def _note_passed_over(self, reply: transfer_pb2.ConnectReply) -> None:
         """A fall back is told once, and again when it, or its reason, is another one."""
-        before, given_up = self.passed_over, {transport.value for transport in self.offers.dropped}
+        before, given_up = self.passed_over, {transport.value for transport in self.offers.given_up}
         self.passed_over = tuple(
             PassedOver(transport=better.transport, why=better.why)
             for better in reply.passed_over

@@ -15,7 +15,6 @@ from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
-from cachestore.host_tier import SpillConfig
 from decode_node.config import DecodeConfig
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
@@ -29,6 +28,7 @@ from kvtransfer.transports.tcp import TcpReceiverConfig, TcpWriterConfig
 from kvtransfer.transports.ucx import UcxWriterConfig
 from kvtransfer.transports.ucx_receiver import UcxReceiverConfig
 from kvtransfer.writer import WriterConfig
+from node.host_tier import SpillConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy
 

@@ -13,20 +13,20 @@ from baton.clock import SystemClock
 from baton.rpc_client import Channels
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import NodeRecord, Role
-from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.engine_report import report_engine
-from cachestore.prefix_service import serve_prefixes
-from cachestore.regions import offered, rdma_region
 from decode_node.node import DecodeNode
 from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.attendance import ReceiverAttendance
-from kvtransfer.conservation import ConservationWatch
 from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from mixed_node.service import TransferService
+from node.conservation import ConservationWatch
+from node.engine_report import report_engine
+from node.pool import DevicePool, open_device_pool
+from node.prefix_service import serve_prefixes
+from node.regions import offered, rdma_region
 from prefill_node.asking import DecodeNodes
 from prefill_node.node import PrefillNode
 from prefill_node.peers import Peers

@@ -26,9 +26,9 @@ from baton.errors import BatonError, Reason
 from baton.ids import GrantId, RequestKey
 from baton.log import get_log
 from baton.wire import NodeLoad
+from cachestore.block_manager import BlockManager, prefix_blocks_max
 from decode_node.job import answer_growth, why_never
 from decode_node.node import DecodeNode
-from engine.block_manager import BlockManager, prefix_blocks_max
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.scheduler import EngineFullError

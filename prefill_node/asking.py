@@ -14,8 +14,8 @@ from baton.errors import BatonError, Reason
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.wire import ModelInfo, NodeRecord
-from engine.block_manager import BlockManager
-from kvtransfer.compatibility import differences
+from cachestore.block_manager import BlockManager
+from kvtransfer.negotiation import differences
 from kvtransfer.writer import Handoff, WriterPeer
 from prefill_node.affinity import DecodeAffinity
 from prefill_node.job import Job

@@ -10,7 +10,6 @@ from baton.liveness import LivenessConfig
 from baton.membership import MembershipConfig
 from baton.pod import PodConfig
 from baton.rpc import RpcLimits
-from cachestore.regions import region_kind
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
@@ -20,6 +19,7 @@ from kvtransfer.transports.shm import ShmWriterConfig
 from kvtransfer.transports.tcp import TcpWriterConfig
 from kvtransfer.transports.ucx import UcxWriterConfig
 from kvtransfer.writer import WriterConfig
+from node.regions import region_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

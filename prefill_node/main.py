@@ -14,12 +14,12 @@ from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
-from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.engine_report import report_engine
-from cachestore.prefix_service import serve_prefixes
 from engine.loop import EngineLoop, done_or_broken
-from kvtransfer.conservation import ConservationWatch
 from kvtransfer.observer import HandoffObserver
+from node.conservation import ConservationWatch
+from node.engine_report import report_engine
+from node.pool import DevicePool, open_device_pool
+from node.prefix_service import serve_prefixes
 from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
 from prefill_node.node import PrefillNode

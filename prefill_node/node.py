@@ -16,13 +16,13 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation, RequestKey
 from baton.retry_time import ROOM_SHARE, wait_s
 from baton.wire import NodeLoad
-from engine.block_manager import BlockManager, prefix_blocks_max
+from cachestore.block_manager import BlockManager, prefix_blocks_max
+from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, Runner
 from engine.wire import key_from_proto, params_from_proto
-from kvtransfer.ledger import Ledger
 from kvtransfer.report import block_load
 from kvtransfer.writer import Handoff, Metadata
 from kvtransfer.writer_messages import HandoffEnd

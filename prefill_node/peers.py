@@ -12,11 +12,10 @@ from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, Pair
+from baton.log import get_log
 from baton.runtime import NodeRuntime
+from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
-from cachestore.device_pool import DevicePool
-from cachestore.engine_report import add_fact
-from cachestore.regions import checksum_thread, offered, rdma_region
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
@@ -36,7 +35,12 @@ from kvtransfer.transports.ucx_writer import UcxWriterLink
 from kvtransfer.writer import PeerAddress, WriterPeer
 from kvtransfer.writer_grants import WriterGrants
 from kvtransfer.writer_link import DataDoesNotPass
+from node.engine_report import add_fact
+from node.pool import DevicePool
+from node.regions import checksum_thread, offered, rdma_region
 from prefill_node.config import PrefillConfig
+
+log = get_log("prefill")
 
 OUT_OF_REACH = "decode nodes out of reach"
 """Name of a status counter."""
@@ -82,7 +86,7 @@ class Peers:
         self._closing_peers: set[Incarnation] = set()
         self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks(self._loop, log, broken="closing a writer failed")
         self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
         self._poster: EventPoster | None = None
         """What rdma sends from a device waits for its events."""
@@ -165,7 +169,7 @@ class Peers:
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
         """Tell of each pair, and of the transports given up and passed over."""
-        message.pairs.extend(pair_status(peer) for peer in self._peers.values())
+        message.pairs.extend(pair_status(peer, self._loop.time()) for peer in self._peers.values())
         message.counters.add(name="transports given up", value=self.transports_given_up)
         passed_over = sum(bool(peer.link.passed_over) for peer in self._peers.values())
         message.counters.add(name="pairs that do not use a better transport", value=passed_over)
@@ -178,7 +182,7 @@ class Peers:
     @property
     def transports_given_up(self) -> int:
         """Counted over the peers there are."""
-        return sum(len(peer.link.offers.dropped) for peer in self._peers.values())
+        return sum(len(peer.link.offers.given_up) for peer in self._peers.values())
 
     @property
     def out_of_reach(self) -> int:
@@ -210,18 +214,19 @@ class Peers:
         for incarnation, peer in self._peers.items():
             if peer.gone and peer.machine.live == 0 and incarnation not in self._closing_peers:
                 self._closing_peers.add(incarnation)
-                task = self._loop.create_task(self._close_peer(incarnation, peer))
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._closing.spawn(self._close_peer(incarnation, peer))
 
     async def _close_peer(self, incarnation: Incarnation, peer: WriterPeer) -> None:
-        await self._attendances.pop(incarnation).close()
-        await peer.close()
-        del self._peers[incarnation]
-        self._closing_peers.discard(incarnation)
-        self._machines[incarnation] = peer.machine
-        if len(self._machines) > MACHINES_MAX:
-            self._machines.popitem(last=False)
+        """Whatever the closing raises, which is logged, the next writer to that process goes on with its numbering."""
+        try:
+            await self._attendances.pop(incarnation).close()
+            await peer.close()
+        finally:
+            del self._peers[incarnation]
+            self._closing_peers.discard(incarnation)
+            self._machines[incarnation] = peer.machine
+            if len(self._machines) > MACHINES_MAX:
+                self._machines.popitem(last=False)
         endpoint = peer.address.endpoint
         if all(other.address.endpoint != endpoint for other in self._peers.values()):
             await self._runtime.channels.drop(endpoint)
@@ -229,7 +234,7 @@ class Peers:
     async def close(self) -> None:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
         await asyncio.gather(*(attendance.close() for attendance in self._attendances.values()))
-        await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()), self._closing.drain())
         if self._poster is not None:
             self._poster.close()
         if self._rdma is not None and self._closes_rdma:

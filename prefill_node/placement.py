@@ -9,8 +9,8 @@ from typing import Final
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.wire import ModelInfo, NodeRecord
-from engine.block_manager import growth_blocks
-from kvtransfer.compatibility import differences
+from cachestore.block_manager import growth_blocks
+from kvtransfer.negotiation import differences
 
 NOBODY_TO_ASK: Final = frozenset({Reason.NO_DECODE_NODE, Reason.INCOMPATIBLE_NODE, Reason.DECODE_FULL})
 """What `order_decode_nodes` ends with."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.ids import BlockId, RequestKey
-from engine.block_manager import BlockManager
+from cachestore.block_manager import BlockManager
 from engine.types import Batch, SequenceSlice
 from kvtransfer.step_writes import StepWrites
 from kvtransfer.writer import Handoff

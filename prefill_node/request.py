@@ -10,7 +10,7 @@ from batonpb import prefill_pb2
 from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.retry_time import retry_after_ms, spread_of
-from engine.block_manager import BlockManager
+from cachestore.block_manager import BlockManager
 from engine.types import Runner
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Final
@@ -25,6 +27,24 @@ LONG: Final = (
     "cluster/test_liveness.py",
 )
 """Files that take long, however few their tests are."""
+
+
+def pytest_configure() -> None:
+    """A shell starts what is to run in its background with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and children
+    inherit that. In the processes that the tests start these signals work: only what is ignored passes through exec."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap_to_collect() -> None:
+    """Many tests collect garbage to see that nothing is left of their own. What was there before their module need not
+    be looked through each time: with all that a test process imports, that would take seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

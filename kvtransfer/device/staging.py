@@ -10,7 +10,6 @@ Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment o
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -21,10 +20,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from baton.errors import InvalidField, check_positive
-from kvtransfer.device.driver import DeviceDriver, DeviceError, PinnedMemory
+from baton.log import get_log
+from kvtransfer.device.driver import DeviceDriver, PinnedMemory
 from kvtransfer.device.region import DeviceMemory
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import WriteOps
+
+log = get_log("device")
 
 WORD_BYTES = 8
 """Copies whose offsets and lengths are multiples of it are the fast ones."""
@@ -83,6 +85,7 @@ class StagedRegion:
         self._pinned = driver.pin(count * chunk_bytes)
         self._free = deque(range(0, count * chunk_bytes, chunk_bytes))
         self._chunks = count
+        self._chunks_left_behind = 0
         try:
             self._try_out()
         except BaseException:
@@ -115,6 +118,7 @@ class StagedRegion:
             region=self._region,
             streams=self._streams,
             returned=self._free.extend,
+            left_behind=self._leave_behind,
         )
 
     @property
@@ -131,9 +135,18 @@ class StagedRegion:
         return {"staging_bytes": self.pinned_bytes, "staging_bytes_used": self.used_bytes}
 
     def close(self) -> None:
-        """Let go of the pinned memory; every share has been given back. Idempotent."""
-        assert len(self._free) == self._chunks, "links or connections still use the pinned memory"
-        self._pinned.close()
+        """Release the pinned memory; every share has been given back, or left behind. Idempotent.
+
+        With a share left behind the memory stays pinned until the process ends: the device may still copy there.
+        """
+        assert len(self._free) + self._chunks_left_behind == self._chunks, "links or connections still use it"
+        if self._chunks_left_behind:
+            log.error("pinned memory is left to the end of the process: the device failed with copies queued")
+        else:
+            self._pinned.close()
+
+    def _leave_behind(self, chunks: int) -> None:
+        self._chunks_left_behind += chunks
 
     def _try_out(self) -> None:
         side = self._streams.side()
@@ -159,12 +172,15 @@ class StagingShare(Generic[Tag]):
         region: DeviceMemory,
         streams: DeviceStreams,
         returned: Callable[[list[int]], None],
+        left_behind: Callable[[int], None],
     ) -> None:
         """Use `StagedRegion.share`."""
         self._starts = starts
         self._streams = streams
         self._pinned_memory, self._region_memory = pinned.memory, region.memory
         self._returned = returned
+        self._left_behind = left_behind
+        self._settling: DeviceEvent | None = None
         self._side = streams.side()
         self._lock = threading.Lock()
         self._free = list(starts)
@@ -220,28 +236,49 @@ class StagingShare(Generic[Tag]):
         return tag
 
     def wait_for(self, which: Callable[[Tag], bool]) -> None:
-        """Until the device is through with the copies, queued by now, for which this holds.
+        """Wait until the device has finished the copies, queued by now, for which this holds.
 
         Without a limit: there is no other evidence, and a node whose device stands still is of no use.
+
+        Raises DeviceError: the device failed, and nobody knows whether one of these copies still runs.
         """
         with self._lock:
             events = [done for done, tag in self._flying if which(tag)]
-        with contextlib.suppress(DeviceError):
-            for done in events:
-                _wait_for(done)
+        for done in events:
+            _wait_for(done)
 
     def settle(self) -> None:
-        """Until the device is through with all that was queued, and forget it. The last call of the user's thread."""
-        with contextlib.suppress(DeviceError):
-            _wait_for(self._side.record())
+        """Wait until the device has finished all that was queued, and forget it. The last call of the user's thread.
+
+        Raises DeviceError: as `wait_for`. Nothing is forgotten, and `try_settle` may be called.
+        """
+        _wait_for(self._side.record())
         with self._lock:
             self._flying.clear()
+
+    def try_settle(self) -> bool:
+        """`settle` without waiting, once the user's thread has ended. False: call it again later.
+
+        Raises DeviceError: as `settle`.
+        """
+        if self._settling is None:
+            self._settling = self._side.record()
+        if not self._settling.done():
+            return False
+        with self._lock:
+            self._flying.clear()
+        return True
 
     def give_back(self) -> None:
         """The chunks are free for others, once; `settle` came before. Control thread."""
         assert not self._flying, "copies are still on the device"
         self._pinned_memory = self._region_memory = None
         self._returned(self._starts)
+
+    def leave_behind(self) -> None:
+        """Instead of `give_back`, after a failed `settle`: the chunks stay in use, and pinned, until the process ends.
+        Control thread."""
+        self._left_behind(len(self._starts))
 
     def _copy(self, dst: Any, src: Any, ops: WriteOps, tag: Tag) -> None:
         self._streams.copy(self._side, dst, src, ops)

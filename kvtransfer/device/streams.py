@@ -21,7 +21,7 @@ class DeviceEvent(Protocol):
     def done(self) -> bool:
         """Whether the stream has passed it. Any thread; never blocks. What was queued before is visible then.
 
-        Raises DeviceError: the device has failed. Nothing of what was queued writes any more.
+        Raises DeviceError: the device has failed. That is no evidence that what was queued has stopped writing.
         """
         ...
 

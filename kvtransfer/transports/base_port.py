@@ -94,8 +94,10 @@ class BasePort(ABC, Generic[LimitsT, ReasonT, ConnectionT]):
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """Does nothing: a writer that has the region, or its key, is bounded by its own library alone."""
 
-    def forbid(self, grant: GrantId) -> None:
+    def forbid(self, grant: GrantId) -> bool:
         """Does nothing; see `allow`."""
+        del grant
+        return True
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""

@@ -165,18 +165,28 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RdmaConnection]):
         super().allow(pair, epoch, grant, ranges)
         self._unsealed[grant] = pair
 
-    def forbid(self, grant: GrantId) -> None:
-        """The writer says that it is through, and no seal of this grant has had the device flushed: that is done now.
-        Where it fails, the link ends."""
+    def forbid(self, grant: GrantId) -> bool:
+        """The writer has finished, and no seal of this grant has had the device flushed: flush it now.
+
+        False: the flush failed, and the link ends.
+        """
+        flushed = True
         pair = self._unsealed.pop(grant, None)
         for connection in list(self._connections.values()):
             if connection.qps is None or connection.pair != pair:
+                continue
+            if connection.destroy_timer is not None:
+                flushed = False  # it has ended, and its own flush is still to come
                 continue
             try:
                 self._memory.flush()
             except DeviceError as error:
                 self._log_refused("a grant is over, and the device's memory cannot be flushed", connection, error)
                 self._handle(connection, wire.Refuse(reason=RefusalReason.FLUSH))
+                flushed = False
+        if not flushed and pair is not None:
+            self._unsealed[grant] = pair
+        return flushed
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. Nothing lands any more when this returns."""

@@ -236,8 +236,10 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """Not enforced: a writer that has the region, or its key, is bounded only by its own library."""
 
-    def forbid(self, grant: GrantId) -> None:
+    def forbid(self, grant: GrantId) -> bool:
         """Not enforced; see `allow`."""
+        del grant
+        return True
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""

@@ -59,13 +59,21 @@ class LandingMemory:
         return False
 
     def wait_for(self, grant: GrantId) -> None:
-        """Until no copy of this grant that was queued by now is left on a device."""
+        """Wait until no copy of this grant that was queued by now is left on a device. Raises DeviceError."""
 
     def settle(self) -> None:
-        """Until nothing is left on a device. The last that the receive thread calls."""
+        """Wait until nothing is left on a device. The last that the receive thread calls. Raises DeviceError."""
+
+    def try_settle(self) -> bool:
+        """`settle` without waiting, after the receive thread. Raises DeviceError."""
+        return True
 
     def release(self) -> None:
-        """Let go of the memory; the receive thread has ended, or was never begun."""
+        """Let go of the memory; the receive thread has ended, or was never begun, and nothing is left on a device."""
+        self.array_U8 = None
+
+    def leave_behind(self) -> None:
+        """Instead of `release`, where nobody knows whether a device still copies."""
         self.array_U8 = None
 
 
@@ -116,6 +124,13 @@ class StagedMemory(LandingMemory):
     def settle(self) -> None:
         self._share.settle()
 
+    def try_settle(self) -> bool:
+        return self._share.try_settle()
+
     def release(self) -> None:
         super().release()
         self._share.give_back()
+
+    def leave_behind(self) -> None:
+        super().leave_behind()
+        self._share.leave_behind()

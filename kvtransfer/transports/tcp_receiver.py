@@ -4,6 +4,10 @@ Evidence (DESIGN I3): a byte lands only in a receive thread, under its landing l
 the threads of all connections of a pair have been joined and no new one is admitted, nothing of it lands any more,
 whatever the writer does. So a writer that is dead, stopped or cut off is fenced at once, and a connection that ends
 without BYE is itself the reason for a fence: its writer may have lost bytes.
+
+A region on a device needs one more thing: the device has finished the copies that the thread queued there. After an
+error of the device nobody knows that. Then a joined thread is no evidence, and neither is the writer's word: the blocks
+stay with their writer, `copies_unproved` counts the connections, and the device is asked again every second.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
+from baton.log import get_log
+from baton.repeats import RepeatLog
+from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingFull
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
@@ -28,6 +35,11 @@ from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
 from kvtransfer.transports.words_connection import WordsConnection
 
+log = get_log("tcp")
+
+PROVE_RETRY_MS = 1000
+"""Between two looks whether a device that failed has finished its copies."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection(WordsConnection):
@@ -36,6 +48,9 @@ class _Connection(WordsConnection):
     received: bytearray = field(default_factory=bytearray)
     hello: wire.Hello | None = None
     stream: ReceiveStream | None = None
+    prove_timer: asyncio.TimerHandle | None = None
+    unproved: bool = False
+    """The device failed with copies of this connection queued."""
 
     def _encode(self, message: wire.Message) -> bytes:
         return wire.encode(message)
@@ -88,7 +103,10 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
             self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
         self._allowed: dict[GrantId, _Allowed] = {}
+        self._unproved: dict[GrantId, Pair] = {}
+        """Forbidden grants of which copies may still run on a device that has failed."""
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
+        self._repeats = RepeatLog(log, loop.time)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """See `ReceiverPort.allow`."""
@@ -97,13 +115,18 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             if stream.hello.epoch == epoch:
                 stream.allow(grant, ranges)
 
-    def forbid(self, grant: GrantId) -> None:
+    def forbid(self, grant: GrantId) -> bool:
         """See `ReceiverPort.forbid`. Waits at most for one system call of each stream of the pair, and for those of the
         grant's copies that are queued on a device."""
         allowed = self._allowed.pop(grant, None)
-        if allowed is not None:
-            for stream in self._streams(allowed.pair):
+        pair = allowed.pair if allowed is not None else self._unproved.pop(grant, None)
+        for stream in self._streams(pair) if pair is not None else ():
+            try:
                 stream.forbid(grant)
+            except DeviceError as error:
+                log.error("copies of a grant may still run: the device failed", reason=str(error))
+                self._unproved[grant] = stream.hello.pair
+        return grant not in self._unproved
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after,
@@ -125,9 +148,11 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         for connection in list(self._connections.values()):
             if connection.stream is not None:
                 connection.stream.join()
+                self._release_at_close(connection.stream)
             self._drop(connection)
         self._fences.close()
         self._allowed.clear()
+        self._repeats.close()
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -137,6 +162,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             **super().describe(),
             "connections_handshaking": len(self._connections) - len(streams),
             "connections_writing": len(streams),
+            "copies_unproved": sum(c.unproved for c in self._connections.values()),
             "grants_allowed": len(self._allowed),
             **(self._region.describe() if isinstance(self._region, StagedRegion) else {}),
             **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
@@ -248,6 +274,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         try:
             stream.start()
         except BaseException:
+            # Nothing was received, so nothing is on a device.
             sock.close()
             memory.release()
             del self._connections[connection.number]
@@ -281,17 +308,45 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         assert stream is not None
         stream.join()
         hello, end = stream.hello, stream.end
-        self._counts.update(stream.counts())
-        self._drop(connection)
         if end is not None and end.refusal is not None:
             self._refused[end.refusal] += 1
-        if not any(s.hello.link == hello.link for s in self._streams(hello.pair)):
+        if not any(s.hello.link == hello.link and s.end is None for s in self._streams(hello.pair)):
             for key in [k for k in self._seals_partial if k[:2] == (hello.pair, hello.link)]:
                 del self._seals_partial[key]
-        self._fences.closed(hello.pair, connection.number, Evidence.JOINED)
         orderly = end is not None and end.by_bye
         if not orderly and not self._fences.is_fencing(hello.pair, hello.epoch):
             self.fence(hello.pair, hello.epoch)
+        self._prove(connection, stream)
+
+    def _prove(self, connection: _Connection, stream: ReceiveStream) -> None:
+        """Its thread has been joined. With the device's word, if there is one, the connection can no longer write."""
+        if self._closed:
+            return
+        hello = stream.hello
+        writer = f"{hello.pair.writer:x}"
+        try:
+            released = stream.release()
+        except DeviceError as error:
+            connection.unproved, released = True, False
+            self._repeats.error("a fence has no evidence yet: the device failed", peer=writer, reason=str(error))
+            self._repeats.upkeep()
+        if not released:
+            connection.prove_timer = self._loop.call_later(PROVE_RETRY_MS / 1000, self._prove, connection, stream)
+            return
+        if connection.unproved:
+            self._repeats.over(writer, "the device has finished its copies")
+        self._counts.update(stream.counts())
+        self._drop(connection)
+        self._fences.closed(hello.pair, connection.number, Evidence.JOINED)
+
+    def _release_at_close(self, stream: ReceiveStream) -> None:
+        """Nobody asks the device again: what it may still copy from or to stays pinned until the process ends."""
+        try:
+            released = stream.release()
+        except DeviceError:
+            released = False
+        if not released:
+            stream.leave_behind()
 
     # Connections.
 
@@ -303,5 +358,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
 
     def _drop(self, connection: _Connection) -> None:
         connection.cancel_timer()
+        if connection.prove_timer is not None:
+            connection.prove_timer.cancel()
         connection.close_sock(self._loop)
         self._connections.pop(connection.number, None)

@@ -12,6 +12,7 @@ sources earlier; but a completion also says that the bytes have landed, on which
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -85,6 +86,8 @@ class StagedTcpLink:
         self._writes_copied = self._bytes_copied = self._batches_abandoned = 0
         self._thread = threading.Thread(target=self._stage_all, name=f"tcp-stage-{pair.receiver:x}", daemon=True)
         self._thread_over = self._link_over = False
+        self._settled = False
+        """The device has finished every copy into the share."""
         self._lost_reason: str | None = None
         self._closing: asyncio.Task[None] | None = None
         self._over: asyncio.Future[None] = loop.create_future()
@@ -215,7 +218,9 @@ class StagedTcpLink:
         finally:
             self._stop()
             try:
-                self._share.settle()
+                with contextlib.suppress(DeviceError):
+                    self._share.settle()
+                    self._settled = True
             finally:
                 with self._wake:
                     while self._copying:
@@ -355,7 +360,10 @@ class StagedTcpLink:
         """Behind every completion: those of the thread were handed to the loop before its end."""
         if not self._link_over or not self._thread_over or self._over.done():
             return
-        self._share.give_back()
+        if self._settled:
+            self._share.give_back()
+        else:
+            self._share.leave_behind()  # the device may still copy there: nobody else may send from these chunks
         self._over.set_result(None)
         if self._lost_reason is not None:
             self._events.link_lost(self._pair, self._lost_reason)

@@ -91,6 +91,7 @@ class ReceiveStream:
         self._interrupt = ctypes.c_int32(0)
         self._allowed: dict[GrantId, WriteRanges] = {}
         self._stopped = False
+        self._settled = False
         self._fence_epoch: Epoch | None = None
         # A head is read together with the first entry of its table, if it has one: one system call less.
         self._head = bytearray(wire.MESSAGE_BYTES + wire.SEGMENT_BYTES)
@@ -128,7 +129,10 @@ class ReceiveStream:
             self._allowed[grant] = ranges
 
     def forbid(self, grant: GrantId) -> None:
-        """When this returns, no byte of the grant lands any more. Waits for at most one system call, and copies."""
+        """When this returns, no byte of the grant lands any more. Waits for at most one system call, and copies.
+
+        Raises DeviceError: a copy of it may still run.
+        """
         with self._barrier():
             self._allowed.pop(grant, None)
         self._memory.wait_for(grant)
@@ -144,10 +148,23 @@ class ReceiveStream:
             self._sock.shutdown(socket.SHUT_RD)
 
     def join(self) -> None:
-        """Let go of the thread, the socket and the region. After `stop` or `ended`."""
+        """Let go of the thread and the socket. After `stop` or `ended`; `release` follows, or `leave_behind`."""
         self._thread.join()
         close_politely(self._sock)
+
+    def release(self) -> bool:
+        """Let go of the region, after `join`. False: nothing is released yet, for a device still copies; call again.
+
+        Raises DeviceError: the device failed, and nobody knows whether it still copies. Nothing is released.
+        """
+        if not self._settled and not self._memory.try_settle():
+            return False
         self._memory.release()
+        return True
+
+    def leave_behind(self) -> None:
+        """Instead of `release`, at the end of the port."""
+        self._memory.leave_behind()
 
     def counts(self) -> Counter[str]:
         """Frames and bytes so far."""
@@ -171,7 +188,10 @@ class ReceiveStream:
         finally:
             # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
             self._say_why()
-            self._memory.settle()
+            # A failed device tells nothing of the copies that it has: whoever joins this looks again.
+            with contextlib.suppress(DeviceError):
+                self._memory.settle()
+                self._settled = True
             call_loop(self._loop, self._ended, self)
 
     def _take_message(self) -> None:

@@ -127,6 +127,37 @@ def test_a_peer_that_comes_back_goes_on_with_its_numbering() -> None:
     asyncio.run(scenario())
 
 
+def test_a_writer_that_fails_to_close_is_logged_and_followed_by_a_new_one(caplog: pytest.LogCaptureFixture) -> None:
+    """decode-0 is believed gone, and closing its writer raises. The log says so, and a new writer goes on with the
+    numbering."""
+
+    async def scenario() -> None:
+        async with inprocess(mock_spec(**TWO_NODES)) as cluster:
+            peers: Peers = cluster.peers["prefill-0"]
+            assert (await ask_exactly(cluster, [5, 6])).stats.decode_node == "decode-0"
+            await assert_conserved(cluster)
+            old = peer_of(cluster, "decode-0")
+            closed = old.close
+
+            async def close() -> None:
+                await closed()
+                raise ValueError("in closing")
+
+            with patch.object(old, "close", close):
+                old.peer_gone()
+                peers.close_gone()
+                incarnation = cluster.runtimes["decode-0"].incarnation
+                await until(cluster, "the writer to be closed", lambda: peers.find(incarnation) is None)
+            runtime = cluster.runtimes["prefill-0"]
+            (record,) = (r for r in runtime.membership.nodes(Role.DECODE) if r.name == "decode-0")
+            assert peers.for_record(record).machine.next_number == 1
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+    (logged,) = (record for record in caplog.records if record.getMessage() == "closing a writer failed")
+    assert logged.exc_info is not None and isinstance(logged.exc_info[1], ValueError)
+
+
 def test_the_limits_of_shm_are_settings_of_either_side() -> None:
     """Three copying threads for a link; at the port one pair at most: of two prefill nodes only one connects, and the
     other one's requests find no decode node."""

@@ -249,7 +249,7 @@ def test_a_node_that_is_asked_to_stop_leaves_nothing_on_its_peer(name: str) -> N
     spec = mock_spec(
         blocks=1200,
         both=FAST_MEMBERSHIP,
-        router_flags={**FAST_MEMBERSHIP, "liveness.reconnect_ms_max": 400},
+        router_flags={**FAST_MEMBERSHIP, "liveness.reconnect_ms_max": 400, "retries.resume_wait_ms_max": 1_000},
         prefill_flags={"engine.mock_layer_delay_ms": 10},
         decode_flags=SLOW_DECODE,
     )

@@ -161,8 +161,8 @@ def test_a_stopped_router_is_noticed_by_the_nodes() -> None:
 
     async def scenario(cluster: RunningCluster) -> None:
         rng = random.Random(63)
-        calls = [await begun(cluster, random_prompt(rng, 20), 4000) for _ in range(2)]
-        calls.append(asyncio.create_task(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=4000)))
+        calls = [await begun(cluster, random_prompt(rng, 20), 1500) for _ in range(2)]
+        calls.append(asyncio.create_task(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=1500)))
         await writer_owns_blocks(cluster)
         cluster.cluster.send_signal("router-0", signal.SIGSTOP)
         cluster.set_down("router-0")

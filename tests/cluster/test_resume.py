@@ -198,6 +198,7 @@ REAL_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_real_model_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
     """Each kind of request runs undisturbed, and then with its decode node killed in mid-answer: same tokens, same
     text, same finish; penalties see what came before, log-probabilities cover every token once."""

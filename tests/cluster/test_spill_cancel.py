@@ -13,10 +13,10 @@ from unittest.mock import patch
 import grpc
 import pytest
 
-from cachestore.host_tier import BlockCopy, ThreadCopier
-from cachestore.spill import Spill
 from cachestore.spill_policy import SpillState
 from decode_node.node import DecodeNode
+from node.host_tier import BlockCopy, ThreadCopier
+from node.spill import Spill
 from tests.support.cancel_harness import ask_or_leave
 from tests.support.cluster_harness import (
     assert_conserved,

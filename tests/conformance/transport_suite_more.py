@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch
-from kvtransfer.layout import Layout, kv_layout
+from cachestore.layout import Layout, kv_layout
 from kvtransfer.plan import HeadRange, head_ranges
 from kvtransfer.transport import Seal, TransportName, WriteOps
 from tests.conformance.transport_kits import ConnectErrors, Kit, endpoint_from_json

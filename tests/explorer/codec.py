@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from baton.ids import Epoch, GrantId, ReserveNumber
+from cachestore.ledger import Ledger
 from kvtransfer.grant_book import GrantEntry, PairEntry
-from kvtransfer.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants, ReceiverLimits
 from kvtransfer.receiver_messages import Refusal
 from kvtransfer.writer_grants import WriterGrants, WriterLimits, WriterState, _Handoff

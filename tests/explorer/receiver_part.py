@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import BlockId, Epoch, GrantId
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
 from kvtransfer.receiver_messages import (
     AnswerCommit,

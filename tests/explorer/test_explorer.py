@@ -12,7 +12,7 @@ from kvtransfer.writer_grants import WRITER_TRANSITIONS, WriterState
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 from tests.explorer.calm import Calm, walk_all
 from tests.explorer.mutants import MUTANTS
-from tests.explorer.runs import DEFAULT
+from tests.explorer.runs import DEFAULT, QUICK
 from tests.explorer.search import Counterexample, Found, explore
 
 CALM_STEPS_MAX = 16
@@ -28,7 +28,7 @@ def _explored(name: str) -> tuple[Found, Calm]:
     return found, calm
 
 
-@pytest.mark.parametrize("name", DEFAULT)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DEFAULT])
 def test_every_reachable_state_is_safe_and_becomes_free(name: str) -> None:
     """Two handoffs over one block, at most two crashes, control messages lost, repeated and reordered without a bound:
     no state and no step breaks an invariant, and from each state a calm system frees everything."""
@@ -37,6 +37,7 @@ def test_every_reachable_state_is_safe_and_becomes_free(name: str) -> None:
     assert calm.steps_max <= CALM_STEPS_MAX
 
 
+@pytest.mark.slow
 def test_every_transition_of_both_tables_is_taken() -> None:
     """The exploration is no stroll in a corner: each state is entered and each line of both tables is used."""
     explored = [_explored(name)[0] for name in DEFAULT]

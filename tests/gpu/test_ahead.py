@@ -28,7 +28,8 @@ from tests.support.gpu_models import (
 
 # isort: split
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from engine.block_manager import BlockManager, growth_blocks
+from cachestore.block_manager import BlockManager, growth_blocks
+from cachestore.ledger import Ledger
 from engine.core import Engine
 from engine.filters import TOP_K_BLIND_MAX, best_blind, best_ranked
 from engine.gpu.config import GpuConfig, GraphConfig
@@ -40,7 +41,6 @@ from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceMode
 from engine.torch_runner import TorchRunner
 from engine.types import AheadRunner, Batch, NullSink, Runner, SamplingParams, TokenLogprobs
-from kvtransfer.ledger import Ledger
 
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG, 1)

@@ -49,6 +49,7 @@ async def answers(cluster: AnyCluster, prompts: list[list[int]]) -> list[list[in
     return [answer.ids for answer in found]
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_one_engine_on_the_cpu(model: Path, reference: Reference) -> None:
     """Prompts at once, some with a common beginning that is not sent twice, chunks cut inside blocks, freed blocks
     poisoned and used again: exact. Afterwards every block is free, cached or the decode node's padding."""
@@ -79,6 +80,7 @@ def test_answers_are_those_of_one_engine_on_the_cpu(model: Path, reference: Refe
     play(spec_of(model), scene)
 
 
+@pytest.mark.slow
 def test_mixed_nodes_keep_and_hand_over_on_one_region(model: Path, reference: Reference) -> None:
     """Two nodes of both halves: short prompts run where they came in, long ones at the other, in steps that read
     prompts and write answers together. Exact, and each node has its own padding."""
@@ -96,6 +98,7 @@ def test_mixed_nodes_keep_and_hand_over_on_one_region(model: Path, reference: Re
     play(spec_of(model, mixed=2), scene)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Reference) -> None:
     """A prefill process is killed between two layers of a long prompt. Its death is the evidence: the decode node's
     blocks are free again, all but the padding; a new process hands the same prompt over, exactly."""

@@ -59,7 +59,15 @@ def reference(model: Path) -> Reference:
     return Reference(model, num_blocks=64, compute_threads=1)
 
 
-@pytest.mark.parametrize("on_cpu", [(), ("decode-0",), ("prefill-0",)], ids=["both on the device", "to a CPU", "from"])
+@pytest.mark.parametrize(
+    "on_cpu",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("decode-0",),
+        pytest.param(("prefill-0",), marks=pytest.mark.slow),
+    ],
+    ids=["both on the device", "to a CPU", "from"],
+)
 def test_answers_are_those_of_one_engine_on_the_cpu(model: Path, reference: Reference, on_cpu: tuple[str, ...]) -> None:
     """Prompts at once, some with a common beginning, chunks cut inside blocks, freed blocks poisoned and used again,
     cached blocks posted by the control thread: exact. Every block is accounted for, each node tells how its region is
@@ -122,6 +130,7 @@ def test_what_cannot_be_flushed_is_not_committed(
     play(spec_of(model, more=RDMA), scene)
 
 
+@pytest.mark.slow
 def test_mixed_nodes_write_and_receive_through_one_registration(model: Path, reference: Reference) -> None:
     """Two nodes of both halves, each a writer to the other: exact, and the registration is told once."""
     prompts = random_prompts(11, 26, 40, 33, 18)

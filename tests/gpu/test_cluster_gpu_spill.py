@@ -85,6 +85,7 @@ async def ask(cluster: RunningCluster, prompt: list[int], count: int) -> list[in
     return answer.ids
 
 
+@pytest.mark.slow
 def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluster, reference: Reference) -> None:
     """Five answers at once, freed blocks poisoned: each is that of one engine on the CPU, blocks have gone to pinned
     memory and come back, steps went ahead and were held back. `baton describe` shows how much is pinned."""
@@ -111,6 +112,7 @@ def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluste
     assert re.search(f"^below the region +{HOST_BYTES:,} bytes of pinned memory$", shown.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_disturbs_nobody_who_spills(cluster: RunningCluster, reference: Reference) -> None:
     """Three answers grow while a prefill process writes a long prompt, and is killed in the middle of it: its death
     frees the blocks that it wrote to, the three outgrow the device, and are right. A new process hands the long prompt

@@ -64,9 +64,14 @@ async def answers(cluster: AnyCluster, prompts: list[list[int]], others: Collect
 @pytest.mark.parametrize(
     ("settings", "on_cpu", "offers"),
     [
-        (TCP, (), {"prefill-0": ["tcp"], "decode-0": ["tcp"]}),
+        pytest.param(TCP, (), {"prefill-0": ["tcp"], "decode-0": ["tcp"]}, marks=pytest.mark.slow),
         (STAGING, ("decode-0",), {"prefill-0": ["cuda_ipc", "tcp"], "decode-0": ["shm", "tcp"]}),
-        (STAGING, ("prefill-0",), {"prefill-0": ["shm", "tcp"], "decode-0": ["cuda_ipc", "tcp"]}),
+        pytest.param(
+            STAGING,
+            ("prefill-0",),
+            {"prefill-0": ["shm", "tcp"], "decode-0": ["cuda_ipc", "tcp"]},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["both on the device", "to a CPU", "from a CPU"],
 )
@@ -101,6 +106,7 @@ def test_answers_are_those_of_one_engine_on_the_cpu(
     play(spec_of(model, more=settings, on_cpu=on_cpu), scene)
 
 
+@pytest.mark.slow
 def test_mixed_nodes_write_and_receive_through_one_pinned_memory(model: Path, reference: Reference) -> None:
     """Two nodes of both halves, each a writer to the other. Exact, and every block is accounted for."""
     prompts = random_prompts(11, 26, 40, 33, 18)
@@ -117,6 +123,7 @@ def test_mixed_nodes_write_and_receive_through_one_pinned_memory(model: Path, re
     play(spec_of(model, mixed=2, more=TCP), scene)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Reference) -> None:
     """A prefill process is killed while a long prompt is being written. The receiver's fence is the evidence: its
     blocks are free again, all but the padding, and so are the connection's chunks of pinned memory; a new process hands

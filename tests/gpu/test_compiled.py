@@ -27,6 +27,7 @@ def kernels_in_the_sources() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 80])
 def test_every_kernel_compiles_as_it_is_launched(capability: int, tmp_path: Path) -> None:
     """By the functions that launch them, for bfloat16 and for float32 with odd sizes; none asks for more memory than a

@@ -12,9 +12,6 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.errors import BatonError, Reason
-from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.host_tier import BlockCopy, SpillConfig
-from cachestore.stream_copier import StreamCopier
 from decode_node.config import DecodeConfig
 from engine.build import ComputeDevice, EngineConfig
 from engine.gpu.config import GpuConfig, GraphConfig
@@ -22,6 +19,9 @@ from engine.model_config import ComputeDtype
 from engine.types import SamplingParams
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
+from node.host_tier import BlockCopy, SpillConfig
+from node.pool import DevicePool, open_device_pool
+from node.stream_copier import StreamCopier
 from tests.support.gpu_node import BLOCK_SIZE, random_prompts, write_model
 from tests.support.pool_bench import answers_of
 
@@ -84,6 +84,7 @@ def wanted(config: EngineConfig) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: list[list[int]]) -> None:
     """Five at once that outgrow the region twice over, freed blocks poisoned: token for token those of the same runner
     with room for all, each computed once; steps went ahead, and were held back where room had to be made. Afterwards
@@ -111,6 +112,7 @@ def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: l
     assert_given_back()
 
 
+@pytest.mark.slow
 def test_bytes_that_come_back_wrong_are_seen(
     config: EngineConfig, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

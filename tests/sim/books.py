@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from baton.ids import BlockId, GrantId
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState
 
 if TYPE_CHECKING:

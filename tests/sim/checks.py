@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.ids import BlockId
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState
 from tests.sim.books import OVER
 from tests.sim.cluster import Kind, Process, SimCluster

@@ -28,8 +28,8 @@ import router.node
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, Pair
 from baton.runtime import NodeRuntime
+from cachestore.ledger import Ledger
 from decode_node.node import DecodeNode
-from kvtransfer.ledger import Ledger
 from kvtransfer.receiver import Receiver
 from kvtransfer.transport import TransportName
 from prefill_node.node import PrefillNode

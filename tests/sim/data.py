@@ -78,8 +78,9 @@ class SimPort:
         if self.transport is TransportName.TCP:
             self.allowed[grant] = (pair, epoch, ranges)
 
-    def forbid(self, grant: GrantId) -> None:
+    def forbid(self, grant: GrantId) -> bool:
         self.allowed.pop(grant, None)
+        return True
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         for number in self.pairs.setdefault(pair, PairFence()).fence(epoch):

@@ -16,15 +16,15 @@ from zlib import crc32
 
 from baton.ids import BlockId
 from baton.wire import ModelInfo
-from cachestore.device_pool import DevicePool, layout_of
-from engine.block_manager import BlockManager
+from cachestore.block_manager import BlockManager
+from cachestore.ledger import Ledger
+from cachestore.pins import PinTable
 from engine.build import EngineConfig
 from engine.core import Engine
-from engine.pins import PinTable
 from engine.types import Batch, KvSink, KvSpec, Runner, SequenceSlice, StepResult, TokenLogprobs
-from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
-from kvtransfer.ledger import Ledger
+from kvtransfer.negotiation import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.transport import RegionKind
+from node.pool import DevicePool, layout_of
 
 LAYERS = 2
 SLOT_BYTES = 4

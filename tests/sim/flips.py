@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-import kvtransfer.checksum_thread
+import kvtransfer.checksums
 import tests.sim.cluster
 from baton.ids import GrantId, Pair, RequestKey
 from decode_node.node import DecodeNode
@@ -92,7 +92,7 @@ def flipping(*, seed: int, chance: float, fraction: float = 1.0) -> Iterator[Fli
     loggers = [logging.getLogger(f"baton.{name}") for name in ("receiver", "writer")]
     with ExitStack() as stack:
         for owner, name, replacement in (
-            (kvtransfer.checksum_thread, "ThreadPoolExecutor", InlineThread),
+            (kvtransfer.checksums, "ThreadPoolExecutor", InlineThread),
             (tests.sim.cluster, "prefill_config", sampling_config),
             (Receiver, "seal_landed", seal_landed),
             (DecodeNode, "committed", committed),

@@ -25,10 +25,15 @@ from tests.sim.run import (
 )
 
 BATCH = 20
+QUICK_SEEDS = 40
+"""How many of the seeds `make test` plays."""
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("first", range(1, SUITE_SEEDS + 1, BATCH))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=() if n < QUICK_SEEDS else pytest.mark.slow) for n in range(1, SUITE_SEEDS + 1, BATCH)],
+)
 def test_short_runs_under_faults(first: int) -> None:
     """Crashes, restarts, stops, cuts, losses, duplicates, delays, jumps of clocks and a lost directory: every answer is
     right, every block accounted for, nothing lands where it may not, all becomes quiet and works again."""

@@ -10,7 +10,7 @@ import pytest
 from batonpb import common_pb2, inference_pb2
 
 from baton.ids import BlockId, GrantId
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.receiver_grants import GrantState
 from tests.sim.books import LedgerWatch
 from tests.sim.engine import ATTEMPTS, reference

@@ -28,6 +28,7 @@ from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
 from engine.build import EngineKind
 from engine.mock import MockConfig, mock_reference
 from engine.types import SamplingParams
+from tests.support.fork_server import forked_children
 
 _T = TypeVar("_T")
 
@@ -277,7 +278,7 @@ def http_endpoint(cluster: RunningCluster) -> str:
 @contextmanager
 def running(spec: ClusterSpec, *, warm_up: bool = True) -> Iterator[RunningCluster]:
     """A cluster of processes for the length of the block."""
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, forked_children():
         cluster = RunningCluster(spec, runner)
         try:
             cluster.run(cluster.start(warm_up=warm_up))

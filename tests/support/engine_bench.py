@@ -10,13 +10,13 @@ from collections.abc import Callable
 import numpy as np
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from engine.block_manager import BlockManager, growth_blocks, prefix_blocks_max
+from cachestore.block_manager import BlockManager, growth_blocks, prefix_blocks_max
+from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
 from engine.mock import MockConfig, MockRunner
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
 from engine.types import FinishReason, NullSink, SamplingParams
-from kvtransfer.ledger import Ledger
 
 POISON = 0xEE
 SMALL = MockConfig(num_layers=2, vocab_size=50, block_size=4, context_len_max=256)

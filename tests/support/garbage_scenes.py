@@ -18,7 +18,7 @@ from typing import Any
 import grpc.aio
 
 from baton.errors import BatonError, Reason
-from engine.prefix_cache import IndexCursor
+from cachestore.prefix_cache import IndexCursor
 from engine.sequence import Sequence
 from kvtransfer.handoff import Handoff
 from kvtransfer.step_writes import StepWrites

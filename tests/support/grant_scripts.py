@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
 from kvtransfer.receiver_grants import (
     GrantState,
     ReceiverGrants,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence as Several
 
-from cachestore.device_pool import DevicePool
-from engine.block_manager import growth_blocks
+from cachestore.block_manager import growth_blocks
 from engine.core import TokenEvent
 from engine.loop import EngineLoop, done_or_broken
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
+from node.pool import DevicePool
 from tests.support.engine_bench import key_of
 
 WAIT_S = 60

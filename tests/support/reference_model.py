@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from baton.ids import Attempt, RequestId, RequestKey
-from cachestore.device_pool import layout_of
-from engine.block_manager import BlockManager, growth_blocks
+from cachestore.block_manager import BlockManager, growth_blocks
+from cachestore.ledger import Ledger
 from engine.core import Engine
 from engine.sampler import filtered_scores, gumbel_noise, row_key
 from engine.scheduler import SchedulerConfig
@@ -28,7 +28,7 @@ from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceMode
 from engine.torch_runner import TorchRunner
 from engine.types import NullSink, SamplingParams
-from kvtransfer.ledger import Ledger
+from node.pool import layout_of
 
 TIE_TOLERANCE = 5e-4
 """Scores closer than this tie.

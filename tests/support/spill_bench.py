@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cachestore.device_pool import layout_of
-from cachestore.host_tier import BlockCopy, BlockPlaces, RegionCopier, SpillConfig
-from cachestore.spill import Spill
+from cachestore.block_manager import growth_blocks, prefix_blocks_max
 from cachestore.spill_policy import SpillState
-from engine.block_manager import growth_blocks, prefix_blocks_max
 from engine.core import TokenEvent
 from engine.mock import MockConfig, MockRunner
 from engine.sequence import Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
+from node.host_tier import BlockCopy, BlockPlaces, RegionCopier, SpillConfig
+from node.pool import layout_of
+from node.spill import Spill
 from tests.support.engine_bench import POISON, SMALL, Node, key_of
 
 

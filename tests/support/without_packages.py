@@ -19,7 +19,7 @@ BLOCKED = frozenset({"redis", "grpc_health", "grpc_reflection", "starlette", "py
 # fmt: off
 OWN = frozenset([
     "baton", "batonpb", "benchmarks", "cachestore", "cli", "decode_node", "engine", "kvtransfer", "mixed_node",
-    "prefill_node", "router", "tests",
+    "node", "prefill_node", "router", "tests",
 ])
 THERE = frozenset([
     "click", "cuda", "google", "grpc", "h11", "huggingface_hub", "jinja2", "numpy", "prometheus_client", "safetensors",
@@ -61,7 +61,7 @@ def import_all() -> int:
     """The roots of a pair and of the commands, what routers count, each module of the packages below, and the
     GPU's benchmark."""
     names = ["prefill_node.main", "decode_node.main", "mixed_node.main", "cli.commands", "router.metrics"]
-    for package in ("engine", "kvtransfer", "cachestore"):
+    for package in ("engine", "kvtransfer", "cachestore", "node"):
         found = pkgutil.walk_packages(importlib.import_module(package).__path__, prefix=f"{package}.")
         names += [module.name for module in found if is_source(module.name)]
     folder = importlib.import_module("benchmarks").__path__

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from kvtransfer.layout import kv_layout
+from cachestore.layout import kv_layout
 
 
 def script(name: str) -> ModuleType:

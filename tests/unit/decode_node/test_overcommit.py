@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cachestore.block_manager import BlockManager
+from cachestore.ledger import Ledger
 from decode_node.overcommit import Admission
-from engine.block_manager import BlockManager
-from kvtransfer.ledger import Ledger
 
 
 @pytest.mark.parametrize(("padding", "room"), [(0, True), (1, False)])

@@ -13,12 +13,12 @@ import torch
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from cachestore.device_pool import layout_of
 from engine.build import ComputeDevice, EngineConfig, EngineKind, build_runner
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype, Quantisation
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
+from node.pool import layout_of
 
 NUM_BLOCKS, BLOCK_SIZE, VOCAB = 40, 4, 300
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=64)

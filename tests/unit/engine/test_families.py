@@ -15,7 +15,6 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from cachestore.device_pool import layout_of
 from engine.build import EngineConfig, build_runner
 from engine.checkpoint import INDEX_FILE
 from engine.demo_model import DemoModelParams, write_demo_model
@@ -23,6 +22,7 @@ from engine.model_config import ComputeDtype, ModelFamily, parse_model_config
 from engine.models.rotary import attention_factor, rotary_frequencies
 from engine.torch_runner import TorchRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
+from node.pool import layout_of
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.ids import Attempt, RequestId, RequestKey
-from engine.block_manager import BlockManager, growth_blocks
+from cachestore.block_manager import BlockManager, growth_blocks
+from cachestore.ledger import Ledger
 from engine.scheduler import EngineFullError, Scheduler, SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
 from engine.types import SamplingParams
-from kvtransfer.ledger import Ledger
 
 SIZE = 4
 CONTEXT = 64

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
 from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
@@ -33,11 +35,16 @@ class Receiver:
     def __init__(self) -> None:
         self.reached = True
         self.failing = False
+        self.bug: Exception | None = None
+        """Raised by the next call."""
         self.ends = asyncio.Event()
         self.calls = 0
 
     def Attend(self, _request: transfer_pb2.AttendRequest) -> Any:
         self.calls += 1
+        bug, self.bug = self.bug, None
+        if bug is not None:
+            raise bug
         return Call(self)
 
 
@@ -60,6 +67,7 @@ class Call:
 class Scene:
     def __init__(self, endpoint: str) -> None:
         self.receiver, self.clock, self.lost = Receiver(), YieldingClock(), 0
+        self.fails = False
         self.attendance = WriterAttendance(
             name="decode-0",
             endpoint=endpoint,
@@ -73,6 +81,8 @@ class Scene:
 
     def _lost(self) -> None:
         self.lost += 1
+        if self.fails:
+            raise ValueError("handoffs")
 
 
 def play(scene: Callable[[Scene], Any]) -> None:
@@ -130,3 +140,40 @@ def test_a_receiver_that_was_away_is_trusted_at_once() -> None:
         assert one.receiver.calls == calls + 1
 
     play(scene)
+
+
+def test_a_bug_while_watching_is_logged_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """A call raises what nobody expects: that is logged with its traceback, the receiver counts as lost, once, and the
+    next call reaches it again."""
+
+    async def scene(one: Scene) -> None:
+        await until(lambda: one.receiver.calls == 1)
+        one.receiver.bug = ValueError("no such field")
+        one.receiver.ends.set()
+        await until(lambda: one.lost == 1)
+        await until(lambda: not one.attendance.out_of_reach)
+        assert (one.lost, one.receiver.calls) == (1, 3)
+
+    with caplog.at_level(logging.INFO, logger="baton.attendance"):
+        play(scene)
+    assert [record.getMessage() for record in caplog.records] == [
+        "watching a receiver failed", "receiver lost", "receiver reached again",
+    ]  # fmt: skip
+    assert caplog.records[0].exc_info is not None and isinstance(caplog.records[0].exc_info[1], ValueError)
+
+
+def test_a_handler_of_a_loss_that_fails_is_logged_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Giving the handoffs up raises: the loop logs it, and the receiver is reached again all the same."""
+
+    async def scene(one: Scene) -> None:
+        await until(lambda: one.receiver.calls == 1)
+        one.fails = True
+        one.receiver.reached = False
+        one.receiver.ends.set()
+        await until(lambda: one.attendance.out_of_reach)
+        one.receiver.reached = True
+        await until(lambda: not one.attendance.out_of_reach)
+
+    play(scene)
+    raised = [record.exc_info[1] for record in caplog.records if record.name == "asyncio" and record.exc_info]
+    assert list(map(repr, raised)) == ["ValueError('handoffs')"]

@@ -17,12 +17,16 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId, GrantId
-from kvtransfer import checksum_thread
-from kvtransfer.checksum_thread import ChecksumThread, SourceSample
+from cachestore.layout import Layout, kv_layout
+from kvtransfer import checksums
 from kvtransfer.checksums import (
     CHECKSUM_RECORDS_MAX,
-    CORRUPT_TOLD_MAX,
+    CORRUPT_NAMED_MAX,
+    ChecksumThread,
+    RecordChecks,
     RecordChecksums,
+    SourceSample,
+    checksums_from_proto,
     crcs,
     differing,
     in_sample,
@@ -30,10 +34,8 @@ from kvtransfer.checksums import (
     segments,
 )
 from kvtransfer.handoff import WriterConfig
-from kvtransfer.layout import Layout, kv_layout
 from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
 from kvtransfer.receiver_messages import RecordsChecked
-from kvtransfer.record_checks import RecordChecks, checksums_from_proto
 from kvtransfer.step_writes import StepWrites
 from kvtransfer.transport import WriteOps
 
@@ -165,8 +167,8 @@ def test_many_differences_are_counted_and_some_are_named() -> None:
     sent = sums([0] * 20, list(range(20)), [1] * 20)
     corrupt = differing(sent, np.zeros(20, np.uint32))
     assert corrupt is not None
-    assert (corrupt.count, len(corrupt.records)) == (20, CORRUPT_TOLD_MAX)
-    assert corrupt.told() == "0/0 0/1 0/2 0/3 0/4 0/5 0/6 0/7"
+    assert (corrupt.count, len(corrupt.records)) == (20, CORRUPT_NAMED_MAX)
+    assert corrupt.named() == "0/0 0/1 0/2 0/3 0/4 0/5 0/6 0/7"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ class Gate:
             self.threads.add(threading.current_thread().name)
             return real(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(checksum_thread, "crcs", held)
+        monkeypatch.setattr(checksums, "crcs", held)
 
 
 def test_chunks_add_up_and_sources_are_held_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +283,7 @@ def test_an_empty_sample_holds_nothing() -> None:
 
 def test_a_sample_never_outgrows_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """More records come than were announced: the sample stops at the limit."""
-    monkeypatch.setattr(checksum_thread, "CHECKSUM_RECORDS_MAX", 3)
+    monkeypatch.setattr(checksums, "CHECKSUM_RECORDS_MAX", 3)
 
     async def scene() -> None:
         thread = ChecksumThread(random_region(1), name="test")
@@ -305,7 +307,7 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
 ) -> None:
     """A small sample on the control thread, a large one on the other: the same word about each grant, and the error is
     there for every repeat of the Commit until the grant is forgotten."""
-    monkeypatch.setattr("kvtransfer.record_checks.INLINE_BYTES_MAX", inline_bytes_max)
+    monkeypatch.setattr("kvtransfer.checksums.INLINE_BYTES_MAX", inline_bytes_max)
     threads: list[str] = []
     real_submit = ChecksumThread.submit
 
@@ -348,7 +350,7 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
 def test_a_grant_that_is_forgotten_is_compared_for_nobody(meanwhile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its writer is fenced and its books are closed before the comparison begins, or while the other thread reads:
     nothing breaks off, nothing is said, and nothing is kept of it, though its records differ."""
-    monkeypatch.setattr("kvtransfer.record_checks.INLINE_BYTES_MAX", 0)
+    monkeypatch.setattr("kvtransfer.checksums.INLINE_BYTES_MAX", 0)
     gate = Gate(monkeypatch)
 
     async def scene() -> None:

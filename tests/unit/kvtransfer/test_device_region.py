@@ -23,7 +23,6 @@ import tests.support.triton_interpreter  # noqa: F401  # before the kernel, and 
 from triton.runtime.errors import OutOfResources
 
 from baton.errors import InvalidField
-from cachestore.regions import offered
 from kvtransfer.device.copy_kernel import copy_records
 from kvtransfer.device.cuda_streams import CudaStreams
 from kvtransfer.device.driver import CudaDriver, DeviceError, mps_in_use
@@ -32,6 +31,7 @@ from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports, choose,
 from kvtransfer.transport import DataEndpoint, RegionKind, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.shm import ShmConnectError
+from node.regions import offered
 from tests.conformance.transport_kits import FakeSource
 from tests.support.fake_device import FakeDriver
 from tests.support.shm_harness import LINK_EPOCH, LINK_PAIR, Recorder, ops_of, run

@@ -14,6 +14,7 @@ import pytest
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingShare
 from kvtransfer.transport import Seal
+from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from kvtransfer.transports.tcp import TcpConnectError, TcpWriterConfig
@@ -34,6 +35,7 @@ from tests.support.staging_scenes import (
     SMALL,
     Node,
     Scene,
+    ShimPinned,
     check_touches,
     scene,
     whole,
@@ -355,19 +357,52 @@ def test_an_error_of_the_writers_device_ends_the_link(monkeypatch: pytest.Monkey
     run(test())
 
 
-def test_an_error_of_the_receivers_device_fences_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is acknowledged that may not have landed."""
+def test_an_error_of_the_receivers_device_fences_the_pair_and_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is acknowledged that may not have landed. A fence has begun, but neither the joined thread nor `forbid`
+    proves that the copies are over: no `writer_gone` comes, and the connection is counted. Once the device says that
+    it has finished them, there is evidence."""
+    monkeypatch.setattr(tcp_receiver, "PROVE_RETRY_MS", 10)
 
     async def test() -> None:
         async with scene(monkeypatch, streams=1) as s:
             s.receiver.device.run_some = broken  # type: ignore[method-assign]
             s.link.post(GRANT, whole())
-            await s.arrived.until(lambda e: bool(e.gone))
-            assert s.arrived.gone_epochs == [(PAIR, EPOCH)]
+            await wait_until(lambda: s.port.describe()["copies_unproved"] == 1)
             await s.posted.until(lambda e: bool(e.lost))
             assert s.posted.completed == [(GRANT, 1, NBYTES, False)]
-            # A device that has failed writes nothing any more, which the simulator does not know.
-            s.receiver.found.clear()
+            assert not s.port.forbid(GRANT)
+            assert not s.port.forbid(GRANT)
+            figures = s.port.describe()
+            assert (figures["fences_waiting"], figures["staging_bytes_used"]) == (1, SMALL.stream_chunks * CHUNK)
+            assert s.arrived.gone == []
+            s.receiver.thaw()
+            await s.arrived.until(lambda e: bool(e.gone))
+            assert s.arrived.gone == [(PAIR, EPOCH, "1 closed, its receive thread joined")]
+            assert s.port.forbid(GRANT)
+            figures = s.port.describe()
+            assert (figures["copies_unproved"], figures["staging_bytes_used"]) == (0, 0)
+
+    run(test())
+
+
+def test_pinned_memory_of_failed_copies_stays_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both devices fail and stay so: the link and the port close, and neither node unpins what its device may still
+    copy from or to."""
+    unpinned: list[str] = []
+    monkeypatch.setattr(ShimPinned, "close", lambda self: unpinned.append(self.memory.name))
+
+    async def test() -> None:
+        async with scene(monkeypatch, streams=1) as s:
+            s.receiver.device.run_some = broken  # type: ignore[method-assign]
+            s.link.post(GRANT, whole())
+            await wait_until(lambda: s.port.describe()["copies_unproved"] == 1)
+            await s.link.close()
+            s.link = await s.connect(pair_of(9), grant_of(9))
+            s.writer.device.run_some = broken  # type: ignore[method-assign]
+            s.link.post(grant_of(9), whole())
+            await s.posted.until(lambda e: len(e.lost) == 2)
+            assert s.writer.staged.describe()["staging_bytes_used"] == SMALL.link_chunks * CHUNK
+        assert unpinned == []
 
     run(test())
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.layout import kv_layout
+from cachestore.layout import kv_layout
 from kvtransfer.pair_speed import RECENT_S, LandedBytes, Moved, PairSpeed
 from kvtransfer.plan import RecordPlan
 from kvtransfer.step_writes import StepWrites

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.layout import Component, Layout, kv_layout
+from cachestore.layout import Component, Layout, kv_layout
 from kvtransfer.plan import HeadRange, head_ranges, whole_records
 from kvtransfer.transport import WriteOps
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from baton.ids import BlockId
-from kvtransfer.layout import kv_layout
+from cachestore.layout import kv_layout
 from kvtransfer.step_writes import StepWrites
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
 

@@ -12,8 +12,8 @@ from batonpb import common_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
-from kvtransfer.layout import kv_layout
-from kvtransfer.negotiation import ANOTHER_MACHINE, FallbackConfig, Offers, PassedOver
+from cachestore.layout import kv_layout
+from kvtransfer.negotiation import ANOTHER_MACHINE, COOLDOWN_MS_MIN, FallbackConfig, Offers, PassedOver
 from kvtransfer.pair_report import pair_status
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
 from kvtransfer.writer import PeerAddress, WriterConfig, WriterPeer
@@ -34,6 +34,9 @@ class FakeChannel:
         self.offered: list[list[str]] = []
         self.better: dict[str, str] = {}
         """Told with each answer, with why it is not used."""
+        self.answers = asyncio.Event()
+        """Set while Reserve is answered."""
+        self.answers.set()
 
     def unary_stream(self, path: str, **_: Any) -> None:
         """Attend is not made by a `WriterPeer` itself."""
@@ -45,6 +48,7 @@ class FakeChannel:
             return transfer_pb2.ConnectReply(transport=request.transports[0], epoch=0, num_blocks=4, passed_over=better)
 
         async def reserve(request: transfer_pb2.ReserveRequest, **_: Any) -> transfer_pb2.ReserveReply:
+            await self.answers.wait()
             return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(retry_after_ms=1, reason="full"))
 
         return connect if path.endswith("Connect") else reserve
@@ -63,6 +67,7 @@ class FakeLink:
 
     def __init__(self, fenced: bool) -> None:
         self.fenced = fenced
+        self.closed = False
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
         raise AssertionError("nothing is granted")
@@ -77,7 +82,7 @@ class FakeLink:
         raise AssertionError("nothing is granted")
 
     async def close(self) -> None:
-        return
+        self.closed = True
 
 
 def make_peer(make_link: Any, transports: tuple[TransportName, ...] = (SHM, TCP)) -> tuple[WriterPeer, FakeChannel]:
@@ -122,10 +127,59 @@ def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
         ]
         assert made == [SHM, SHM, TCP]
         assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"]]
-        assert (peer.link.transport, peer.link.offers.dropped, peer.link.failures) == (TCP, [SHM], 2)
+        assert (peer.link.transport, peer.link.offers.given_up, peer.link.failures) == (TCP, [SHM], 2)
         await peer.close()
 
     asyncio.run(test())
+
+
+def test_a_transport_that_was_given_up_is_offered_again_after_its_cooldown(caplog: pytest.LogCaptureFixture) -> None:
+    """Shared memory breaks twice and is given up for tcp. When its cooldown is over, the pair keeps its tcp link while
+    a handoff uses it, and the first request after that closes it and connects over shared memory. One more failure
+    there gives it up for twice as long. The status says how long is left."""
+    links: list[FakeLink] = []
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        links.append(FakeLink(fenced=False))
+        return links[-1]
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        began_s, later_s = loop.time(), 0.0
+        loop.time = lambda: began_s + later_s  # type: ignore[method-assign]
+        peer, channel = make_peer(make_link)
+        for _ in range(2):
+            assert await ask(peer) is Reason.DECODE_FULL
+            peer.link_lost(PAIR, "broken")
+        assert await ask(peer) is Reason.DECODE_FULL
+        assert list(pair_status(peer, loop.time()).given_up_left_ms) == [COOLDOWN_MS_MIN]
+
+        channel.answers.clear()
+        waiting = asyncio.create_task(ask(peer))
+        await asyncio.sleep(0)
+        later_s = COOLDOWN_MS_MIN / 1e3
+        also_waiting = asyncio.create_task(ask(peer))
+        await asyncio.sleep(0)
+        channel.answers.set()
+        assert [await waiting, await also_waiting] == [Reason.DECODE_FULL] * 2
+        assert (peer.link.transport, links[2].closed, len(channel.offered)) == (TCP, False, 3)
+        status = pair_status(peer, loop.time())
+        assert (list(status.transports_given_up), list(status.given_up_left_ms)) == (["shm"], [0])
+
+        assert await ask(peer) is Reason.DECODE_FULL
+        assert (peer.link.transport, links[2].closed, links[3].closed) == (SHM, True, False)
+        assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"], ["shm", "tcp"]]
+        assert list(pair_status(peer, loop.time()).transports_given_up) == []
+
+        peer.link_lost(PAIR, "broken")
+        assert list(pair_status(peer, loop.time()).given_up_left_ms) == [2 * COOLDOWN_MS_MIN]
+        await peer.close()
+
+    with caplog.at_level(logging.INFO, logger="baton.writer"):
+        asyncio.run(test())
+    assert [r.getMessage() for r in caplog.records if "transport" in r.getMessage()] == [
+        "transport given up", "transport offered again", "transport given up",
+    ]  # fmt: skip
 
 
 def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,14 +217,16 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
             ("INFO", machine),
         ]
         assert [len(passed_over) for passed_over in seen] == [1, 2, 2, 0, 1]
-        status = pair_status(peer)
+        status = pair_status(peer, 0.0)
         assert (status.transport, status.link_open) == ("tcp", False)
         assert [(other.transport, other.why) for other in status.passed_over] == [("shm", ANOTHER_MACHINE)]
 
-        peer.link.offers.dropped.append(SHM)
+        peer.link.offers = Offers((SHM, TCP), FallbackConfig())
+        for _ in range(2):
+            peer.link.offers.failed(SHM, asyncio.get_running_loop().time())
         channel.better = {"shm": "not offered here"}
         assert await ask(peer) is Reason.DECODE_FULL
-        status = pair_status(peer)
+        status = pair_status(peer, 0.0)
         assert (status.link_open, list(status.passed_over), list(status.transports_given_up)) == (True, [], ["shm"])
         await peer.close()
 
@@ -220,7 +276,7 @@ def test_devices_that_do_not_reach_each_other_cost_no_handoff() -> None:
         assert await ask(peer) is Reason.DECODE_FULL
         assert made == [RDMA, TCP]
         assert channel.offered == [["rdma", "tcp"], ["tcp"]]
-        assert (peer.link.transport, peer.link.offers.dropped, peer.link.failures) == (TCP, [RDMA], 1)
+        assert (peer.link.transport, peer.link.offers.given_up, peer.link.failures) == (TCP, [RDMA], 1)
         await peer.close()
 
     asyncio.run(test())
@@ -237,7 +293,7 @@ def test_without_another_transport_the_one_whose_data_does_not_pass_is_tried_aga
     async def test() -> None:
         peer, _ = make_peer(make_link, (RDMA,))
         assert [await ask(peer) for _ in range(3)] == [Reason.PEER_UNREACHABLE] * 3
-        assert (made, peer.link.offers.dropped, peer.link.failures) == ([RDMA] * 3, [], 3)
+        assert (made, peer.link.offers.given_up, peer.link.failures) == ([RDMA] * 3, [], 3)
         await peer.close()
 
     asyncio.run(test())
@@ -300,6 +356,7 @@ def test_a_link_on_which_nothing_arrived_is_the_last_of_a_transport_with_a_way_o
             offers=Offers(transports, FallbackConfig()),
             events=None,  # type: ignore[arg-type]
             replaced=lambda: None,
+            idle=lambda: True,
             loop=asyncio.get_running_loop(),
         )
         await link.ensure()

@@ -312,7 +312,7 @@ def test_a_grant_that_ends_on_a_device_that_cannot_be_flushed_ends_its_link() ->
             link.post(GRANT, record_ops(2, 20))
             await told.until(lambda e: bool(e.completed))
             driver.fails = 1
-            r.port.forbid(GRANT)
+            assert not r.port.forbid(GRANT)
             await told.until(lambda e: bool(e.lost))
             assert (r.port.describe()["refused"], figures(r)[2]) == ({"FLUSH": 1}, 1)
 

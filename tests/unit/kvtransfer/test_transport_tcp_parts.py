@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidField
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
-from kvtransfer.layout import kv_layout
+from cachestore.layout import kv_layout
 from kvtransfer.negotiation import FallbackConfig, Offers, check_transports, choose, host_identity
-from kvtransfer.ranges import LOOPED_SEGMENTS_MAX, RecordRanges
+from kvtransfer.plan import LOOPED_SEGMENTS_MAX, RecordRanges
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.transport import (
     DataEndpoint,
@@ -26,7 +26,7 @@ from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.tcp_frames import Batch, cut_frames
 from tests.support.shm_harness import grant_of, pair_of
 
-SHM, TCP = TransportName.SHM, TransportName.TCP
+RDMA, SHM, TCP = TransportName.RDMA, TransportName.SHM, TransportName.TCP
 U64 = st.integers(0, 2**64 - 1)
 GRANTS = st.binary(min_size=16, max_size=16).map(GrantId)
 BYTES32 = st.binary(min_size=32, max_size=32)
@@ -167,10 +167,31 @@ def test_a_transport_that_fails_twice_within_the_window_is_given_up() -> None:
     assert [offers.failed(SHM, 0.0), offers.failed(SHM, 1.5)] == [False, False]
     assert offers.names == ["shm", "tcp"]
     assert offers.failed(SHM, 2.0) is True
-    assert (offers.names, offers.dropped) == (["tcp"], [SHM])
+    assert (offers.names, offers.given_up) == (["tcp"], [SHM])
     assert offers.failed(SHM, 2.1) is False
     assert [offers.failed(TCP, 3.0), offers.failed(TCP, 3.1), offers.failed(TCP, 3.2)] == [False] * 3
-    assert (offers.names, offers.dropped) == (["tcp"], [SHM])
+    assert (offers.names, offers.given_up) == (["tcp"], [SHM])
+
+
+def test_a_transport_that_was_given_up_comes_back_after_a_cooldown_that_grows() -> None:
+    """Each further time doubles it, up to the maximum. After it came back, one failure within the window gives it up
+    again; a later one is like a first one."""
+    offers = Offers((RDMA, SHM, TCP), FallbackConfig(failures_max=3, failure_window_ms=1_000))
+    now_s = 0.0
+    for _ in range(3):
+        offers.failed(SHM, now_s)
+    for cooldown_ms in (30_000, 60_000, 120_000, 240_000, 480_000, 960_000, 1_800_000, 1_800_000):
+        assert (offers.given_up, offers.cooldown_left_s(SHM, now_s)) == ([SHM], cooldown_ms / 1_000)
+        now_s += cooldown_ms / 1_000
+        assert (offers.restore(now_s - 0.001), offers.better_restorable(TCP, now_s - 0.001)) == ([], False)
+        assert (offers.better_restorable(TCP, now_s), offers.better_restorable(RDMA, now_s)) == (True, False)
+        assert (offers.restore(now_s), offers.restore(now_s), offers.given_up) == ([SHM], [], [])
+        assert offers.names == ["rdma", "shm", "tcp"]
+        now_s += 1.0
+        assert offers.failed(SHM, now_s) is True
+    now_s += 1_800.0
+    offers.restore(now_s)
+    assert [offers.failed(SHM, now_s + 1.001), offers.failed(SHM, now_s + 2.2)] == [False, False]
 
 
 @pytest.mark.parametrize("transports", [(), (SHM, SHM)])
@@ -193,8 +214,9 @@ class FakePort:
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         self.asked.append(("allow", grant))
 
-    def forbid(self, grant: GrantId) -> None:
+    def forbid(self, grant: GrantId) -> bool:
         self.asked.append(("forbid", grant))
+        return True
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         self.asked.append(("fence", pair, epoch))

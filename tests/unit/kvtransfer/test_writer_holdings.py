@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.ids import Epoch, Pair
+from kvtransfer.checksums import WriterPlace
 from kvtransfer.receiver_grants import GrantState
 from kvtransfer.receiver_messages import (
     CommitAsked,
@@ -21,7 +22,6 @@ from kvtransfer.receiver_messages import (
     WriterLetGo,
     WriterSuspected,
 )
-from kvtransfer.record_checks import WriterPlace
 from kvtransfer.transport import TransportName
 from kvtransfer.writer_holdings import WriterHolding, WriterHoldings
 from tests.support.grant_scripts import EPOCH_0, OTHER_PAIR, PAIR, Receiver, grant_of, key_of, nth

@@ -37,8 +37,8 @@ from tests.support.docs_view import (
 )
 from tests.support.k8s_view import parse_command
 
-SOURCES: Final = ("baton", "cachestore", "cli", "decode_node", "engine", "kvtransfer", "mixed_node", "prefill_node",
-                  "router")  # fmt: skip
+SOURCES: Final = ("baton", "cachestore", "cli", "decode_node", "engine", "kvtransfer", "mixed_node", "node",
+                  "prefill_node", "router")  # fmt: skip
 USER_PAGES: Final = tuple(
     page
     for page in PAGES

@@ -23,13 +23,13 @@ from typing import Any
 from baton.ids import BlockId
 from baton.log import get_log
 from cachestore.host_blocks import HostBlockId
-from cachestore.host_tier import BlockCopy, BlockPlaces
-from cachestore.opening import let_go
 from kvtransfer.device.driver import DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceMemory
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import check_ops
+from node.host_tier import BlockCopy, BlockPlaces
+from node.opening import let_go
 
 log = get_log("spill")
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.ids import BlockId, RequestKey
+from cachestore.block_manager import BlockManager
 from cachestore.host_blocks import HostBlockId, HostBlocks
-from cachestore.host_tier import BlockCopier, BlockCopy, SpillConfig
+from cachestore.ledger import ConservationError, Ledger
 from cachestore.spill_policy import (
     CopiesDone,
     CopyBack,
@@ -35,10 +36,9 @@ from cachestore.spill_policy import (
     StepComes,
     Unpark,
 )
-from engine.block_manager import BlockManager
 from engine.core import Engine
 from engine.sequence import Sequence
-from kvtransfer.ledger import ConservationError, Ledger
+from node.host_tier import BlockCopier, BlockCopy, SpillConfig
 
 
 class _Way(Enum):

@@ -12,7 +12,7 @@ from baton.ids import Incarnation
 from baton.log import get_log
 from baton.runtime import NodeRuntime
 from baton.wire import check_header
-from cachestore.device_pool import DevicePool
+from node.pool import DevicePool
 
 log = get_log("pins")
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
-from engine.pins import PinLimits, PinTable
-from engine.prefix_cache import IndexCursor, PrefixCache
-from kvtransfer.ledger import Ledger
-from tests.unit.engine.test_prefix_cache import (
+from cachestore.ledger import Ledger
+from cachestore.pins import PinLimits, PinTable
+from cachestore.prefix_cache import IndexCursor, PrefixCache
+from tests.unit.cachestore.test_prefix_cache import (
     SIZE,
     Key,
     NaiveCache,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.ids import BlockId
-from engine.block_manager import BlockManager, growth_blocks, prefix_blocks_max
-from engine.prefix_cache import IndexCursor
-from kvtransfer.ledger import Ledger
+from cachestore.block_manager import BlockManager, growth_blocks, prefix_blocks_max
+from cachestore.ledger import Ledger
+from cachestore.prefix_cache import IndexCursor
 
 
 def make(num_blocks: int, block_size: int = 2) -> tuple[Ledger, BlockManager]:

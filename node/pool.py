@@ -15,22 +15,21 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
-from cachestore.host_memory import HostMemory, open_host_memory
-from cachestore.host_tier import SpillConfig
-from cachestore.opening import let_go, on_thread
-from cachestore.regions import PoolRegion, open_pool_region, pin_staging
-from engine.block_manager import BlockManager
+from cachestore.block_manager import BlockManager
+from cachestore.layout import Layout, kv_layout
+from cachestore.ledger import Ledger
+from cachestore.pins import PinTable
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
-from engine.pins import PinTable
 from engine.types import DeviceRunner, KvSpec, Runner
-from kvtransfer.compatibility import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.device.staging import StagedRegion, StagingConfig
-from kvtransfer.layout import Layout, kv_layout
-from kvtransfer.ledger import Ledger
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
+from node.host_memory import HostMemory, open_host_memory
+from node.host_tier import SpillConfig
+from node.opening import let_go, on_thread
+from node.regions import PoolRegion, open_pool_region, pin_staging
 
 # NumPy has no bfloat16; a transfer needs its size only.
 _DTYPE_BYTES = {"bfloat16": 2}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from baton.clock import Clock
 from baton.log import get_log
-from kvtransfer.ledger import ConservationError, Ledger
+from cachestore.ledger import ConservationError, Ledger
 
 log = get_log("ledger")
 

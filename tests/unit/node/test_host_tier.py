@@ -11,12 +11,12 @@ import pytest
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
-from cachestore.device_pool import open_device_pool
 from cachestore.host_blocks import HostBlockId, HostBlocks
-from cachestore.host_tier import BlockCopy, BlockPlaces, RegionCopier, SpillConfig, ThreadCopier
+from cachestore.layout import Layout, kv_layout
+from cachestore.ledger import ConservationError
 from engine.build import EngineConfig, EngineKind
-from kvtransfer.layout import Layout, kv_layout
-from kvtransfer.ledger import ConservationError
+from node.host_tier import BlockCopy, BlockPlaces, RegionCopier, SpillConfig, ThreadCopier
+from node.pool import open_device_pool
 from tests.support.spill_bench import Bytes
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype="uint8", dtype_bytes=1)

@@ -7,51 +7,10 @@ one class there, and this module never keeps a second book of it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Protocol
 
 from baton.ids import BlockId
-from engine.prefix_cache import CacheLedger, IndexCursor, PrefixCache
-
-
-class BlockLedger(CacheLedger, Protocol):
-    """The part of the node's block ledger that the engine uses. All its methods assert on misuse."""
-
-    num_blocks: int
-
-    @property
-    def available(self) -> int:
-        """Blocks that could be given to a new owner now, cached ones counted, promised ones not."""
-        ...
-
-    @property
-    def available_with_host(self) -> int:
-        """The same for new owners and host-backed promises together, room in host memory counted."""
-        ...
-
-    @property
-    def growable(self) -> int:
-        """Blocks that host-backed promises could draw now."""
-        ...
-
-    def can_draw(self, key: Hashable) -> bool: ...
-
-    def can_give(self, count: int, promise: int, *, host_backed: bool) -> bool: ...
-
-    def holders(self, block: BlockId) -> int: ...
-
-    def take(self, count: int, *, promise: Hashable | None = None) -> list[BlockId]: ...
-
-    def hold(self, blocks: Iterable[BlockId]) -> None: ...
-
-    def drop(self, blocks: Iterable[BlockId]) -> None: ...
-
-    def idle_cached(self, blocks: Iterable[BlockId]) -> int: ...
-
-    def promise(self, key: Hashable, count: int, *, host_backed: bool = False) -> None: ...
-
-    def unpromise(self, key: Hashable) -> None: ...
-
-    def promise_left(self, key: Hashable) -> int | None: ...
+from cachestore.ledger import Ledger
+from cachestore.prefix_cache import IndexCursor, PrefixCache
 
 
 def prefix_blocks_max(prompt_len: int, block_size: int) -> int:
@@ -78,7 +37,7 @@ class BlockManager:
     `fingerprint` names the model (and adapter) whose KV this is; chains of different fingerprints never match.
     """
 
-    def __init__(self, ledger: BlockLedger, block_size: int, fingerprint: bytes, *, padding_blocks: int = 0) -> None:
+    def __init__(self, ledger: Ledger, block_size: int, fingerprint: bytes, *, padding_blocks: int = 0) -> None:
         """`padding_blocks` of the ledger's held blocks belong to the engine itself, for good."""
         self.ledger = ledger
         self.padding_blocks = padding_blocks

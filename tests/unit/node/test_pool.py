@@ -14,9 +14,6 @@ import pytest
 from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
-from cachestore.device_pool import DevicePool, open_device_pool
-from cachestore.host_tier import SpillConfig
-from cachestore.regions import checksum_thread, offered
 from cli.services import Service, load_config
 from decode_node.config import DecodeConfig
 from engine.build import ComputeDevice, EngineConfig, EngineKind
@@ -31,6 +28,9 @@ from kvtransfer.handoff import WriterConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
 from mixed_node.config import MixedConfig
+from node.host_tier import SpillConfig
+from node.pool import DevicePool, open_device_pool
+from node.regions import checksum_thread, offered
 from prefill_node.config import PrefillConfig
 from tests.support.gpu_node import BLOCK_SIZE, MODEL, write_model
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.ids import BlockId
-from engine.prefix_cache import IndexCursor, PrefixCache, block_digest, pack_tokens, root_digest
-from kvtransfer.ledger import Ledger
+from cachestore.ledger import Ledger
+from cachestore.prefix_cache import IndexCursor, PrefixCache, block_digest, pack_tokens, root_digest
 
 SIZE = 2
 

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError, Reason
 from baton.runtime import Progress
-from cachestore.host_tier import BlockPlaces, RegionCopier, SpillConfig, ThreadCopier
-from cachestore.opening import let_go, on_thread
-from cachestore.regions import PoolRegion, open_host_region
-from cachestore.spill import Spill
-from cachestore.stream_copier import StreamCopier
-from engine.block_manager import BlockManager
+from cachestore.block_manager import BlockManager
+from cachestore.layout import Layout
+from cachestore.ledger import Ledger
 from engine.core import Engine
 from kvtransfer.device.driver import DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.layout import Layout
-from kvtransfer.ledger import Ledger
 from kvtransfer.region import Region
+from node.host_tier import BlockPlaces, RegionCopier, SpillConfig, ThreadCopier
+from node.opening import let_go, on_thread
+from node.regions import PoolRegion, open_host_region
+from node.spill import Spill
+from node.stream_copier import StreamCopier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import numpy as np
 from baton.errors import InvalidField, check_positive
 from baton.ids import BlockId
 from cachestore.host_blocks import HostBlockId
-from kvtransfer.layout import Layout
+from cachestore.layout import Layout
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.shm_copy import copy_records
 

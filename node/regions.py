@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from baton.errors import BatonError, InvalidField, Reason
 from baton.log import get_log
 from baton.runtime import Progress
+from cachestore.layout import Layout
 from engine.build import ComputeDevice, EngineConfig
 from kvtransfer import native
-from kvtransfer.checksum_thread import ChecksumThread
+from kvtransfer.checksums import ChecksumThread
 from kvtransfer.device.driver import CudaDriver, DeviceDriver, DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagedRegion, StagingConfig
-from kvtransfer.layout import Layout
 from kvtransfer.negotiation import serving
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import RegionKind, TransportName

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, InvalidField, Reason, bad_field, check_positive
-from engine.prefix_cache import PrefixCache
+from cachestore.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

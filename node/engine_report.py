@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from batonpb import node_pb2
 
 from baton.runtime import NodeRuntime
-from cachestore.device_pool import DevicePool
 from kvtransfer.native.copy import copies_by
 from kvtransfer.negotiation import serving
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma_poster import posts_by
 from kvtransfer.transports.tcp_payload import moved_by
+from node.pool import DevicePool
 
 
 def report_engine(runtime: NodeRuntime, pool: DevicePool) -> None:

@@ -18,34 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
 
 from baton.ids import BlockId
+from cachestore.ledger import Ledger
 
 DIGEST_BYTES = 16
-
-
-class CacheLedger(Protocol):
-    """What the index needs of the node's block ledger."""
-
-    @property
-    def free(self) -> int: ...
-
-    @property
-    def reclaimable(self) -> int: ...
-
-    @property
-    def available(self) -> int: ...
-
-    def is_held(self, block: BlockId) -> bool: ...
-
-    def mark_cached(self, block: BlockId) -> None: ...
-
-    def evict(self, block: BlockId) -> None: ...
-
-    def pin(self, block: BlockId) -> None: ...
-
-    def unpin(self, block: BlockId) -> None: ...
 
 
 def _blake2b(data: bytes) -> bytes:
@@ -112,7 +89,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        ledger: CacheLedger,
+        ledger: Ledger,
         *,
         block_size: int,
         fingerprint: bytes,

@@ -12,15 +12,15 @@ import pytest
 
 from baton.ids import BlockId
 from cachestore.host_blocks import HostBlockId
-from cachestore.host_tier import BlockCopy, BlockPlaces
-from cachestore.stream_copier import COPIES_IN_FLIGHT_MAX, StreamCopier
+from cachestore.layout import kv_layout
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.layout import kv_layout
 from kvtransfer.region import Region
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from node.host_tier import BlockCopy, BlockPlaces
+from node.stream_copier import COPIES_IN_FLIGHT_MAX, StreamCopier
 from tests.support.shm_harness import run
 from tests.support.staging_scenes import HastyDevice, OnDevice, ShimPinned
 from tests.support.stream_shim import ForgetfulDevice, Memory, MissingDependency, ShimDevice, ShimEvent, ShimStream

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.ids import BlockId, GrantId
-from kvtransfer.ledger import BlockCounts, ConservationError, Ledger
+from cachestore.ledger import BlockCounts, ConservationError, Ledger
 
 NUM_BLOCKS = 6
 

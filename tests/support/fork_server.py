@@ -1,0 +1,219 @@
+"""Starts the processes of a test cluster by fork(2) from a process that has everything imported already.
+
+A node spends about a second of processor time on imports, one with a model engine four: more than most tests need for
+everything else. Here one server for each set of imports lives as long as the test process, and a node is a fork of it.
+From then on it is what `baton ...` makes of it: it runs `cli.main` with its own arguments, environment, session, output
+and log, and it is a child of the test process as one that subprocess starts is.
+
+A process with an unusual environment is started by exec, like a user's; so are the clusters of `baton up`, the fault
+matrix and everything that tests the start itself. BATON_TESTS_EXEC=1 starts every process that way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Final, cast
+from unittest.mock import patch
+
+import cli.supervisor
+import engine.models
+import engine.native
+from cli.child import Child
+from cli.services import Service, serve_function
+
+EXEC_ENV: Final = "BATON_TESTS_EXEC"
+REQUEST_BYTES_MAX: Final = 1 << 20
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_COMMAND: Final = [sys.executable, "-P", "-m", "cli.main"]
+_THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_OWN: Final = frozenset({*_THREADS, "PYTEST_CURRENT_TEST"})
+"""Variables that may differ from the server's: read after the start, or of no matter to a node."""
+_SERVICES: Final = frozenset(service.value for service in Service)
+_LIBRARIES: Final = ("uvicorn", "starlette.applications", "prometheus_client", "jinja2.sandbox", "tokenizers")
+"""What a router imports when it serves HTTP or text."""
+_servers: dict[bool, ForkServer] = {}
+"""By whether they have torch."""
+
+
+class ForkServer:
+    """The test process's end of one server."""
+
+    def __init__(self, *, torch: bool) -> None:
+        self.environment = dict(os.environ)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tests.support.fork_server", str(theirs.fileno()), *(["torch"] * torch)],
+                env={**self.environment, **dict.fromkeys(_THREADS, "1")},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._socket = ours
+
+    def start(self, arguments: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
+        """A process that runs `baton` with these arguments, a child of this one."""
+        read, write = os.pipe()
+        request = json.dumps({"arguments": list(arguments), "env": dict(env)}).encode()
+        assert len(request) <= REQUEST_BYTES_MAX, len(request)
+        try:
+            with _adopting():
+                socket.send_fds(self._socket, [request], [write, log.fileno()])
+                answer = self._socket.recv(64)
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        assert answer, "the fork server has ended"
+        return ForkedProcess(int(answer), read)
+
+
+class ForkedProcess:
+    """What Child uses of a Popen."""
+
+    def __init__(self, pid: int, stdout: int) -> None:
+        self.pid = pid
+        self.stdout: IO[bytes] = os.fdopen(stdout, "rb")
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def send_signal(self, signum: int) -> None:
+        """Does nothing to a process that has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+
+class ForkedChild(Child):
+    """A Child whose process is forked where its environment allows it."""
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        server = _server_for(command, env)
+        if server is None:
+            return super()._start(command, env, log)
+        return cast("subprocess.Popen[bytes]", server.start(command[len(_COMMAND) :], env, log))
+
+
+@contextmanager
+def forked_children() -> Iterator[None]:
+    """Within it supervisors (`cli.supervisor.Cluster`) fork their children."""
+    with patch.object(cli.supervisor, "Child", ForkedChild):
+        yield
+
+
+def _server_for(command: Sequence[str], env: Mapping[str, str]) -> ForkServer | None:
+    head = len(_COMMAND)
+    if EXEC_ENV in os.environ or list(command[:head]) != _COMMAND or command[head] not in _SERVICES:
+        return None
+    torch = "mock" not in command and command[head] not in ("directory", "router")
+    server = _servers.get(torch)
+    if server is None:
+        server = _servers[torch] = ForkServer(torch=torch)
+    names = {*env, *server.environment} - _OWN
+    unusual = [
+        name for name in names if not name.startswith("BATON_") and env.get(name) != server.environment.get(name)
+    ]
+    return None if unusual else server
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Within it orphans among this process's descendants become its own children: a fork's parent ends at once."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for on in (1, 0):
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, on, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+        if on:
+            try:
+                yield
+            except BaseException:
+                libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+                raise
+
+
+def _serve(server: socket.socket, parent: int) -> list[str]:
+    """Fork a process for every request. Returns only in such a process: the arguments of its command."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(server, REQUEST_BYTES_MAX, 2)
+        if not data:
+            os._exit(0)
+        request = json.loads(data)
+        assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not forked"
+        pid_read, pid_write = os.pipe()
+        go_read, go_write = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            pid = os.fork()
+            if pid:
+                os.write(pid_write, str(pid).encode())
+                os._exit(0)
+            os.close(go_write)
+            os.read(go_read, 1)  # by now the fork's parent has ended, and the test process is it
+            assert os.getppid() == parent, (os.getppid(), parent)
+            server.detach()
+            _become(request["env"], fds)
+            arguments: list[str] = request["arguments"]
+            return arguments
+        os.waitpid(middle, 0)
+        server.send(os.read(pid_read, 64))
+        for fd in (pid_read, pid_write, go_read, go_write, *fds):
+            os.close(fd)
+
+
+def _become(env: Mapping[str, str], fds: Sequence[int]) -> None:
+    """Make of this fork what subprocess makes of a child: session, environment, descriptors, signals."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, place in zip((nothing, *fds), (0, 1, 2), strict=True):
+        os.dup2(fd, place)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP))  # as Child does
+
+
+def _import_all(*, torch: bool) -> None:
+    """What some node imports before it is ready, torch apart: more than another needs, and nothing starts a thread."""
+    importlib.import_module("cli.service")
+    for service in Service:
+        serve_function(service)
+    for library in _LIBRARIES:
+        importlib.import_module(library)
+    if torch:
+        for package in (engine, engine.models, engine.native):
+            for file in Path(package.__path__[0]).glob("[!_]*.py"):
+                importlib.import_module(f"{package.__name__}.{file.stem}")
+
+
+def _main() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with socket.socket(fileno=int(sys.argv[1])) as server:
+        _import_all(torch=sys.argv[2:] == ["torch"])
+        arguments = _serve(server, parent)
+    from cli.main import run
+
+    sys.argv[:] = [str(Path(sys.modules["cli.main"].__file__ or "")), *arguments]
+    sys.exit(run(arguments))
+
+
+if __name__ == "__main__":
+    _main()
