@@ -25,7 +25,7 @@ from baton.ids import BlockId, GrantId
 from cachestore.layout import Layout, kv_layout
 from kvtransfer.checksums import ChecksumThread, RecordChecks, SourceSample, checksums_from_proto
 from kvtransfer.plan import whole_records
-from kvtransfer.receiver_messages import RecordsChecked
+from kvtransfer.protocol.receiver import RecordsChecked
 
 FRACTIONS = (0.0, 0.01, 0.1, 1.0)
 

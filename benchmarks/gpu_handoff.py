@@ -139,7 +139,7 @@ class _Events:
         self.completed.append(grant)
         self._changed.set()
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         raise AssertionError(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:

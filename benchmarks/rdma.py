@@ -27,15 +27,15 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.rdma import RdmaConfig
-from kvtransfer.transports.rdma_connect import RdmaWriterConfig
-from kvtransfer.transports.rdma_device import HostBytes
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits
 from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
 from kvtransfer.transports.rdma_poster import Addresses, NativePoster, rdma_library
 from kvtransfer.transports.rdma_queue import Chain, ChainQueue, QueueLimits
-from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig, RdmaReceiverPort
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.settings import RdmaConfig
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 GRANT = GrantId(bytes(16))
@@ -58,7 +58,7 @@ class Events:
         assert copied, (grant, writes, bytes_written)
         self.completed.set()
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         raise AssertionError(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:
@@ -85,16 +85,18 @@ def scattered(size: int, count: int, region_bytes: int, seed: int) -> WriteOps:
 async def ours(size: int, count: int, region_bytes: int, rounds: int, between: Callable[[], None]) -> list[float]:
     """MiB a second of each round: from posting to the seal's arrival. `between` runs before each."""
     loop = asyncio.get_running_loop()
-    config = RdmaConfig(qps=1, send_wrs_max=DEPTH + 1)
+    config, device = RdmaConfig(qps=1), RdmaLimits(send_wrs_max=DEPTH + 1)
     region = Region.create(region_bytes, "bench-region")
     source_U8 = np.random.default_rng(1).integers(0, 255, region_bytes, dtype=np.uint8)
-    receiver = RdmaMemory(region=HostBytes(lambda: region.array_U8), config=config, loop=loop, remote_writes=True)
-    writer = RdmaMemory(region=HostBytes(lambda: source_U8), config=config, loop=loop, remote_writes=False)
-    events = Events()
-    port = RdmaReceiverPort(
-        memory=receiver, events=events, loop=loop, randomness=os.urandom, config=RdmaReceiverConfig(rdma=config)
+    receiver = RdmaMemory(
+        region=HostBytes(lambda: region.array_U8), config=config, loop=loop, remote_writes=True, limits=device
     )
-    limits = RdmaWriterConfig(rdma=config, on_the_way_bytes_max=DEPTH * size, connect_ms_max=30_000)
+    writer = RdmaMemory(
+        region=HostBytes(lambda: source_U8), config=config, loop=loop, remote_writes=False, limits=device
+    )
+    events = Events()
+    port = RdmaReceiverPort(memory=receiver, events=events, loop=loop, randomness=os.urandom)
+    limits = RdmaLinkLimits(on_the_way_bytes_max=DEPTH * size, connect_ms_max=30_000)
     link = await RdmaWriterLink.connect(port.expect(PAIR, EPOCH), PAIR, writer, events, loop, limits)
     rates = []
     for number in range(rounds):

@@ -21,10 +21,10 @@ from cachestore.layout import kv_layout
 from kvtransfer.plan import RecordRanges
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriterLink
-from kvtransfer.transports.shm import ShmReceiverPort, ShmWriterConfig, ShmWriterLink
-from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterConfig, TcpWriterLink
-from kvtransfer.transports.ucx import UcxWriterConfig
-from kvtransfer.transports.ucx_receiver import UcxReceiverConfig, UcxReceiverPort
+from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.shm import ShmConfig, ShmReceiverPort, ShmWriterLink
+from kvtransfer.transports.tcp import TcpConfig, TcpReceiverPort, TcpWriterLink
+from kvtransfer.transports.ucx_receiver import UcxReceiverPort
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
@@ -54,7 +54,7 @@ class Events:
             assert self.done is not None
             self.done.set_result(time.perf_counter())
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         raise AssertionError(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:
@@ -87,7 +87,7 @@ class OurSide:
             if self._transport is TransportName.SHM:
                 self._port = ShmReceiverPort(**common)
             elif self._transport is TransportName.UCX:
-                self._port = UcxReceiverPort(**common, config=UcxReceiverConfig(tls="tcp"))
+                self._port = UcxReceiverPort(**common, config=UcxConfig(tls="tcp"))
             else:
                 self._port = TcpReceiverPort(**common)
             self._port.allow(PAIR, EPOCH, GRANT, everything())
@@ -105,14 +105,14 @@ class OurSide:
         )
         common = (endpoint, PAIR, self.region_U8, self._events, self._loop)
         if self._transport is TransportName.SHM:
-            shm = self._call(ShmWriterLink.connect(*common, ShmWriterConfig(copy_threads=self._threads)))
+            shm = self._call(ShmWriterLink.connect(*common, ShmConfig(copy_threads=self._threads)))
             while shm.describe()["pages_ready_bytes"] < REGION_BYTES:
                 time.sleep(0.01)
             self._link = shm
         elif self._transport is TransportName.UCX:
-            self._link = self._call(UcxWriterLink.connect(*common, UcxWriterConfig(tls="tcp")))
+            self._link = self._call(UcxWriterLink.connect(*common, UcxConfig(tls="tcp")))
         else:
-            self._link = self._call(TcpWriterLink.connect(*common, TcpWriterConfig(streams=self._threads)))
+            self._link = self._call(TcpWriterLink.connect(*common, TcpConfig(streams=self._threads)))
 
     def prepare(self, plan: Plan) -> WriteOps:
         return WriteOps(src=plan.src, dst=plan.dst, nbytes=np.full(len(plan.src), plan.size, np.int64))

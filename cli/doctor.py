@@ -8,7 +8,7 @@ from cli.invocation import EXIT_ERROR
 from cli.output import Output, output_option, print_json
 from cli.table import format_table
 from cli.transport_checks import Finding, Machine, Verdict, check_rdma, check_ucx, works
-from kvtransfer.transports.ucx import UcxWriterConfig
+from kvtransfer.transports.settings import UcxConfig
 
 
 @click.command()
@@ -31,7 +31,7 @@ def doctor(region_bytes: int, device: str, output: str) -> int:
     """
     findings = check_rdma(Machine(), region_bytes=region_bytes, wanted=device)
     ready = works(findings)
-    findings.append(check_ucx(UcxWriterConfig().tls))
+    findings.append(check_ucx(UcxConfig().tls))
     if Output(output) is Output.JSON:
         print_json({"rdma": ready, "findings": [_data(finding) for finding in findings]})
     else:

@@ -16,10 +16,7 @@ from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig
-from kvtransfer.transports.shm import ShmReceiverConfig
-from kvtransfer.transports.tcp import TcpReceiverConfig
-from kvtransfer.transports.ucx_receiver import UcxReceiverConfig
+from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
 from node.host_tier import SpillConfig
 from node.regions import region_kind
 
@@ -45,10 +42,10 @@ class DecodeConfig:
     data_advertise_host: str | None = field(
         default=None, metadata={"help": "host that prefill nodes reach for data; default: the one in advertise"}
     )
-    shm: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
-    rdma: RdmaReceiverConfig = field(default_factory=RdmaReceiverConfig)
-    ucx: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
-    tcp: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
+    shm: ShmConfig = field(default_factory=ShmConfig)
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    ucx: UcxConfig = field(default_factory=UcxConfig)
+    tcp: TcpConfig = field(default_factory=TcpConfig)
     staging: StagingConfig = field(default_factory=StagingConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

@@ -15,7 +15,7 @@ from decode_node.streams import RequestOutput
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Runner, SamplingParams
 from engine.wire import key_from_proto, params_from_proto
-from kvtransfer.receiver_messages import AnswerGranted
+from kvtransfer.protocol.receiver import AnswerGranted
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

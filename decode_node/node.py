@@ -12,6 +12,7 @@ from collections.abc import Callable
 from batonpb import transfer_pb2
 
 from baton.drain import Holdings
+from baton.errors import Reason
 from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
@@ -28,12 +29,11 @@ from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
-from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
+from engine.wire import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, logprobs_to_proto
 from kvtransfer.checksums import checksums_from_proto
+from kvtransfer.protocol.receiver import CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_grants import GrantState
-from kvtransfer.receiver_messages import CommitAsked
-from kvtransfer.report import block_load
+from kvtransfer.status import block_load
 from node.spill import Spill
 
 log = get_log("decode")
@@ -307,6 +307,8 @@ class DecodeNode:
                 job.output.append(event.token, logprobs_to_proto(event.logprobs) if event.logprobs else None)
             if event.finish is FinishReason.ABORTED:
                 job.output.end(error="the engine gave the request up")
+            elif event.finish is FinishReason.NOT_FINITE:
+                job.output.end(error=NOT_FINITE_MESSAGE, reason=Reason.SCORES_NOT_FINITE)
             elif event.finish is not None:
                 job.output.end(finish=FINISH_TO_PROTO[event.finish])
         for router in routers:

@@ -6,6 +6,8 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
 
 from batonpb import node_pb2
 
@@ -16,20 +18,25 @@ from baton.rpc_client import Channels
 from decode_node.config import DecodeConfig
 from kvtransfer.checksums import RecordChecks
 from kvtransfer.negotiation import check_some_work
+from kvtransfer.protocol.receiver import ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverHost
-from kvtransfer.receiver_grants import ReceiverGrants
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
+from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
 from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.shm import ShmReceiverPort
+from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS
 from kvtransfer.transports.tcp import TcpReceiverPort
+from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS
 from kvtransfer.transports.ucx import usable
-from kvtransfer.transports.ucx_receiver import UcxReceiverPort
+from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS, UcxReceiverPort
 from node.engine_report import add_fact
 from node.pool import DevicePool
 from node.regions import checksum_thread, offered, rdma_region
+
+LimitsT = TypeVar("LimitsT", bound=PortLimits)
 
 
 def make_receiver(
@@ -38,7 +45,7 @@ def make_receiver(
     """A receiver without ports: `open_ports` opens them."""
     receiver = Receiver(
         incarnation=own,
-        grants=ReceiverGrants(pool.ledger),
+        grants=ReceiverMachine(pool.ledger),
         layout=pool.layout,
         host=host,
         channels=channels,
@@ -116,11 +123,19 @@ def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool,
     loop, events = asyncio.get_running_loop(), ports.port_events(transport)
     if transport is TransportName.CUDA_IPC:
         return CudaIpcReceiverPort(
-            region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
+            region=pool.region,
+            events=events,
+            loop=loop,
+            randomness=secrets.token_bytes,
+            limits=_limits(config, SHM_PORT_LIMITS),
         )
     if transport is TransportName.SHM:
         return ShmReceiverPort(
-            region=pool.region, events=events, loop=loop, randomness=secrets.token_bytes, config=config.shm
+            region=pool.region,
+            events=events,
+            loop=loop,
+            randomness=secrets.token_bytes,
+            limits=_limits(config, SHM_PORT_LIMITS),
         )
     assert transport is TransportName.TCP, transport
     host, _ = split_endpoint(config.listen)
@@ -133,7 +148,7 @@ def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool,
             randomness=secrets.token_bytes,
             listen=listen,
             advertise_host=_advertise_host(config),
-            config=config.tcp,
+            limits=_limits(config, TCP_PORT_LIMITS),
         )
 
 
@@ -149,7 +164,7 @@ def _open_rdma_port(
     if lent is not None:
         memory = lent.memory
     else:
-        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma.rdma, loop, remote_writes=True)
+        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, loop, remote_writes=True)
     if memory is None:
         return
     if lent is None:
@@ -165,7 +180,7 @@ def _open_rdma_port(
             listen=listen,
             advertise_host=_advertise_host(config),
             offered=lambda works: ports.offer(TransportName.RDMA, works),
-            config=config.rdma,
+            limits=_limits(config, PORT_LIMITS),
         )
     ports.add(port)
 
@@ -187,8 +202,14 @@ def _open_ucx_port(
             listen=listen,
             advertise_host=_advertise_host(config),
             config=config.ucx,
+            limits=_limits(config, UCX_PORT_LIMITS),
         )
     ports.add(port)
+
+
+def _limits(config: DecodeConfig, limits: LimitsT) -> LimitsT:
+    """Those of a transport's ports, with what is set for all of them."""
+    return replace(limits, connections_max=config.receiver.connections_max, pairs_max=config.receiver.pairs_max)
 
 
 def _advertise_host(config: DecodeConfig) -> str | None:

@@ -18,8 +18,8 @@ from decode_node.overcommit import Admission
 from decode_node.resumed_first import ResumedFirst
 from engine.types import Runner
 from engine.wire import key_from_proto
+from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_messages import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 
 NO_BLOCKS = "its blocks are set aside for other requests"
 

@@ -99,11 +99,11 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         committed = await self._node.commit(request, self._pair(request.header))
         return transfer_pb2.CommitReply(committed=committed, reason="" if committed else "the grant is revoked")
 
-    async def LetGo(self, request: transfer_pb2.LetGoRequest, context: Any) -> transfer_pb2.LetGoReply:
+    async def Release(self, request: transfer_pb2.ReleaseRequest, context: Any) -> transfer_pb2.ReleaseReply:
         pair = self._pair(request.header)
         number, lowest_live = ReserveNumber(request.number), ReserveNumber(request.lowest_live)
-        await self._receiver.let_go(pair, number, lowest_live, adrift=request.writes_adrift)
-        return transfer_pb2.LetGoReply()
+        await self._receiver.release(pair, number, lowest_live, in_doubt=request.writes_in_doubt)
+        return transfer_pb2.ReleaseReply()
 
     def _pair(self, header: common_pb2.Header) -> Pair:
         return Pair(receiver=self._own, writer=check_header(header, own=self._own))

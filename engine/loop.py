@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from engine.core import Engine, TokenEvent
-from engine.types import Batch, KvSink
+from engine.types import Batch, FinishReason, KvSink
 
 log = get_log("engine")
 
@@ -107,6 +107,9 @@ class EngineLoop:
             events = self._engine.fail_step(batch)
         else:
             events = self._engine.postprocess(batch, result)
+            for event in events:
+                if event.finish is FinishReason.NOT_FINITE:
+                    log.error("no token can be drawn: the scores are not numbers", request=event.seq.key.request)
         self._host.step_ended(step.sink, events)
 
     def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:

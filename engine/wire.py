@@ -13,6 +13,13 @@ FINISH_TO_PROTO = {
 }
 
 
+NOT_FINITE_MESSAGE = (
+    "The model's scores for the next token are not numbers (NaN, or infinite), so none can be drawn. The same request "
+    "may fail again: check the weights, and whether other requests fail on this node too."
+)
+"""Of an answer that ends by FinishReason.NOT_FINITE."""
+
+
 def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
     return SamplingParams(
         temperature=spec.temperature,

@@ -1,5 +1,5 @@
 """Moves records between regions. Knows bytes and blocks, not models.
 
-Pure modules (no asyncio, grpc, torch, sockets): layout, plan, ledger, receiver_grants, writer_grants.
+Pure modules (no asyncio, grpc, torch, sockets): plan, checksums, protocol.
 Doing modules: region, transports/.
 """

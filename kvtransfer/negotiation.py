@@ -17,8 +17,8 @@ from kvtransfer.transport import RegionKind, TransportName
 
 PROTOCOL_MIN = 3
 PROTOCOL_MAX = 3
-"""Versions of the Transfer protocol that this build speaks. 2: a Release or Revoke says whether writes are in doubt,
-which a receiver must understand before it believes a writer's word. 3: all transports use one control channel."""
+"""Versions of the Transfer protocol that this build speaks. 2: `writes_in_doubt` of Release and Revoke, without which a
+receiver must not believe a writer's claim. 3: the call is named Release; all transports use one control channel."""
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
@@ -45,7 +45,7 @@ where the card can register it (`rdma_device`), tcp through pinned memory of the
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, without a word where there is no device,
 and with a warning where one cannot be used for the region (`rdma_memory`). ucx is used where a configuration names it
-(ARCHITECTURE.md says why)."""
+(docs/transports.md says why)."""
 
 
 COOLDOWN_MS_MIN: Final = 30_000

@@ -1,4 +1,4 @@
-"""The receiver's shell: carries out what `ReceiverGrants` instructs. Timers, revocation calls, waiting commits.
+"""The receiver's shell: carries out what `ReceiverMachine` instructs. Timers, revocation calls, waiting commits.
 
 Everything runs on the node's control thread. The node calls the methods; the transport's port calls `seal_landed` and
 `writer_gone`; the loop fires the timers. Each becomes one event, and each instruction one small action here.
@@ -18,14 +18,13 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from cachestore.layout import Layout
-from kvtransfer.checksums import RecordChecks, RecordChecksums, WriterPlace
+from kvtransfer.checksums import RecordChecks, RecordChecksums
 from kvtransfer.plan import RecordRanges
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants
-from kvtransfer.receiver_messages import (
+from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
-    AnswerLetGo,
     AnswerRefused,
+    AnswerRelease,
     AnswerRenew,
     AnswerResolve,
     CheckRecords,
@@ -33,10 +32,12 @@ from kvtransfer.receiver_messages import (
     CountRefused,
     FencePair,
     ForgetGrant,
+    GrantState,
     GrantTimerFired,
     PairFenced,
     ReceiverEvent,
     ReceiverInstruction,
+    ReceiverMachine,
     RecordsChecked,
     RenewAsked,
     ReportCorrupt,
@@ -51,14 +52,14 @@ from kvtransfer.receiver_messages import (
     StopGrantTimers,
     StopRequest,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
     WriterSuspected,
 )
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.revoke_calls import RevokeCalls
+from kvtransfer.status import WriterHoldings, WriterPlace
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
 from kvtransfer.waiters import Waiters
-from kvtransfer.writer_holdings import WriterHoldings
 
 log = get_log("receiver")
 
@@ -79,7 +80,20 @@ class ReceiverConfig:
         default=1_000,
         metadata={"help": "how long one try to take a grant back may go unanswered before the next, stronger one"},
     )
-    pairs_max: int = field(default=1024, metadata={"help": "writer processes known at a time"})
+    connections_max: int = field(
+        default=256,
+        metadata={
+            "help": "data connections that each transport keeps at the same time",
+            "when": "More writers than this reach one node (tcp: times tcp.streams), or memory is short.",
+        },
+    )
+    pairs_max: int = field(
+        default=1024,
+        metadata={
+            "help": "writer processes known at the same time, those being fenced included",
+            "when": "More prefill nodes than this write to one decode node.",
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -112,7 +126,7 @@ class Receiver:
         self,
         *,
         incarnation: Incarnation,
-        grants: ReceiverGrants,
+        grants: ReceiverMachine,
         layout: Layout,
         host: ReceiverHost,
         channels: Channels,
@@ -137,7 +151,7 @@ class Receiver:
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
         self._commits: Waiters[GrantId, bool] = Waiters(loop)
-        self._let_gos: Waiters[tuple[Pair, ReserveNumber], None] = Waiters(loop)
+        self._releases: Waiters[tuple[Pair, ReserveNumber], None] = Waiters(loop)
         self._tasks = Tasks(loop, log)
         self._revokes = RevokeCalls(
             channels=channels,
@@ -145,12 +159,12 @@ class Receiver:
             repeats=self._repeats,
             revoke_ms=config.revoke_ms,
             endpoint_of=lambda pair: self._writers.get(pair, ""),
-            told=self.holdings.told,
+            told=self.holdings.name_of,
             let_go=self._handle_event,
         )
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
-            AnswerLetGo: lambda i: self._let_gos.answer((i.pair, i.number), None),
+            AnswerRelease: lambda i: self._releases.answer((i.pair, i.number), None),
             SendRevoke: self._revokes.send,
             FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
             ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
@@ -216,14 +230,17 @@ class Receiver:
             self.checks.keep(event.grant, checksums, blocks)
         return await self._commits.ask(event.grant, lambda: self._handle(event))
 
-    async def let_go(
-        self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, adrift: bool = False
+    async def release(
+        self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, in_doubt: bool = False
     ) -> None:
-        """The writer's word. With writes adrift this returns when a fence of the pair has stopped them."""
+        """The writer does not write under this number any more.
+
+        With writes in doubt this returns when a fence of the pair has stopped them.
+        """
         if pair not in self._writers:
-            return  # there is nothing of it here, and no book is to be opened for it
-        word = WriterLetGo(pair=pair, number=number, lowest_live=lowest_live, adrift=adrift)
-        await self._let_gos.ask((pair, number), lambda: self._handle(word))
+            return  # nothing of this writer is here, and an unknown one gets no entry
+        event = WriterReleased(pair=pair, number=number, lowest_live=lowest_live, in_doubt=in_doubt)
+        await self._releases.ask((pair, number), lambda: self._handle(event))
 
     def cancel(self, key: RequestKey) -> None:
         self._handle(RequestCancelled(key=key))
@@ -261,9 +278,9 @@ class Receiver:
     def writer_lost(self, pair: Pair) -> None:
         """The writer is out of reach, and may come back: what it has open here is taken back, with a fence."""
         if pair not in self._writers:  # its books are closed, so it has ended in order, or has never connected
-            log.info("writer gone", writer=self.holdings.told(pair))
+            log.info("writer gone", writer=self.holdings.name_of(pair))
             return
-        log.warning("writer lost", writer=self.holdings.told(pair))
+        log.warning("writer lost", writer=self.holdings.name_of(pair))
         if not self.grants.is_quiet(pair):
             self._handle(WriterSuspected(pair=pair))
 
@@ -277,7 +294,7 @@ class Receiver:
             timer.cancel()
         self._timers.clear()
         self._commits.fail_all(_shutting_down)
-        self._let_gos.fail_all(_shutting_down)
+        self._releases.fail_all(_shutting_down)
         await self._tasks.cancel()
         self.checks.close()
         self._repeats.close()
@@ -292,7 +309,7 @@ class Receiver:
         )
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
-        writer = self.holdings.told(pair)
+        writer = self.holdings.name_of(pair)
         log.info("writer fenced", writer=writer, epoch=epoch, evidence=evidence)
         self._repeats.over(writer, "it is fenced")
         if pair not in self._writers:
@@ -310,29 +327,29 @@ class Receiver:
     # Carrying out.
 
     def _handle(self, event: ReceiverEvent) -> ReceiverInstruction | None:
-        if isinstance(event, ReserveAsked | WriterLetGo):
+        if isinstance(event, ReserveAsked | WriterReleased):
             event = self._without_failed_copies(event)
         instructions = self.grants.handle(event)
         self.holdings.follow(event, instructions)
         return self._carry_out(instructions)
 
-    def _without_failed_copies(self, event: ReserveAsked | WriterLetGo) -> ReserveAsked | WriterLetGo:
+    def _without_failed_copies(self, event: ReserveAsked | WriterReleased) -> ReserveAsked | WriterReleased:
         """The event without what a port contradicts: the writer's word does not end its right to a grant while copies
         of that grant may still run on a device that has failed. Such a grant waits for a fence."""
         lowest_live = event.lowest_live
         for number, grant in self.grants.uncommitted(event.pair):
-            named = isinstance(event, WriterLetGo) and number == event.number
+            named = isinstance(event, WriterReleased) and number == event.number
             if not (named or number < lowest_live) or self.ports.forbid(grant):
                 continue
             event = replace(event, lowest_live=min(event.lowest_live, number))
-            if isinstance(event, WriterLetGo) and named:
-                event = replace(event, adrift=True)
+            if isinstance(event, WriterReleased) and named:
+                event = replace(event, in_doubt=True)
             else:
-                failed = WriterLetGo(pair=event.pair, number=number, lowest_live=ReserveNumber(0), adrift=True)
+                failed = WriterReleased(pair=event.pair, number=number, lowest_live=ReserveNumber(0), in_doubt=True)
                 self._carry_out(self.grants.handle(failed))
         return event
 
-    def _handle_event(self, event: RecordsChecked | WriterLetGo) -> None:
+    def _handle_event(self, event: RecordsChecked | WriterReleased) -> None:
         """Of a task of ours: nobody waits for an answer."""
         self._handle(event)
 
@@ -370,7 +387,7 @@ class Receiver:
         grant, kind = key
         owner = self.grants.owner(grant)
         if owner is not None:
-            self._repeats.warning(_OVERDUE[kind], peer=self.holdings.told(owner[0]), grant=grant.hex())
+            self._repeats.warning(_OVERDUE[kind], peer=self.holdings.name_of(owner[0]), grant=grant.hex())
         self._handle(GrantTimerFired(grant=grant, kind=kind))
 
     def _stop_timers(self, instruction: StopGrantTimers) -> None:
@@ -392,7 +409,7 @@ class Receiver:
 
     def _count_refused(self, instruction: CountRefused) -> None:
         self.refused[instruction.what] = self.refused.get(instruction.what, 0) + 1
-        writer = self.holdings.told(instruction.pair)
+        writer = self.holdings.name_of(instruction.pair)
         self._repeats.warning(f"refused: {instruction.what}", peer=writer, detail=instruction.detail)
 
     def _drop_channel(self, endpoint: str) -> None:

@@ -12,7 +12,7 @@ from baton.ids import Pair, ReserveNumber
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
-from kvtransfer.receiver_messages import SendRevoke, WriterLetGo
+from kvtransfer.protocol.receiver import SendRevoke, WriterReleased
 
 
 class RevokeCalls:
@@ -27,7 +27,7 @@ class RevokeCalls:
         revoke_ms: int,
         endpoint_of: Callable[[Pair], str],
         told: Callable[[Pair], str],
-        let_go: Callable[[WriterLetGo], None],
+        let_go: Callable[[WriterReleased], None],
     ) -> None:
         """`endpoint_of` is where the writer is asked, `told` its name for people; `let_go` gets its word."""
         self._channels = channels
@@ -62,4 +62,6 @@ class RevokeCalls:
         finally:
             self._under_way.discard((pair, number))
         self._repeats.over(self._told(pair), "it has answered")
-        self._let_go(WriterLetGo(pair=pair, number=number, lowest_live=ReserveNumber(0), adrift=reply.writes_adrift))
+        self._let_go(
+            WriterReleased(pair=pair, number=number, lowest_live=ReserveNumber(0), in_doubt=reply.writes_in_doubt)
+        )

@@ -137,7 +137,7 @@ class WriterEvents(Protocol):
         """The local transport has let go of the sources of one posted batch (I1). `copied` False: it was abandoned."""
         ...
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         """The link ended with writes of this grant on their way: they complete next, uncopied, and may land as long as
         the receiver's end of the link is open, whatever has become of the grant. Only for transports that cannot know
         better: where the receiver looks at the grant before a byte lands (tcp), or the writer's own stores are over

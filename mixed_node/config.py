@@ -1,7 +1,6 @@
 """Configuration of a mixed node. Section `[mixed]`, environment `BATON_MIXED_*`.
 
-A key means what it means in `[prefill]` or `[decode]`; `tcp_writer` and `tcp_receiver` are what is `tcp` there, and
-so for `shm`, `rdma` and `ucx`.
+A key means what it means in `[prefill]` or `[decode]`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,7 @@ from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_connect import RdmaWriterConfig
-from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig
-from kvtransfer.transports.shm import ShmReceiverConfig, ShmWriterConfig
-from kvtransfer.transports.tcp import TcpReceiverConfig, TcpWriterConfig
-from kvtransfer.transports.ucx import UcxWriterConfig
-from kvtransfer.transports.ucx_receiver import UcxReceiverConfig
+from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
 from kvtransfer.writer import WriterConfig
 from node.host_tier import SpillConfig
 from prefill_node.config import PrefillConfig
@@ -62,14 +56,10 @@ class MixedConfig:
     data_advertise_host: str | None = field(
         default=None, metadata={"help": "host that other nodes reach for data; default: the one in advertise"}
     )
-    shm_writer: ShmWriterConfig = field(default_factory=ShmWriterConfig)
-    shm_receiver: ShmReceiverConfig = field(default_factory=ShmReceiverConfig)
-    rdma_writer: RdmaWriterConfig = field(default_factory=RdmaWriterConfig)
-    rdma_receiver: RdmaReceiverConfig = field(default_factory=RdmaReceiverConfig)
-    ucx_writer: UcxWriterConfig = field(default_factory=UcxWriterConfig)
-    ucx_receiver: UcxReceiverConfig = field(default_factory=UcxReceiverConfig)
-    tcp_writer: TcpWriterConfig = field(default_factory=TcpWriterConfig)
-    tcp_receiver: TcpReceiverConfig = field(default_factory=TcpReceiverConfig)
+    shm: ShmConfig = field(default_factory=ShmConfig)
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    ucx: UcxConfig = field(default_factory=UcxConfig)
+    tcp: TcpConfig = field(default_factory=TcpConfig)
     staging: StagingConfig = field(default_factory=StagingConfig)
     pod: PodConfig = field(default_factory=PodConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
@@ -122,24 +112,11 @@ class MixedConfig:
         return LocalPolicy(handoff_tokens_min=self.handoff_tokens_min, fallback=self.local_fallback)
 
     def prefill_half(self) -> PrefillConfig:
-        return PrefillConfig(
-            **self._of(PrefillConfig),
-            tcp=self.tcp_writer,
-            shm=self.shm_writer,
-            rdma=self.rdma_writer,
-            ucx=self.ucx_writer,
-        )
+        return PrefillConfig(**self._of(PrefillConfig))
 
     def decode_half(self) -> DecodeConfig:
-        return DecodeConfig(
-            **self._of(DecodeConfig),
-            tcp=self.tcp_receiver,
-            shm=self.shm_receiver,
-            rdma=self.rdma_receiver,
-            ucx=self.ucx_receiver,
-        )
+        return DecodeConfig(**self._of(DecodeConfig))
 
     def _of(self, half: type[Any]) -> dict[str, Any]:
-        """The keys that this class shares with one of the halves: all of that one's but the transports' own."""
-        own = ("tcp", "shm", "rdma", "ucx")
-        return {each.name: getattr(self, each.name) for each in fields(half) if each.name not in own}
+        """The keys that this class shares with one of the halves: all of that one's."""
+        return {each.name: getattr(self, each.name) for each in fields(half)}

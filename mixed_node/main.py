@@ -68,20 +68,17 @@ async def serve(
             await _run(runtime, node, peers, pool, channels, stop, drain, on_ready)
         finally:
             await node.decode.receiver.ports.close()
-            if lent is not None and lent.memory is not None:
+            if lent.memory is not None:
                 await lent.memory.close()
     finally:
         pool.close()
 
 
-def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration | None:
-    """For both halves. None: their settings of the device differ, and each has to register for itself."""
-    settings = config.rdma_receiver.rdma
-    if config.rdma_writer.rdma != settings:
-        return None
+def _register_once(config: MixedConfig, pool: DevicePool) -> LentRegistration:
+    """For both halves."""
     loop = asyncio.get_running_loop()
     serving = offered(config.transports, pool.region)
-    memory = register_if_usable(serving, rdma_region(pool.region), settings, loop, remote_writes=True)
+    memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, loop, remote_writes=True)
     return LentRegistration(memory=memory)
 
 

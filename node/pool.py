@@ -87,7 +87,9 @@ class DevicePool:
             facts["below the region"] = self.host.describe()
         if self.arithmetic:
             facts["arithmetic"] = self.arithmetic
-        return facts if self.on_device is None else facts | self.on_device.describe() | self.engine.describe()
+        if self.on_device is not None:
+            facts |= self.on_device.describe()
+        return facts | self.engine.describe()
 
     def close(self) -> None:
         if self.host is not None:

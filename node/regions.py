@@ -15,7 +15,7 @@ from kvtransfer.checksums import ChecksumThread
 from kvtransfer.device.driver import CudaDriver, DeviceDriver, DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.device.staging import StagedRegion, StagingConfig
+from kvtransfer.device.staging import STAGING_LIMITS, StagedRegion, StagingConfig
 from kvtransfer.negotiation import serving
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import RegionKind, TransportName
@@ -94,7 +94,7 @@ def pin_staging(region: PoolRegion, transports: Sequence[TransportName], config:
     if not isinstance(region, DeviceRegion) or TransportName.TCP not in transports:
         return None
     try:
-        return StagedRegion(driver=region.driver, region=region, config=config)
+        return StagedRegion(driver=region.driver, region=region, config=config, limits=STAGING_LIMITS)
     except DeviceError as error:
         raise BatonError(
             Reason.BAD_CONFIG,

@@ -14,10 +14,7 @@ from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
 from kvtransfer.transport import RegionKind, TransportName
-from kvtransfer.transports.rdma_connect import RdmaWriterConfig
-from kvtransfer.transports.shm import ShmWriterConfig
-from kvtransfer.transports.tcp import TcpWriterConfig
-from kvtransfer.transports.ucx import UcxWriterConfig
+from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
 from kvtransfer.writer import WriterConfig
 from node.regions import region_kind
 
@@ -34,10 +31,10 @@ class PrefillConfig:
         default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to decode nodes, best first"}
     )
     fallback: FallbackConfig = field(default_factory=FallbackConfig)
-    shm: ShmWriterConfig = field(default_factory=ShmWriterConfig)
-    rdma: RdmaWriterConfig = field(default_factory=RdmaWriterConfig)
-    ucx: UcxWriterConfig = field(default_factory=UcxWriterConfig)
-    tcp: TcpWriterConfig = field(default_factory=TcpWriterConfig)
+    shm: ShmConfig = field(default_factory=ShmConfig)
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    ucx: UcxConfig = field(default_factory=UcxConfig)
+    tcp: TcpConfig = field(default_factory=TcpConfig)
     staging: StagingConfig = field(default_factory=StagingConfig)
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

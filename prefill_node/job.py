@@ -15,8 +15,8 @@ from engine.core import TokenEvent
 from engine.sequence import Sequence
 from engine.types import SamplingParams
 from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
+from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
-from kvtransfer.writer_messages import HandoffEnd
 from prefill_node.local import LocalRun
 
 
@@ -37,6 +37,8 @@ class Job:
     turn: asyncio.Future[None]
     drawn: asyncio.Future[TokenEvent]
     """The first token, or the ABORTED event."""
+    chain: tuple[bytes, ...] | None = None
+    """Digests of the full blocks that may come from the prefix cache. Computed when first needed."""
     handoff: Handoff | None = None
     kept: bool = False
     """It is to run here: its promise has the answer's growth in it."""

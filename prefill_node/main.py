@@ -15,7 +15,7 @@ from baton.drain import Holdings
 from baton.runtime import NodeRuntime, NodeSettings, Progress
 from baton.wire import Role
 from engine.loop import EngineLoop, done_or_broken
-from kvtransfer.observer import HandoffObserver
+from kvtransfer.status import HandoffObserver
 from node.conservation import ConservationWatch
 from node.engine_report import report_engine
 from node.pool import DevicePool, open_device_pool

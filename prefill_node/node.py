@@ -7,7 +7,8 @@ are posted by the step's sink.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Final
 
 from batonpb import prefill_pb2
@@ -21,11 +22,11 @@ from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
 from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, KvSink, Runner
-from engine.wire import key_from_proto, params_from_proto
-from kvtransfer.report import block_load
+from engine.types import Batch, FinishReason, KvSink, Runner
+from engine.wire import NOT_FINITE_MESSAGE, key_from_proto, params_from_proto
+from kvtransfer.protocol.writer import HandoffEnd
+from kvtransfer.status import block_load
 from kvtransfer.writer import Handoff, Metadata
-from kvtransfer.writer_messages import HandoffEnd
 from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
 from prefill_node.job import (
@@ -309,6 +310,8 @@ class PrefillNode:
             assert job.handoff is not None
             raise handoff_failed(job.handoff, job.handoff.ended.result())
         event = job.drawn.result()
+        if event.finish is FinishReason.NOT_FINITE:
+            raise BatonError(Reason.SCORES_NOT_FINITE, NOT_FINITE_MESSAGE)
         if event.token is None and job.local is not None:
             raise BatonError(
                 Reason.HANDOFF_FAILED, "This node has given the request up; its log says why. Send the request again."
@@ -378,18 +381,39 @@ class PrefillNode:
         return NodeLoad(
             waiting_requests=len(self._queue),
             running_requests=sum(job.local is None for job in self._admitted.values()),
-            waiting_tokens=sum(len(job.tokens) for job in (*self._queue, *self._admitted.values())),
+            waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
             blocks=block_load(self.ledger),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
         )
 
+    def _tokens_left(self, jobs: Iterable[Job]) -> int:
+        """Tokens of these requests still to compute, in the order in which they will be. Cached and computed tokens do
+        not count, and a prefix that several of them share counts once: the first one leaves it cached for the others.
+        """
+        cache, size = self._blocks.prefix_cache, self._blocks.block_size
+        expected: set[bytes] = set()
+        left = 0
+        for job in jobs:
+            computed = 0 if job.seq is None else job.seq.computed
+            if computed >= len(job.tokens):
+                continue  # it is being handed over
+            if job.chain is None:
+                reusable = prefix_blocks_max(len(job.tokens), size) * size
+                job.chain = cache.chain(job.tokens[:reusable], job.cache_salt)
+            # What is here is the beginning of a chain, so the first block that is missing can be searched by halves.
+            missing = bisect_left(
+                job.chain, True, key=lambda digest: digest not in expected and not cache.indexed(digest)
+            )
+            expected.update(job.chain[missing:])
+            left += len(job.tokens) - (missing * size if job.seq is None else computed)
+        return left
+
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
         check_request(request, runner=self._runner, blocks=self._blocks)
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
         if alike >= (self.config.resumed_queue_max if request.output else self.config.queue_max):
-            tokens = sum(len(job.tokens) for job in self._queue)
-            room_s = wait_s(ROOM_SHARE * tokens, self._rate.last_per_s)
+            room_s = wait_s(ROOM_SHARE * self._tokens_left(self._queue), self._rate.last_per_s)
             raise queue_full(alike, room_s, retry_ms_min=self.config.busy_retry_ms, request=key.request)
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")

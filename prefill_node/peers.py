@@ -19,22 +19,21 @@ from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from kvtransfer.attendance import WriterAttendance
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
+from kvtransfer.link import DataDoesNotPass, PeerAddress
 from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
-from kvtransfer.observer import HandoffObserver
-from kvtransfer.pair_report import pair_status
+from kvtransfer.protocol.writer import WriterMachine
+from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma_connect import RdmaUnproved
 from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
-from kvtransfer.transports.shm import ShmWriterLink
+from kvtransfer.transports.shm import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import usable
 from kvtransfer.transports.ucx_writer import UcxWriterLink
-from kvtransfer.writer import PeerAddress, WriterPeer
-from kvtransfer.writer_grants import WriterGrants
-from kvtransfer.writer_link import DataDoesNotPass
+from kvtransfer.writer import WriterPeer
 from node.engine_report import add_fact
 from node.pool import DevicePool
 from node.regions import checksum_thread, offered, rdma_region
@@ -64,7 +63,7 @@ class Peers:
         self._runtime = runtime
         self._observer = observer
         self._config = config
-        self._copy_turns = config.shm.turns()
+        self._copy_turns = copy_turns(config.shm)
         self._pool = pool
         self._host, self._host_parts = host_identity(), host_parts()
         self._loop = asyncio.get_running_loop()
@@ -74,7 +73,7 @@ class Peers:
             self._rdma = lent.memory
         else:
             self._rdma = register_if_usable(
-                serving, rdma_region(pool.region), config.rdma.rdma, self._loop, remote_writes=False
+                serving, rdma_region(pool.region), config.rdma, self._loop, remote_writes=False
             )
         ucx_works = usable(serving, config.ucx.tls)
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
@@ -84,7 +83,7 @@ class Peers:
         self._peers: dict[Incarnation, WriterPeer] = {}
         self._attendances: dict[Incarnation, WriterAttendance] = {}
         self._closing_peers: set[Incarnation] = set()
-        self._machines: OrderedDict[Incarnation, WriterGrants] = OrderedDict()
+        self._machines: OrderedDict[Incarnation, WriterMachine] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
         self._closing = Tasks(self._loop, log, broken="closing a writer failed")
         self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
@@ -145,8 +144,8 @@ class Peers:
             clock=self._runtime.clock,
         )
 
-    def _machine(self, receiver: Incarnation) -> WriterGrants:
-        return self._machines.pop(receiver) if receiver in self._machines else WriterGrants()
+    def _machine(self, receiver: Incarnation) -> WriterMachine:
+        return self._machines.pop(receiver) if receiver in self._machines else WriterMachine()
 
     def find(self, receiver: Incarnation) -> WriterPeer | None:
         return self._peers.get(receiver)
@@ -169,14 +168,14 @@ class Peers:
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
         """Tell of each pair, and of the transports given up and passed over."""
-        message.pairs.extend(pair_status(peer, self._loop.time()) for peer in self._peers.values())
+        message.pairs.extend(peer.status() for peer in self._peers.values())
         message.counters.add(name="transports given up", value=self.transports_given_up)
         passed_over = sum(bool(peer.link.passed_over) for peer in self._peers.values())
         message.counters.add(name="pairs that do not use a better transport", value=passed_over)
         if self._rdma is not None:
             add_fact(message, TransportName.RDMA.value, self._rdma.describe())
-        adrift = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
-        message.counters.add(name="let go with writes adrift, not fenced yet", value=adrift)
+        in_doubt = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
+        message.counters.add(name="released with writes in doubt, not fenced yet", value=in_doubt)
         message.counters.add(name=OUT_OF_REACH, value=self.out_of_reach)
 
     @property
@@ -248,9 +247,7 @@ class Peers:
         try:
             if endpoint.transport is TransportName.CUDA_IPC:
                 assert isinstance(region, DeviceRegion), region.kind
-                return await CudaIpcWriterLink.connect_device(
-                    endpoint, pair, region, events, self._loop, region.driver, self._config.shm
-                )
+                return await CudaIpcWriterLink.connect_device(endpoint, pair, region, events, self._loop, region.driver)
             if endpoint.transport is TransportName.RDMA:
                 return await self._make_rdma_link(endpoint, pair, events)
             if self._pool.staged is not None:
@@ -261,7 +258,7 @@ class Peers:
             source_U8 = self._pool.host_region.array_U8
             if endpoint.transport is TransportName.SHM:
                 return await ShmWriterLink.connect(
-                    endpoint, pair, source_U8, events, self._loop, self._config.shm, self._copy_turns
+                    endpoint, pair, source_U8, events, self._loop, self._config.shm, turns=self._copy_turns
                 )
             if endpoint.transport is TransportName.UCX:
                 return await UcxWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.ucx)
@@ -275,11 +272,11 @@ class Peers:
 
     async def _make_rdma_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Raises ConnectError."""
-        memory, config = self._rdma, self._config.rdma
+        memory = self._rdma
         assert memory is not None
 
         async def connect(events: WriterEvents) -> RdmaWriterLink:
-            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop, config)
+            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
 
         if self._poster is None:
             return await connect(events)

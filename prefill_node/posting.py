@@ -10,8 +10,7 @@ import numpy as np
 from baton.ids import BlockId, RequestKey
 from cachestore.block_manager import BlockManager
 from engine.types import Batch, SequenceSlice
-from kvtransfer.step_writes import StepWrites
-from kvtransfer.writer import Handoff
+from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job
 
 
@@ -39,7 +38,7 @@ class Posting:
         """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
         self._blocks.hold(table)
         job.pinned = list(table)
-        handoff.pinned_blocks = len(table)
+        handoff.pin(len(table))
         job.next_block = handoff.prefix_skip
         writes = self.plan(job, handoff, cached_blocks)
         if writes is not None:

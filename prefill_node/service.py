@@ -58,5 +58,5 @@ class WriterService(transfer_pb2_grpc.TransferServicer):
         if peer is None:
             # Given up and its links closed, or never met: nothing is written there any more, and what may still be
             # under way nobody here knows. The receiver's fence does.
-            return transfer_pb2.RevokeReply(writes_adrift=True)
-        return transfer_pb2.RevokeReply(writes_adrift=await peer.revoked(ReserveNumber(request.number)))
+            return transfer_pb2.RevokeReply(writes_in_doubt=True)
+        return transfer_pb2.RevokeReply(writes_in_doubt=await peer.revoked(ReserveNumber(request.number)))

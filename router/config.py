@@ -33,7 +33,20 @@ class RouterConfig:
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
-    max_tokens_default: int = field(default=256, metadata={"help": "output tokens of a request that names no limit"})
+    max_tokens_default: int | None = field(
+        default=None,
+        metadata={
+            "help": "output tokens of a request that names no limit; none: what the context leaves, at most so many "
+            "that prompt and answer take 1/32 of the smallest decode region, and no fewer than 256"
+        },
+    )
+    generation_config: bool = field(
+        default=True,
+        metadata={
+            "help": "sampling values that a request does not name come from the model's generation_config.json; off: "
+            "temperature 1 and nothing else"
+        },
+    )
     prompt_chars_max: int = field(default=2_000_000, metadata={"help": "characters of a prompt that is sent as text"})
     requests_max: int = field(default=1_024, metadata={"help": "requests in this router at a time"})
     placement_wait_ms_max: int = field(
@@ -72,9 +85,10 @@ class RouterConfig:
             raise InvalidField(
                 "pinned_prefixes", f"must have names of their own, at most {self.pins.count_max} of them"
             )
+        if self.max_tokens_default is not None:
+            check_positive(self, "max_tokens_default")
         check_positive(
             self,
-            "max_tokens_default",
             "prompt_chars_max",
             "requests_max",
             "placement_wait_ms_max",

@@ -198,8 +198,8 @@ class EventPostedLink:
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         self._events.writes_completed(grant, writes, bytes_written, copied)
 
-    def writes_adrift(self, grant: GrantId) -> None:
-        self._events.writes_adrift(grant)
+    def writes_in_doubt(self, grant: GrantId) -> None:
+        self._events.writes_in_doubt(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         """Told behind the completions of what still waits here."""

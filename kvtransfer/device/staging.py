@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
@@ -39,23 +39,35 @@ class StagingConfig:
     """Pinned memory of one node."""
 
     bytes_max: int = field(
-        default=256 << 20, metadata={"help": "pinned host memory of a node, through which tcp moves what lies on a GPU"}
+        default=256 << 20,
+        metadata={
+            "help": "pinned host memory of a node, through which tcp moves data of a GPU",
+            "when": "The node has a GPU and more tcp links than fit (8 MiB each, 4 MiB for each incoming stream).",
+        },
     )
-    chunk_bytes: int = field(
-        default=1 << 20, metadata={"help": "bytes of one copy between the GPU and pinned memory, and of a tcp frame"}
-    )
-    link_chunks: int = field(default=8, metadata={"help": "chunks of pinned memory for each link that writes"})
-    stream_chunks: int = field(
-        default=4,
-        metadata={"help": "chunks for each connection that receives: one takes in while the others are copied"},
-    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "bytes_max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingLimits:
+    """How pinned memory is cut and shared."""
+
+    chunk_bytes: int = 1 << 20
+    """Bytes of one copy between the device and pinned memory, and of a tcp frame."""
+    link_chunks: int = 8
+    """Chunks for each link that writes."""
+    stream_chunks: int = 4
+    """Chunks for each connection that receives: it receives into one while the others are copied."""
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__dataclass_fields__)
         if self.chunk_bytes % WORD_BYTES:
             raise InvalidField("chunk_bytes", f"must be a multiple of {WORD_BYTES}, not {self.chunk_bytes}")
-        if max(self.link_chunks, self.stream_chunks) * self.chunk_bytes > self.bytes_max:
-            raise InvalidField("bytes_max", f"is {self.bytes_max}, which has not the room for one link or connection")
+
+
+STAGING_LIMITS: Final = StagingLimits()
 
 
 class StagingFull(Exception):
@@ -68,20 +80,32 @@ class StagedRegion:
     What a node passes to `StagedTcpLink.connect` and to `TcpReceiverPort`, one for both.
     """
 
-    def __init__(self, *, driver: DeviceDriver, region: DeviceMemory, config: StagingConfig | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        driver: DeviceDriver,
+        region: DeviceMemory,
+        config: StagingConfig | None = None,
+        limits: StagingLimits = STAGING_LIMITS,
+    ) -> None:
         """Pins at once, and has the device copy a few bytes, so that nothing is compiled later. `region` is the
         caller's and outlives this.
 
         Raises:
+            InvalidField: `config.bytes_max` has not the room for one link or connection.
             DeviceError: the memory cannot be pinned, or not be reached by the device's copies.
         """
-        self.config = config or StagingConfig()
+        self.limits = limits
+        bytes_max = (config or StagingConfig()).bytes_max
+        least = max(limits.link_chunks, limits.stream_chunks) * limits.chunk_bytes
+        if least > bytes_max:
+            raise InvalidField("staging.bytes_max", f"is {bytes_max:,}; one link or connection needs {least:,}")
         self.nbytes = region.nbytes
         """Of the region."""
         self._streams = driver.streams
         self._region = region
-        chunk_bytes = self.config.chunk_bytes
-        count = self.config.bytes_max // chunk_bytes
+        chunk_bytes = limits.chunk_bytes
+        count = bytes_max // chunk_bytes
         self._pinned = driver.pin(count * chunk_bytes)
         self._free = deque(range(0, count * chunk_bytes, chunk_bytes))
         self._chunks = count
@@ -123,12 +147,12 @@ class StagedRegion:
 
     @property
     def pinned_bytes(self) -> int:
-        return self._chunks * self.config.chunk_bytes
+        return self._chunks * self.limits.chunk_bytes
 
     @property
     def used_bytes(self) -> int:
         """Of these, what links and connections have now."""
-        return (self._chunks - len(self._free)) * self.config.chunk_bytes
+        return (self._chunks - len(self._free)) * self.limits.chunk_bytes
 
     def describe(self) -> dict[str, object]:
         """Gauges for people and metrics."""

@@ -8,33 +8,18 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports.control_channel import RefusalReason
-from kvtransfer.transports.end_config import PortConfig
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import PortFences
 from kvtransfer.transports.receiver_port import Acceptor, listen_on
 from kvtransfer.transports.tcp_socket import tune
 from kvtransfer.transports.words_connection import WordsConnection
 
-
-class PortLimits(Protocol):
-    """Of the ports' configurations, what this needs."""
-
-    @property
-    def pairs_max(self) -> int: ...
-
-    @property
-    def accepts_per_wake_max(self) -> int: ...
-
-    @property
-    def accept_pause_ms(self) -> int: ...
-
-
 LimitsT = TypeVar("LimitsT", bound=PortLimits)
-ConfigT = TypeVar("ConfigT", bound=PortConfig)
 ReasonT = TypeVar("ReasonT", bound=Enum)
 ConnectionT = TypeVar("ConnectionT")
 WordsT = TypeVar("WordsT", bound=WordsConnection)
@@ -53,7 +38,7 @@ class BasePort(ABC, Generic[LimitsT, ReasonT, ConnectionT]):
         events: ReceiverEvents,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
-        config: LimitsT,
+        limits: LimitsT,
         reasons: type[ReasonT],
     ) -> None:
         """Takes the listening socket over, and accepts from the loop's next turn on. `reasons` are the wire's to refuse
@@ -62,10 +47,10 @@ class BasePort(ABC, Generic[LimitsT, ReasonT, ConnectionT]):
         self._events = events
         self._loop = loop
         self._randomness = randomness
-        self._config = config
+        self._limits = limits
         self._reasons = reasons
         self._fences = PortFences(
-            transport=self.transport, events=events, loop=loop, randomness=randomness, pairs_max=config.pairs_max
+            transport=self.transport, events=events, loop=loop, randomness=randomness, pairs_max=limits.pairs_max
         )
         self._connections: dict[int, ConnectionT] = {}
         self._connections_made = 0
@@ -77,8 +62,7 @@ class BasePort(ABC, Generic[LimitsT, ReasonT, ConnectionT]):
             loop=loop,
             admit=self._admit,
             paused=lambda: self._refused.update([reasons["DESCRIPTORS"]]),
-            accepts_per_wake_max=config.accepts_per_wake_max,
-            pause_ms=config.accept_pause_ms,
+            pause_ms=limits.accept_pause_ms,
         )
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
@@ -119,7 +103,7 @@ class BasePort(ABC, Generic[LimitsT, ReasonT, ConnectionT]):
         """A new connection, which does not block; it is the port's."""
 
 
-class ListeningPort(BasePort[ConfigT, ReasonT, WordsT]):
+class ListeningPort(BasePort[LimitsT, ReasonT, WordsT]):
     """A port on tcp: for tcp's streams themselves, or for the words of rdma and ucx."""
 
     def __init__(
@@ -130,7 +114,7 @@ class ListeningPort(BasePort[ConfigT, ReasonT, WordsT]):
         events: ReceiverEvents,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
-        config: ConfigT,
+        limits: LimitsT,
         reasons: type[ReasonT],
     ) -> None:
         """Listens at once. Writers are told `advertise_host` instead of the host in `listen`, where there is one.
@@ -139,14 +123,14 @@ class ListeningPort(BasePort[ConfigT, ReasonT, WordsT]):
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        listener, address = listen_on(listen, advertise_host, backlog=config.handshakes_max)
+        listener, address = listen_on(listen, advertise_host, backlog=limits.handshakes_max)
         super().__init__(
             listener=listener,
             address=address,
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config,
+            limits=limits,
             reasons=reasons,
         )
 
@@ -155,17 +139,17 @@ class ListeningPort(BasePort[ConfigT, ReasonT, WordsT]):
         self._connections_made += 1
         connection = self._connection(self._connections_made, sock)
         self._connections[self._connections_made] = connection
-        if handshaking >= self._config.handshakes_max:
+        if handshaking >= self._limits.handshakes_max:
             self._refuse(connection, self._reasons["HANDSHAKES_MAX"])
             return
         try:
-            tune(sock, self._config.socket)
+            tune(sock)
         except OSError:
             self._drop(connection)  # reset before it was looked at
             return
         self._loop.add_reader(sock, self._read, connection)
         connection.handshake_timer = self._loop.call_later(
-            self._config.handshake_ms_max / 1000, self._handshake_late, connection
+            self._limits.handshake_ms_max / 1000, self._handshake_late, connection
         )
 
     def _secret(self, connection: WordsT, pair: Pair, epoch: Epoch) -> bytes | None:

@@ -8,7 +8,6 @@ import socket
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from baton.ids import GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
@@ -23,18 +22,8 @@ from kvtransfer.transports.control_channel import (
     close_politely,
 )
 from kvtransfer.transports.drains import Drains
+from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.rdma_queue import ChainQueue, QueueLimits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkLimits:
-    """`queue` is the queue's own; the others are those of the same names in the links' configurations."""
-
-    queue: QueueLimits
-    seals_max: int
-    seals_waiting_max: int
-    drain_ms_max: int
-    bye_ms_max: int
 
 
 class ChainLink(BaseLink):
@@ -59,20 +48,22 @@ class ChainLink(BaseLink):
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         limits: LinkLimits,
+        queue: QueueLimits,
+        seals_max: int,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is for the thread, and called from any."""
+        """At most `seals_max` seals are on their way. `wake` is for the thread, and called from any."""
         super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
         self._sock, self._codec, self._inbox = sock, codec, Inbox(codec)
-        self._limits = limits
+        self._limits, self._seals_max = limits, seals_max
         self._wake = wake
         self._queue = ChainQueue(
-            limits=limits.queue,
+            limits=queue,
             src_nbytes=src_nbytes,
             dst_nbytes=dst_nbytes,
             loop=loop,
             completed=events.writes_completed,
-            adrift=events.writes_adrift,
+            adrift=events.writes_in_doubt,
             wake=wake,
         )
         self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._queue.mark, stuck=self._end)
@@ -97,7 +88,7 @@ class ChainLink(BaseLink):
         assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
         if self._ending.begun:
             return
-        if len(self._seals_out) < self._limits.seals_max:
+        if len(self._seals_out) < self._seals_max:
             self._seal_next(seal)
         elif len(self._seals_waiting) < self._limits.seals_waiting_max:
             self._seals_waiting.append(seal)

@@ -8,8 +8,8 @@ pidfd: the driver ends a process's kernels and copies before the process is gone
 Visibility: a completion is told when the side stream's event has passed; the receiver's kernels are launched after it
 has heard of that through sockets, and see what was written to device memory before.
 
-Nothing is ever `writes_adrift` here: a batch completes when the device has passed its event, and after an error of the
-device its context is lost and writes nothing any more.
+Nothing is ever `writes_in_doubt` here: a batch completes when the device has passed its event, and after an error of
+the device its context is lost and writes nothing any more.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from kvtransfer.device.copy_pool import DeviceCopyPool
 from kvtransfer.device.driver import DeviceDriver, DeviceError
 from kvtransfer.device.region import DeviceMemory, OpenedRegion
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents
-from kvtransfer.transports.shm_connect import Handshake, ShmConnectError, ShmWriterConfig
+from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.shm_connect import Handshake, ShmConnectError
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
-from kvtransfer.transports.shm_writer import ShmWriterLink
+from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
 
 
 class CudaIpcReceiverPort(ShmReceiverPort):
@@ -48,7 +49,7 @@ class CudaIpcWriterLink(ShmWriterLink):
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         driver: DeviceDriver,
-        config: ShmWriterConfig | None = None,
+        limits: ShmLinkLimits = SHM_LINK_LIMITS,
     ) -> CudaIpcWriterLink:
         """As `ShmWriterLink.connect`, from a region on the device.
 
@@ -66,7 +67,7 @@ class CudaIpcWriterLink(ShmWriterLink):
                 raise ShmConnectError(f"{address}: {error}") from error
 
         link = await cls.connect(
-            endpoint, pair, source, events, loop, config, handshake=Handshake(open_region=open_region)
+            endpoint, pair, source, events, loop, limits=limits, handshake=Handshake(open_region=open_region)
         )
         assert isinstance(link, CudaIpcWriterLink)
         return link
@@ -80,10 +81,11 @@ class CudaIpcWriterLink(ShmWriterLink):
         pair: Pair,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: ShmWriterConfig,
+        config: ShmConfig,
+        limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> DeviceCopyPool:
-        del turns  # a device orders its own copies
+        del config, turns  # a device orders its own copies
         assert isinstance(mapping, OpenedRegion)
         assert mapping.nbytes == region_nbytes, (mapping.nbytes, region_nbytes)
         return DeviceCopyPool(
@@ -95,6 +97,6 @@ class CudaIpcWriterLink(ShmWriterLink):
             loop=loop,
             completed=events.writes_completed,
             drained=self._drained,
-            abandoned_grants_max=config.abandoned_grants_max,
+            abandoned_grants_max=limits.abandoned_grants_max,
             name=f"cuda-copy-{pair.receiver:x}",
         )

@@ -1,20 +1,20 @@
-"""The writer's configuration and handshake: one connection for messages, queue pairs for data, all of it proved."""
+"""The writer's handshake: one connection for messages, queue pairs for data, all of it proved."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Final
 
 from baton.ids import Pair
 from baton.log import get_log
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import WriterChannel, connect_error
-from kvtransfer.transports.end_config import LinkConfig
-from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaConfig, RdmaWelcome, RegionAddress
+from kvtransfer.transports.limits import LinkLimits, check_limits
+from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold
 
@@ -22,22 +22,27 @@ log = get_log("rdma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaWriterConfig(LinkConfig):
-    """Limits of one link. `connect_ms_max` is for the first data as well."""
+class RdmaLinkLimits(LinkLimits):
+    """`connect_ms_max` includes the first data."""
 
-    chain_wrs_max: int = field(default=32, metadata={"help": "writes posted with one doorbell, the last completing"})
-    chain_bytes_max: int = field(default=4 << 20, metadata={"help": "bytes of such a chain, unless one write is more"})
-    wr_bytes_max: int = field(default=1 << 20, metadata={"help": "bytes of one write; longer ones are cut"})
-    on_the_way_bytes_max: int = field(
-        default=32 << 20, metadata={"help": "bytes handed to the device and not completed, at which no more are"}
-    )
-    spin_us_max: int = field(default=50, metadata={"help": "polling for a completion before sleeping; 0: never"})
-    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    chain_wrs_max: int = 32
+    """Writes posted with one doorbell, the last completing."""
+    chain_bytes_max: int = 4 << 20
+    """Bytes of such a chain, unless one write is more."""
+    wr_bytes_max: int = 1 << 20
+    """Bytes of one write; longer ones are cut."""
+    on_the_way_bytes_max: int = 32 << 20
+    """Once this many bytes are posted and not completed, no more are posted."""
+    spin_us_max: int = 50
+    """How long the thread polls for a completion before it sleeps; 0: never."""
 
     def __post_init__(self) -> None:
         check_limits(self, but=("spin_us_max",))
         if self.spin_us_max < 0 or self.wr_bytes_max > 1 << 30:
             raise ValueError("spin_us_max must not be negative, wr_bytes_max at most 1 GiB")
+
+
+RDMA_LINK_LIMITS: Final = RdmaLinkLimits()
 
 
 class RdmaUnproved(ConnectError):
@@ -57,7 +62,7 @@ class Connected:
 
 
 async def connect(
-    endpoint: DataEndpoint, pair: Pair, hold: Hold, loop: asyncio.AbstractEventLoop, config: RdmaWriterConfig
+    endpoint: DataEndpoint, pair: Pair, hold: Hold, loop: asyncio.AbstractEventLoop, limits: LinkLimits
 ) -> Connected:
     """Connect, prove the pair's secret, and then that data passes. Lets go of the hold where it fails.
 
@@ -69,9 +74,9 @@ async def connect(
     qps: QueuePairs | None = None
     acknowledged: asyncio.Future[None] | None = None
     try:
-        async with asyncio.timeout(config.connect_ms_max / 1000):
+        async with asyncio.timeout(limits.connect_ms_max / 1000):
             region = RegionAddress.decode(endpoint.address)
-            qps = QueuePairs(hold.device, config.rdma.qps, os.urandom, sends=True)
+            qps = QueuePairs(hold.device, hold.device.config.qps, os.urandom, sends=True)
             link = int.from_bytes(os.urandom(8))
             hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=qps.ends.encode())
             channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
@@ -87,11 +92,11 @@ async def connect(
     except BaseException as error:
         give_up(endpoint, hold, qps, channel.sock if channel is not None else None)
         if acknowledged is not None and not _all_came(acknowledged) and _concerns_the_way(error):
-            text = f"no data arrives within {config.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
+            text = f"no data arrives within {limits.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
             reason = error.reason if isinstance(error, ConnectError) else None
             raise RdmaUnproved(f"{endpoint.address}: the devices do not reach each other: {text}", reason) from error
         failed = connect_error(
-            error, address=endpoint.address, connect_ms_max=config.connect_ms_max, also=(QueuePairFailed,)
+            error, address=endpoint.address, connect_ms_max=limits.connect_ms_max, also=(QueuePairFailed,)
         )
         if failed is not None:
             raise failed from error

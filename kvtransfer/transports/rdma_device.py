@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from baton.log import get_log
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.gpudirect import GpuDirect
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transports.rdma import GID_BYTES, PROBE_BYTES, LinkEnds, ProbePlace, QpAddress, RdmaConfig
+from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.rdma import GID_BYTES, PROBE_BYTES, LinkEnds, ProbePlace, QpAddress
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
 from kvtransfer.transports.rdma_poster import (
     Addresses,
@@ -32,9 +33,12 @@ from kvtransfer.transports.rdma_poster import (
     take_event,
 )
 from kvtransfer.transports.rdma_verbs import LayoutUnknown, RdmaUnavailable, Verbs, channel_fd, load_verbs
+from kvtransfer.transports.settings import RdmaConfig
 
 log = get_log("rdma")
 
+HOP_LIMIT: Final = 64
+"""Routers that a packet may pass (RoCE v2)."""
 _POLL_MAX = 64
 _RNR_TIMER_CODE = 12
 _RNR_RETRIES = 6
@@ -235,6 +239,26 @@ class ProbeLost(QueuePairFailed):
     """A probe was not acknowledged: nothing gets from this device to that one, or no answer back."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaLimits:
+    """What each queue pair may have on its way, and how often the device is looked at."""
+
+    send_wrs_max: int = 128
+    """Writes on their way on one queue pair, one of them kept for a seal."""
+    seals_max: int = 64
+    """Seals of one link on their way."""
+    device_check_ms: int = 500
+    """Time between two looks whether the device is there."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.send_wrs_max < 2 or self.seals_max >= 1 << 16:
+            raise ValueError("send_wrs_max must be 2 or more, seals_max less than 65,536")
+
+
+RDMA_LIMITS: Final = RdmaLimits()
+
+
 class RdmaDevice:
     """One port of one device, one protection domain, one memory region over the whole of `region`.
 
@@ -242,7 +266,9 @@ class RdmaDevice:
     else control thread only.
     """
 
-    def __init__(self, port: RdmaPort, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> None:
+    def __init__(
+        self, port: RdmaPort, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits
+    ) -> None:
         """Opens and registers. `remote_writes`: others may write into the region (a receiver), or none may.
 
         Raises:
@@ -263,7 +289,7 @@ class RdmaDevice:
             try:
                 self.context = self.verbs.device.Context(name=port.device)
                 opened.callback(self.context.close)
-                limits = self.context.query_device()
+                device_limits = self.context.query_device()
                 attributes = self.context.query_port(port.number)
                 self.domain = self.verbs.pd.PD(self.context)
                 opened.callback(self.domain.close)
@@ -286,8 +312,8 @@ class RdmaDevice:
         self.probe_lkey, self.probe_rkey = probe.lkey, probe.rkey
         self.mtu, self.lid = int(attributes.active_mtu), int(attributes.lid)
         self.ethernet = port.link_layer == "Ethernet"
-        self.send_wrs_max = min(config.send_wrs_max, int(limits.max_qp_wr))
-        self.seals_max = min(config.seals_max, int(limits.max_qp_wr), int(limits.max_cqe) // config.qps)
+        self.send_wrs_max = min(limits.send_wrs_max, int(device_limits.max_qp_wr))
+        self.seals_max = min(limits.seals_max, int(device_limits.max_qp_wr), int(device_limits.max_cqe) // config.qps)
 
     @property
     def gid(self) -> bytes:
@@ -304,7 +330,7 @@ class RdmaDevice:
             self._close.close()
 
 
-def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> RdmaDevice:
+def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> RdmaDevice:
     """Find a port and open it. Raises RdmaUnavailable."""
     ports = find_ports()
     port = choose_port(ports, config.device)
@@ -312,7 +338,7 @@ def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) 
         have = ", ".join(f"{p.device}:{p.number} {p.state}" for p in ports) or "none"
         wanted = f"the device {config.device}" if config.device else "a device"
         raise RdmaUnavailable(f"no port of {wanted} is active and has an address (there are: {have})")
-    return RdmaDevice(port, region, config, remote_writes=remote_writes)
+    return RdmaDevice(port, region, config, remote_writes=remote_writes, limits=limits)
 
 
 def mtu_bytes(code: int) -> int:
@@ -519,7 +545,7 @@ class QueuePairs:
         route = addr.GlobalRoute(
             dgid=addr.GID(gid),
             sgid_index=self._device.port.best_gid.index,
-            hop_limit=config.hop_limit,
+            hop_limit=HOP_LIMIT,
             traffic_class=config.traffic_class,
         )
         ready_to_receive = self._attributes(

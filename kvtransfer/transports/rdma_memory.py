@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from baton.errors import InvalidField
 from baton.log import get_log
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import RdmaConfig
-from kvtransfer.transports.rdma_device import RdmaDevice, RdmaRegion, open_device
+from kvtransfer.transports.rdma_device import RDMA_LIMITS, RdmaDevice, RdmaLimits, RdmaRegion, open_device
 from kvtransfer.transports.rdma_ports import choose_port, find_ports, why_lost
 from kvtransfer.transports.rdma_poster import rdma_library
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.settings import RdmaConfig
 
 log = get_log("rdma")
 
@@ -67,13 +67,14 @@ class RdmaMemory:
         config: RdmaConfig,
         loop: asyncio.AbstractEventLoop,
         remote_writes: bool,
+        limits: RdmaLimits = RDMA_LIMITS,
     ) -> None:
         """Opens a device at once. `region`'s memory is the caller's and outlives this. Raises RdmaUnavailable."""
         self._region = region
-        self._config = config
+        self._config, self._limits = config, limits
         self._loop = loop
         self._remote_writes = remote_writes
-        self._held: RdmaDevice | None = open_device(region, config, remote_writes=remote_writes)
+        self._held: RdmaDevice | None = open_device(region, config, remote_writes=remote_writes, limits=limits)
         self._lost = False
         self._holds: list[Hold] = []
         self._returned: list[Callable[[], None]] = []
@@ -82,7 +83,7 @@ class RdmaMemory:
         self.devices_lost = 0
         self.flushes = 0
         """Times that a device's memory had to be flushed behind the writes of others."""
-        self._timer = loop.call_later(config.device_check_ms / 1000, self._look)
+        self._timer = loop.call_later(limits.device_check_ms / 1000, self._look)
 
     @property
     def device(self) -> RdmaDevice | None:
@@ -159,11 +160,13 @@ class RdmaMemory:
                 self.lose(reason)
         elif self._held is None and self._opening is None and choose_port(find_ports(), self._config.device):
             self._opening = self._loop.create_task(self._open_again())
-        self._timer = self._loop.call_later(self._config.device_check_ms / 1000, self._look)
+        self._timer = self._loop.call_later(self._limits.device_check_ms / 1000, self._look)
 
     async def _open_again(self) -> None:
         try:
-            opened = await asyncio.to_thread(open_device, self._region, self._config, remote_writes=self._remote_writes)
+            opened = await asyncio.to_thread(
+                open_device, self._region, self._config, remote_writes=self._remote_writes, limits=self._limits
+            )
         except RdmaUnavailable as error:
             log.warning("RDMA device cannot be used", reason=str(error))
             return
@@ -203,7 +206,7 @@ def register_if_usable(
     if TransportName.RDMA not in transports:
         return None
     try:
-        memory = RdmaMemory(region=region, config=config, loop=loop, remote_writes=remote_writes)
+        memory = RdmaMemory(region=region, config=config, loop=loop, remote_writes=remote_writes, limits=RDMA_LIMITS)
     except RdmaUnavailable as error:
         if len(transports) == 1:
             raise InvalidField(

@@ -33,9 +33,9 @@ from kvtransfer.transports.control_channel import (
     SealGather,
     Signal,
 )
-from kvtransfer.transports.end_config import PortConfig
+from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaConfig, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of
@@ -47,13 +47,6 @@ log = get_log("rdma")
 DESTROY_RETRY_MS = 1000
 DESTROY_TRIES_MAX = 3
 """Once the port is closing; before, it is tried for as long as it takes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaReceiverConfig(PortConfig):
-    """Limits of one port. Each connection is one link, of `rdma.qps` queue pairs."""
-
-    rdma: RdmaConfig = field(default_factory=RdmaConfig)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -110,7 +103,7 @@ class RdmaConnection(Connection):
             self.destroy_timer = None
 
 
-class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RdmaConnection]):
+class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.RDMA
@@ -126,7 +119,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RdmaConnection]):
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
         offered: Callable[[bool], None] = lambda _: None,
-        config: RdmaReceiverConfig | None = None,
+        limits: PortLimits = PORT_LIMITS,
     ) -> None:
         """Listens at once. `memory` has the region, open to remote writes; it is the caller's and outlives the port.
 
@@ -143,7 +136,7 @@ class RdmaReceiverPort(ListeningPort[RdmaReceiverConfig, RdmaConnection]):
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config or RdmaReceiverConfig(),
+            limits=limits,
         )
         self._memory = memory
         self._offered = offered

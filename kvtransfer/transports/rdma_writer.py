@@ -3,7 +3,7 @@
 The thread posts chains as the queue pairs have room and takes their completions, in native calls; the control thread
 has the connection for words. A batch is complete when the device has completed all its chains, or when the link is over
 and its queue pairs are destroyed: then the device reads nothing of the source any more (DESIGN I1). That says nothing
-of what had left it: such writes are `writes_adrift`, and the receiver fences before it reuses their blocks.
+of what had left it: such writes are `writes_in_doubt`, and the receiver fences before it reuses their blocks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.chain_link import ChainLink, LinkLimits
+from kvtransfer.transports.chain_link import ChainLink
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.rdma import CODEC
-from kvtransfer.transports.rdma_connect import Connected, RdmaWriterConfig, connect, give_up
+from kvtransfer.transports.rdma_connect import (
+    RDMA_LINK_LIMITS,
+    Connected,
+    RdmaLinkLimits,
+    connect,
+    give_up,
+)
 from kvtransfer.transports.rdma_device import QueuePairFailed
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_poster import DeviceBroken, Poster
@@ -56,10 +62,10 @@ class RdmaWriterLink(ChainLink):
         pair: Pair,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: RdmaWriterConfig,
+        limits: RdmaLinkLimits,
     ) -> None:
         """Takes over what is connected, and the hold. Use `connect`."""
-        self._qps, self._hold, self._config = connected.qps, hold, config
+        self._qps, self._hold, self._spin_us_max = connected.qps, hold, limits.spin_us_max
         self.region_nbytes = connected.region_nbytes
         """Of the receiver's region."""
         self._poster: Poster = self._qps.poster(dst_base=connected.region.base, rkey=connected.region.rkey)
@@ -75,21 +81,17 @@ class RdmaWriterLink(ChainLink):
             pair=pair,
             events=events,
             loop=loop,
-            limits=LinkLimits(
-                queue=QueueLimits(
-                    qps=len(self._qps.ends.qps),
-                    send_wrs_max=hold.device.send_wrs_max,
-                    chain_wrs_max=min(config.chain_wrs_max, self._poster.chain_wrs_max),
-                    chain_bytes_max=config.chain_bytes_max,
-                    wr_bytes_max=config.wr_bytes_max,
-                    on_the_way_bytes_max=config.on_the_way_bytes_max,
-                    abandoned_grants_max=config.abandoned_grants_max,
-                ),
-                seals_max=min(self._qps.ends.seals_max, connected.peer.seals_max),
-                seals_waiting_max=config.seals_waiting_max,
-                drain_ms_max=config.drain_ms_max,
-                bye_ms_max=config.bye_ms_max,
+            limits=limits,
+            queue=QueueLimits(
+                qps=len(self._qps.ends.qps),
+                send_wrs_max=hold.device.send_wrs_max,
+                chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max),
+                chain_bytes_max=limits.chain_bytes_max,
+                wr_bytes_max=limits.wr_bytes_max,
+                on_the_way_bytes_max=limits.on_the_way_bytes_max,
+                abandoned_grants_max=limits.abandoned_grants_max,
             ),
+            seals_max=min(self._qps.ends.seals_max, connected.peer.seals_max),
             wake=self._waker.wake,
         )
         self._thread = threading.Thread(target=self._post_all, name=f"rdma-post-{pair.receiver:x}", daemon=True)
@@ -108,7 +110,7 @@ class RdmaWriterLink(ChainLink):
         memory: RdmaMemory,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: RdmaWriterConfig | None = None,
+        limits: RdmaLinkLimits = RDMA_LINK_LIMITS,
     ) -> RdmaWriterLink:
         """Connect the queue pairs, prove the pair's secret and that data passes. `memory` has the source region, and
         outlives the link.
@@ -117,12 +119,11 @@ class RdmaWriterLink(ChainLink):
             RdmaUnproved: the devices do not reach each other.
             ConnectError: refused, unreachable, not the receiver, no device, or not done within `connect_ms_max`.
         """
-        config = config or RdmaWriterConfig()
         try:
             hold = memory.acquire()
         except RdmaUnavailable as error:
             raise ConnectError(str(error)) from error
-        connected = await connect(endpoint, pair, hold, loop, config)
+        connected = await connect(endpoint, pair, hold, loop, limits)
         try:
             link = cls(
                 connected=connected,
@@ -131,7 +132,7 @@ class RdmaWriterLink(ChainLink):
                 pair=pair,
                 events=events,
                 loop=loop,
-                config=config,
+                limits=limits,
             )
         except BaseException as error:
             give_up(endpoint, hold, connected.qps, connected.sock)
@@ -176,7 +177,7 @@ class RdmaWriterLink(ChainLink):
                         raise QueuePairFailed(f"a write completed with status {status}")
                     self._queue.completed(number)
                 # Polling pays only where the last wait was so short that it would have caught it.
-                spin_us = self._config.spin_us_max if waited_us <= self._config.spin_us_max else 0
+                spin_us = self._spin_us_max if waited_us <= self._spin_us_max else 0
             failure = ""
         except (DeviceBroken, QueuePairFailed) as error:
             failure = str(error)

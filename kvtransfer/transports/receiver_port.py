@@ -11,16 +11,18 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Final, Generic, Protocol, TypeVar
+from typing import ClassVar, Final, Generic, TypeVar
 
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Do, Inbox, ReceiverChannel, Refusal, RefusalReason, Signal
-from kvtransfer.transports.end_config import PortConfig
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import PortFences
 
+ACCEPTS_PER_WAKE_MAX: Final = 16
+"""Connections accepted in one go before others get their turn."""
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _CONNECTION_GONE: Final = frozenset(
     {
@@ -70,7 +72,6 @@ class Acceptor:
         loop: asyncio.AbstractEventLoop,
         admit: Callable[[socket.socket], None],
         paused: Callable[[], None],
-        accepts_per_wake_max: int,
         pause_ms: int,
     ) -> None:
         """Takes the listening, non-blocking socket over. `paused` is called each time that descriptors run out."""
@@ -78,7 +79,6 @@ class Acceptor:
         self._loop = loop
         self._admit = admit
         self._paused = paused
-        self._accepts_per_wake_max = accepts_per_wake_max
         self._pause_ms = pause_ms
         self._timer: asyncio.TimerHandle | None = None
         loop.add_reader(listener, self._accept)
@@ -91,7 +91,7 @@ class Acceptor:
             self._timer.cancel()
 
     def _accept(self) -> None:
-        for _ in range(self._accepts_per_wake_max):
+        for _ in range(ACCEPTS_PER_WAKE_MAX):
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
@@ -157,27 +157,7 @@ class Connection:
             self.sock = None
 
 
-class PortLimits(Protocol):
-    """What a port needs of its configuration."""
-
-    @property
-    def connections_max(self) -> int: ...
-
-    @property
-    def pairs_max(self) -> int: ...
-
-    @property
-    def handshake_ms_max(self) -> int: ...
-
-    @property
-    def accepts_per_wake_max(self) -> int: ...
-
-    @property
-    def accept_pause_ms(self) -> int: ...
-
-
 LimitsT = TypeVar("LimitsT", bound=PortLimits)
-ConfigT = TypeVar("ConfigT", bound=PortConfig)
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
@@ -198,16 +178,16 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         events: ReceiverEvents,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
-        config: LimitsT,
+        limits: LimitsT,
     ) -> None:
         """Takes the listening socket over, and accepts from the loop's next turn on."""
         self.address = address
         self._events = events
         self._loop = loop
         self._randomness = randomness
-        self._config = config
+        self._limits = limits
         self._fences = PortFences(
-            transport=self.transport, events=events, loop=loop, randomness=randomness, pairs_max=config.pairs_max
+            transport=self.transport, events=events, loop=loop, randomness=randomness, pairs_max=limits.pairs_max
         )
         self._connections: dict[int, ConnectionT] = {}
         self._connections_made = 0
@@ -219,8 +199,7 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
             loop=loop,
             admit=self._admit,
             paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
-            accepts_per_wake_max=config.accepts_per_wake_max,
-            pause_ms=config.accept_pause_ms,
+            pause_ms=limits.accept_pause_ms,
         )
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
@@ -271,7 +250,7 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         self._connections[connection.number] = connection
         self._loop.add_reader(sock, self._read, connection)
         connection.handshake_timer = self._loop.call_later(
-            self._config.handshake_ms_max / 1000, self._handle, connection, Signal.DEADLINE
+            self._limits.handshake_ms_max / 1000, self._handle, connection, Signal.DEADLINE
         )
         return connection
 
@@ -324,7 +303,7 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
             case Do.IDENTIFY:
                 self._identify(connection)
             case Do.PREPARE:
-                if sum(c.channel.proved for c in self._connections.values()) > self._config.connections_max:
+                if sum(c.channel.proved for c in self._connections.values()) > self._limits.connections_max:
                     raise Refusal(RefusalReason.CONNECTIONS_MAX)
                 self._prepare(connection)
             case Do.OPEN:
@@ -398,7 +377,7 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         """Close and forget one that never could write, or at the end of the port any."""
 
 
-class ListeningPort(BasePort[ConfigT, ConnectionT]):
+class ListeningPort(BasePort[LimitsT, ConnectionT]):
     """A port on tcp: for tcp's streams themselves, or for the control channels of rdma and ucx."""
 
     def __init__(
@@ -409,7 +388,7 @@ class ListeningPort(BasePort[ConfigT, ConnectionT]):
         events: ReceiverEvents,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
-        config: ConfigT,
+        limits: LimitsT,
     ) -> None:
         """Listens at once. Writers get `advertise_host` instead of the host in `listen`, where there is one.
 
@@ -417,15 +396,15 @@ class ListeningPort(BasePort[ConfigT, ConnectionT]):
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        listener, address = listen_on(listen, advertise_host, backlog=config.handshakes_max)
+        listener, address = listen_on(listen, advertise_host, backlog=limits.handshakes_max)
         super().__init__(
-            listener=listener, address=address, events=events, loop=loop, randomness=randomness, config=config
+            listener=listener, address=address, events=events, loop=loop, randomness=randomness, limits=limits
         )
 
     def _admit(self, sock: socket.socket) -> None:
         handshaking = sum(not c.channel.opened for c in self._connections.values())
         connection = self._connect(sock)
-        if handshaking >= self._config.handshakes_max:
+        if handshaking >= self._limits.handshakes_max:
             self._handle(connection, wire.Refuse(reason=RefusalReason.HANDSHAKES_MAX))
             return
         try:

@@ -7,18 +7,21 @@ handshake, link and copying threads. What all transports share is in `base_link`
 
 from kvtransfer.transport import TooManyPairs
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
-from kvtransfer.transports.shm_connect import ShmConnectError, ShmWriterConfig
-from kvtransfer.transports.shm_receiver import ShmReceiverConfig, ShmReceiverPort
+from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.shm_connect import ShmConnectError
+from kvtransfer.transports.shm_receiver import ShmPortLimits, ShmReceiverPort
 from kvtransfer.transports.shm_wire import RefusalReason
-from kvtransfer.transports.shm_writer import ShmWriterLink
+from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink, copy_turns
 
 __all__ = [
     "RefusalReason",
+    "ShmConfig",
     "ShmConnectError",
-    "ShmReceiverConfig",
+    "ShmLinkLimits",
+    "ShmPortLimits",
     "ShmReceiverPort",
-    "ShmWriterConfig",
     "ShmWriterLink",
     "TooManyPairs",
     "WriteOutOfBounds",
+    "copy_turns",
 ]

@@ -1,4 +1,4 @@
-"""The writer's configuration, its handshake up to the mapped region, and the word of one whose socket has broken."""
+"""The writer's handshake up to the mapped region, and the word of one whose socket has broken."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import mmap
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from baton.ids import Pair
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.shm_copy import CopyLimits
 
 # A child of a later fork must not inherit the right to write; the mmap module of Python 3.11 may lack the name.
 _MADV_DONTFORK = getattr(mmap, "MADV_DONTFORK", 10)
@@ -29,50 +26,11 @@ class ShmConnectError(ConnectError):
     """Of a link by shared memory: nothing is mapped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShmWriterConfig:
-    """Limits of one link."""
-
-    connect_ms_max: int = field(default=5000, metadata={"help": "how long connecting and the handshake may take"})
-    connect_retry_ms: int = field(default=20, metadata={"help": "pause while the receiver's backlog is full"})
-    copy_threads: int = field(
-        default=1,
-        metadata={"help": "threads of this process that copy at a time; count them with engine.compute_threads"},
-    )
-    copy_chunk_ops_max: int = field(
-        default=1024, metadata={"help": "writes copied between two looks at whether the grant was given up"}
-    )
-    copy_chunk_bytes_max: int = field(
-        default=16 << 20, metadata={"help": "bytes of those writes, after which no further one is begun"}
-    )
-    abandoned_grants_max: int = field(default=1 << 20, metadata={"help": "abandoned grants that one link remembers"})
-    outbox_messages_max: int = field(
-        default=4096, metadata={"help": "seals that wait for a receiver that does not read its socket"}
-    )
-    bye_ms_max: int = field(
-        default=2000,
-        metadata={"help": "how long a link's end tries to say so; else the receiver waits for this process to end"},
-    )
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-
-    @property
-    def copy_limits(self) -> CopyLimits:
-        """Of one link."""
-        return CopyLimits(
-            threads=self.copy_threads,
-            chunk_ops_max=self.copy_chunk_ops_max,
-            chunk_bytes_max=self.copy_chunk_bytes_max,
-            abandoned_grants_max=self.abandoned_grants_max,
-        )
-
-    def turns(self) -> threading.Semaphore:
-        """What bounds the copying threads of all links of a process together: made once, given to each `connect`."""
-        return threading.Semaphore(self.copy_threads)
+CONNECT_RETRY_MS: Final = 20
+"""Pause while the receiver's backlog is full."""
 
 
-async def connect_socket(sock: socket.socket, endpoint: DataEndpoint, config: ShmWriterConfig) -> None:
+async def connect_socket(sock: socket.socket, endpoint: DataEndpoint) -> None:
     """Connect, and make sure that the listener runs under our own user before it sees our secret."""
     address = wire.socket_address(endpoint.address)
     while True:
@@ -81,7 +39,7 @@ async def connect_socket(sock: socket.socket, endpoint: DataEndpoint, config: Sh
             break
         except BlockingIOError:
             # The listener's backlog is full; a Unix socket does not tell when it has room again.
-            await asyncio.sleep(config.connect_retry_ms / 1000)
+            await asyncio.sleep(CONNECT_RETRY_MS / 1000)
     _, uid = wire.peer_credentials(sock)
     if uid != os.geteuid():
         raise ShmConnectError(f"{endpoint.address}: the listener runs as user {uid}, we as {os.geteuid()}")

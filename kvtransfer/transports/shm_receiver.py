@@ -13,40 +13,30 @@ import hmac
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from baton.ids import Epoch, Pair
 from kvtransfer.region import SharedRegion
 from kvtransfer.transport import ReceiverEvents, Seal, TransportName
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.base_port import BasePort
-from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import Evidence, PairFence
 from kvtransfer.transports.shm_wire import RefusalReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShmReceiverConfig:
-    """Limits of one port. `connections_max` counts each connection until there is evidence for it, not until EOF."""
+class ShmPortLimits(PortLimits):
+    handshake_ms_max: int = 2000
+    late_byes_max: int = 64
+    """Connections beyond `connections_max`, open for a late BYE that makes room, and then closed."""
+    messages_per_wake_max: int = 64
+    """Messages read from one connection before others have a turn."""
 
-    connections_max: int = field(default=1024, metadata={"help": "connections that may write, or are being made"})
-    late_byes_max: int = field(
-        default=64, metadata={"help": "connections beyond these, heard for a late BYE that makes room, and then closed"}
-    )
-    pairs_max: int = field(default=1024, metadata={"help": "writer processes expected, connected or being fenced"})
-    handshake_ms_max: int = field(default=2000, metadata={"help": "how long a writer may take to prove itself"})
-    accepts_per_wake_max: int = field(default=16, metadata={"help": "connections accepted before others have a turn"})
-    messages_per_wake_max: int = field(
-        default=64, metadata={"help": "messages read from one connection before others have a turn"}
-    )
-    accept_pause_ms: int = field(
-        default=100, metadata={"help": "pause of accepting after the process ran out of file descriptors"}
-    )
 
-    def __post_init__(self) -> None:
-        check_limits(self)
+SHM_PORT_LIMITS: Final = ShmPortLimits()
 
 
 class _Stage(Enum):
@@ -80,7 +70,7 @@ class _Connection:
         return self.hello.epoch if self.hello is not None else None
 
 
-class ShmReceiverPort(BasePort[ShmReceiverConfig, RefusalReason, _Connection]):
+class ShmReceiverPort(BasePort[ShmPortLimits, RefusalReason, _Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread.
 
     Listens in the abstract socket namespace: a killed process leaves no file behind, and no directory is needed. Such a
@@ -97,15 +87,14 @@ class ShmReceiverPort(BasePort[ShmReceiverConfig, RefusalReason, _Connection]):
         events: ReceiverEvents,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
-        config: ShmReceiverConfig | None = None,
+        limits: ShmPortLimits = SHM_PORT_LIMITS,
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes."""
-        config = config or ShmReceiverConfig()
         address = wire.ADDRESS_PREFIX + randomness(16).hex()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             listener.bind(wire.socket_address(address))
-            listener.listen(config.connections_max)
+            listener.listen(limits.connections_max)
         except BaseException:
             listener.close()
             raise
@@ -115,7 +104,7 @@ class ShmReceiverPort(BasePort[ShmReceiverConfig, RefusalReason, _Connection]):
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config,
+            limits=limits,
             reasons=RefusalReason,
         )
         self._region = region
@@ -159,21 +148,21 @@ class ShmReceiverPort(BasePort[ShmReceiverConfig, RefusalReason, _Connection]):
         pid, uid = wire.peer_credentials(sock)
         self._connections_made += 1
         connection = _Connection(number=self._connections_made, sock=sock, pid=pid)
-        surplus = len(self._connections) - self._config.connections_max
+        surplus = len(self._connections) - self._limits.connections_max
         if surplus >= 0:
             connection.stage = _Stage.SURPLUS
         self._connections[connection.number] = connection
         self._loop.add_reader(sock, self._read, connection)
         connection.handshake_timer = self._loop.call_later(
-            self._config.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
+            self._limits.handshake_ms_max / 1000, self._refuse, connection, RefusalReason.DEADLINE
         )
         if uid != os.geteuid():
             self._refuse(connection, RefusalReason.USER)
-        elif surplus >= self._config.late_byes_max:
+        elif surplus >= self._limits.late_byes_max:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
 
     def _read(self, connection: _Connection) -> None:
-        for _ in range(self._config.messages_per_wake_max):
+        for _ in range(self._limits.messages_per_wake_max):
             if not self._read_one(connection):
                 return
 

@@ -5,8 +5,8 @@ through a lock, and that thread passes the seal through the kernel's socket lock
 acquire on the other, on every architecture. Non-temporal stores are not ordered by that on x86: the native copy ends
 with a store fence of its own (`native/copy.c`), and so does memcpy where it uses them.
 
-Nothing is ever `writes_adrift` here: the copies are calls of this process's threads, over when they complete, and what
-has become of the socket does not matter to them.
+Nothing is ever `writes_in_doubt` here: the copies are calls of this process's threads, over when they complete, and
+what has become of the socket does not matter to them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import mmap
 import socket
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -29,16 +31,34 @@ from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, Wr
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.base_link import BaseLink
 from kvtransfer.transports.copier import Copier
+from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm_connect import (
+    CONNECT_RETRY_MS,
     Handshake,
     OpenRegion,
     ShmConnectError,
-    ShmWriterConfig,
     connect_socket,
     give_up,
     say_late_bye,
 )
-from kvtransfer.transports.shm_copy import CopyPool
+from kvtransfer.transports.shm_copy import CopyLimits, CopyPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmLinkLimits(LinkLimits):
+    copy_chunk_ops_max: int = 1024
+    """Writes copied between two looks at whether the grant was abandoned."""
+    copy_chunk_bytes_max: int = 16 << 20
+    """Bytes of those writes, after which no further one begins."""
+
+
+SHM_LINK_LIMITS: Final = ShmLinkLimits()
+
+
+def copy_turns(config: ShmConfig) -> threading.Semaphore:
+    """Bounds the copying threads of all links of a process: made once, passed to each `connect`."""
+    return threading.Semaphore(config.copy_threads)
 
 
 class ShmWriterLink(BaseLink):
@@ -65,7 +85,8 @@ class ShmWriterLink(BaseLink):
         source_region_U8: Any,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: ShmWriterConfig,
+        config: ShmConfig,
+        limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> None:
         """Takes ownership of socket and mapping. Use `connect`."""
@@ -73,14 +94,22 @@ class ShmWriterLink(BaseLink):
         self._sock = sock
         self._mapping: OpenRegion | None = mapping
         self._nonce = nonce
-        self._config = config
+        self._config, self._limits = config, limits
         self._outbox: deque[bytes] = deque()
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._seals = 0
         self._pages_ready_bytes = 0
         self._queue = self._make_pool(
-            mapping, region_nbytes, source_region_U8, pair=pair, events=events, loop=loop, config=config, turns=turns
+            mapping,
+            region_nbytes,
+            source_region_U8,
+            pair=pair,
+            events=events,
+            loop=loop,
+            config=config,
+            limits=limits,
+            turns=turns,
         )
         loop.add_reader(sock, self._read)
 
@@ -93,7 +122,8 @@ class ShmWriterLink(BaseLink):
         pair: Pair,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: ShmWriterConfig,
+        config: ShmConfig,
+        limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> Copier[Any]:
         """What copies from `source` into the opened region. cuda_ipc has its own."""
@@ -104,7 +134,12 @@ class ShmWriterLink(BaseLink):
             loop=loop,
             completed=events.writes_completed,
             drained=self._drained,
-            limits=config.copy_limits,
+            limits=CopyLimits(
+                threads=config.copy_threads,
+                chunk_ops_max=limits.copy_chunk_ops_max,
+                chunk_bytes_max=limits.copy_chunk_bytes_max,
+                abandoned_grants_max=limits.abandoned_grants_max,
+            ),
             turns=turns,
             name=f"shm-copy-{pair.receiver:x}",
             idle_work=self._enter_pages(mapping),
@@ -118,30 +153,31 @@ class ShmWriterLink(BaseLink):
         source_region_U8: Any,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: ShmWriterConfig | None = None,
+        config: ShmConfig | None = None,
+        limits: ShmLinkLimits = SHM_LINK_LIMITS,
         turns: AbstractContextManager[object] | None = None,
         handshake: Handshake | None = None,
     ) -> ShmWriterLink:
         """Connect, prove the pair's secret and map the receiver's region.
 
         `source_region_U8` is the caller's: a uint8 array, unless `handshake` opens something else than host memory.
-        The link lets go of it at its end. `turns` is the semaphore of `config.turns` that all links of a process share;
+        The link lets go of it at its end. `turns` is the semaphore of `copy_turns` that all links of a process share;
         without it this link has one of its own.
 
         Raises:
             ShmConnectError: refused, unreachable, or not done within `connect_ms_max`.
         """
-        config = config or ShmWriterConfig()
+        config = config or ShmConfig()
         handshake = handshake or Handshake()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            async with asyncio.timeout(config.connect_ms_max / 1000):
-                await connect_socket(sock, endpoint, config)
+            async with asyncio.timeout(limits.connect_ms_max / 1000):
+                await connect_socket(sock, endpoint)
                 mapping, region_nbytes = await handshake.run(sock, endpoint, pair, loop)
         except BaseException as error:
             give_up(sock, endpoint, handshake.nonce)
             if isinstance(error, TimeoutError):
-                raise ShmConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
+                raise ShmConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
             if isinstance(error, (OSError, ValueError, wire.MalformedMessage)):
                 raise ShmConnectError(f"{endpoint.address}: {error}") from error
             raise
@@ -157,7 +193,8 @@ class ShmWriterLink(BaseLink):
                 events=events,
                 loop=loop,
                 config=config,
-                turns=turns or config.turns(),
+                limits=limits,
+                turns=turns or copy_turns(config),
             )
         except BaseException as error:
             # No thread could be started. What still sees the region are the frames that the error has come through.
@@ -186,7 +223,7 @@ class ShmWriterLink(BaseLink):
         assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's copies have completed"
         if self._ending.begun:
             return
-        if len(self._outbox) >= self._config.outbox_messages_max:
+        if len(self._outbox) >= self._limits.seals_waiting_max:
             self._end(f"the receiver does not read: {len(self._outbox)} seals wait")
             return
         self._seals += 1
@@ -260,7 +297,7 @@ class ShmWriterLink(BaseLink):
             self._finish()
             raise
         self._mapping = None
-        self._bye_timer = self._loop.call_later(self._config.bye_ms_max / 1000, self._finish)
+        self._bye_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._finish)
         self._send(wire.Bye(epoch=self._epoch))
 
     def _send(self, message: wire.Message) -> None:
@@ -296,7 +333,7 @@ class ShmWriterLink(BaseLink):
         try:
             self._bye_sent = say_late_bye(self._address, self._nonce)
         except BlockingIOError:
-            self._loop.call_later(self._config.connect_retry_ms / 1000, self._say_late_bye)
+            self._loop.call_later(CONNECT_RETRY_MS / 1000, self._say_late_bye)
             return
         self._finish()
 

@@ -5,18 +5,18 @@
 kernel, `tcp_socket` the socket options.
 """
 
-from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig
+from kvtransfer.transports.settings import TcpConfig
+from kvtransfer.transports.tcp_connect import TcpConnectError
 from kvtransfer.transports.tcp_receiver import TcpReceiverPort
-from kvtransfer.transports.tcp_receiver_config import StreamLimits, TcpReceiverConfig
+from kvtransfer.transports.tcp_stream import StreamLimits
 from kvtransfer.transports.tcp_wire import RefusalReason
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 
 __all__ = [
     "RefusalReason",
     "StreamLimits",
+    "TcpConfig",
     "TcpConnectError",
-    "TcpReceiverConfig",
     "TcpReceiverPort",
-    "TcpWriterConfig",
     "TcpWriterLink",
 ]

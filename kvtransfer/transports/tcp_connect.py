@@ -1,35 +1,16 @@
-"""The writer's configuration, and its handshake: one connection, both sides proved."""
+"""The writer's handshake: one connection, both sides proved."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import socket
-from dataclasses import dataclass, field
 
 from baton.errors import BatonError
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.end_config import LinkConfig
-from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection, take_leave, tune
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TcpWriterConfig(LinkConfig):
-    """Limits of one link."""
-
-    streams: int = field(default=2, metadata={"help": "connections to each receiver, with a sending thread for each"})
-    at_once_bytes_max: int = field(
-        default=1 << 16,
-        metadata={"help": "batches up to this size are sent by whoever posts them, as far as the socket takes them"},
-    )
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if self.streams > wire.STREAMS_MAX:
-            raise ValueError(f"streams must not exceed {wire.STREAMS_MAX}")
+from kvtransfer.transports.tcp_socket import open_connection, take_leave, tune
 
 
 class TcpConnectError(ConnectError):
@@ -37,7 +18,7 @@ class TcpConnectError(ConnectError):
 
 
 async def connect_stream(
-    endpoint: DataEndpoint, hello: wire.Hello, loop: asyncio.AbstractEventLoop, options: TcpSocketOptions
+    endpoint: DataEndpoint, hello: wire.Hello, loop: asyncio.AbstractEventLoop
 ) -> tuple[socket.socket, wire.Welcome]:
     """A welcomed connection, in blocking mode; the caller's. The caller bounds the time.
 
@@ -47,7 +28,7 @@ async def connect_stream(
     sock: socket.socket | None = None
     try:
         sock = await open_connection(endpoint.address, loop)
-        tune(sock, options)
+        tune(sock)
         welcome = await _shake_hands(sock, endpoint, hello, loop)
         sock.setblocking(True)
         return sock, welcome

@@ -17,7 +17,7 @@ import hmac
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
@@ -28,10 +28,10 @@ from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.base_port import ListeningPort
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
-from kvtransfer.transports.tcp_receiver_config import TcpReceiverConfig
-from kvtransfer.transports.tcp_stream import ReceiveStream
+from kvtransfer.transports.tcp_stream import STREAM_LIMITS, ReceiveStream, StreamLimits
 from kvtransfer.transports.tcp_wire import RefusalReason
 from kvtransfer.transports.words_connection import WordsConnection
 
@@ -39,6 +39,9 @@ log = get_log("tcp")
 
 PROVE_RETRY_MS = 1000
 """Between two looks whether a device that failed has finished its copies."""
+TCP_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
+SEALS_PARTIAL_MAX: Final = 4096
+"""Seals that have come on some of their streams and not yet on all."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,7 +66,7 @@ class _Allowed:
     ranges: WriteRanges
 
 
-class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connection]):
+class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.TCP
@@ -77,7 +80,8 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         randomness: Callable[[int], bytes],
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
-        config: TcpReceiverConfig | None = None,
+        limits: PortLimits = TCP_PORT_LIMITS,
+        stream: StreamLimits = STREAM_LIMITS,
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes.
 
@@ -87,21 +91,20 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        config = config or TcpReceiverConfig()
         super().__init__(
             listen=listen,
             advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config,
+            limits=limits,
             reasons=RefusalReason,
         )
         self._region = region
-        self._limits = config.stream
+        self._stream_limits = stream
         if isinstance(region, StagedRegion):
-            frame_bytes_max = min(self._limits.frame_bytes_max, region.config.chunk_bytes)
-            self._limits = replace(self._limits, frame_bytes_max=frame_bytes_max)
+            frame_bytes_max = min(self._stream_limits.frame_bytes_max, region.limits.chunk_bytes)
+            self._stream_limits = replace(self._stream_limits, frame_bytes_max=frame_bytes_max)
         self._allowed: dict[GrantId, _Allowed] = {}
         self._unproved: dict[GrantId, Pair] = {}
         """Forbidden grants of which copies may still run on a device that has failed."""
@@ -227,7 +230,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
             self._refuse(connection, RefusalReason.SECRET)
             return
-        if sum(c.stream is not None for c in self._connections.values()) >= self._config.connections_max:
+        if sum(c.stream is not None for c in self._connections.values()) >= self._limits.connections_max:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
         try:
@@ -235,7 +238,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         except StagingFull:
             self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
             return
-        limits = self._limits
+        limits = self._stream_limits
         welcome = wire.Welcome(
             proof=wire.receiver_proof(secret, hello, connection.nonce),
             region_nbytes=self._region.nbytes,
@@ -249,7 +252,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         """What a connection receives into. Raises StagingFull."""
         region = self._region
         if isinstance(region, StagedRegion):
-            return StagedMemory(region.host_U8, region.nbytes, region.share(region.config.stream_chunks))
+            return StagedMemory(region.host_U8, region.nbytes, region.share(region.limits.stream_chunks))
         return LandingMemory(region.array_U8, region.nbytes)
 
     def _open(self, connection: _Connection, hello: wire.Hello, memory: LandingMemory) -> None:
@@ -263,7 +266,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
             sock=sock,
             hello=hello,
             memory=memory,
-            limits=self._limits,
+            limits=self._stream_limits,
             loop=self._loop,
             sealed=self._seal,
             ended=lambda _: self._ended(connection),
@@ -294,7 +297,7 @@ class TcpReceiverPort(ListeningPort[TcpReceiverConfig, RefusalReason, _Connectio
         if arrived & frame.streams_mask == frame.streams_mask:
             self._counts["seals"] += 1
             self._events.seal_landed(hello.pair, frame.seal)
-        elif len(self._seals_partial) < self._config.seals_partial_max:
+        elif len(self._seals_partial) < SEALS_PARTIAL_MAX:
             self._seals_partial[key] = arrived
         else:
             self._refused[RefusalReason.SEALS_MAX] += 1

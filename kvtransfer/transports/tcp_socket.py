@@ -9,36 +9,24 @@ import asyncio
 import contextlib
 import socket
 import sys
-from dataclasses import dataclass, field
+from typing import Final
 
 from baton.endpoint import split_endpoint
-from kvtransfer.transports.limits import check_limits
 
 RECV_BYTES = 1 << 12
 """Read in one go where only words are expected."""
 UNREAD_BYTES_MAX = 1 << 20
 """Of a connection that is being closed."""
+KEEPALIVE_IDLE_S: Final = 10
+"""Seconds of silence before the kernel probes the peer."""
+KEEPALIVE_INTERVAL_S: Final = 5
+KEEPALIVE_PROBES_MAX: Final = 4
+"""Unanswered probes before the kernel gives the peer up."""
+USER_TIMEOUT_MS: Final = 20_000
+"""How long sent bytes may go without an acknowledgement of the peer's kernel (RFC 5482)."""
 _TCP_INFO_BYTES = 256
 _BYTES_ACKED_AT = 120
 """tcpi_bytes_acked in struct tcp_info (linux/tcp.h), 64 bits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TcpSocketOptions:
-    """When the kernel gives a silent peer up. Seconds where the kernel counts in seconds."""
-
-    keepalive_idle_s: int = field(default=10, metadata={"help": "seconds of silence before the kernel probes the peer"})
-    keepalive_interval_s: int = field(default=5, metadata={"help": "seconds between two probes"})
-    keepalive_probes_max: int = field(
-        default=4, metadata={"help": "unanswered probes before the kernel gives the peer up"}
-    )
-    user_timeout_ms: int = field(
-        default=20_000,
-        metadata={"help": "how long sent bytes may go without an acknowledgement of the peer's kernel (RFC 5482)"},
-    )
-
-    def __post_init__(self) -> None:
-        check_limits(self)
 
 
 def acknowledged_bytes(sock: socket.socket) -> int:
@@ -47,14 +35,14 @@ def acknowledged_bytes(sock: socket.socket) -> int:
     return int.from_bytes(info[_BYTES_ACKED_AT : _BYTES_ACKED_AT + 8], sys.byteorder)
 
 
-def tune(sock: socket.socket, options: TcpSocketOptions) -> None:
+def tune(sock: socket.socket) -> None:
     """Send at once, and notice a peer whose machine or network is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, options.keepalive_idle_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, options.keepalive_interval_s)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, options.keepalive_probes_max)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, options.user_timeout_ms)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES_MAX)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
 
 async def open_connection(address: str, loop: asyncio.AbstractEventLoop) -> socket.socket:

@@ -25,9 +25,11 @@ from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import AbandonedGrants, check_ops
-from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig
+from kvtransfer.transports.settings import TcpConfig
+from kvtransfer.transports.tcp_connect import TcpConnectError
 from kvtransfer.transports.tcp_frames import Batch, Frame, cut_frames
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 
@@ -68,7 +70,7 @@ class StagedTcpLink:
         pair: Pair,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: TcpWriterConfig,
+        limits: LinkLimits,
     ) -> None:
         """Use `connect`."""
         self._source = source
@@ -80,7 +82,7 @@ class StagedTcpLink:
         self._wake = threading.Condition()
         self._waiting: deque[_Posted] = deque()
         self._copying: deque[_Piece] = deque()
-        self._abandoned = AbandonedGrants(config.abandoned_grants_max)
+        self._abandoned = AbandonedGrants(limits.abandoned_grants_max)
         self._uncompleted: Counter[GrantId] = Counter()
         self._stopped = False
         self._writes_copied = self._bytes_copied = self._batches_abandoned = 0
@@ -100,22 +102,22 @@ class StagedTcpLink:
         source: StagedRegion,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: TcpWriterConfig | None = None,
+        config: TcpConfig | None = None,
+        limits: LinkLimits = LINK_LIMITS,
     ) -> StagedTcpLink:
         """As `TcpWriterLink.connect`. `source` is the caller's, and outlives the link.
 
         Raises:
             TcpConnectError: as there, or there is no pinned memory left for another link.
         """
-        config = config or TcpWriterConfig()
         try:
-            share = source.share(source.config.link_chunks)
+            share = source.share(source.limits.link_chunks)
         except StagingFull as error:
             raise TcpConnectError(f"{endpoint.address}: {error}") from error
         try:
-            made = cls(source=source, share=share, pair=pair, events=events, loop=loop, config=config)
+            made = cls(source=source, share=share, pair=pair, events=events, loop=loop, limits=limits)
             ends = _LinkEvents(made._link_lost)
-            made._link = await TcpWriterLink.connect(endpoint, pair, source.host_U8, ends, loop, config)
+            made._link = await TcpWriterLink.connect(endpoint, pair, source.host_U8, ends, loop, config, limits)
             try:
                 made._thread.start()
             except RuntimeError as error:
@@ -146,7 +148,7 @@ class StagedTcpLink:
         """
         check_ops(ops, self._source.nbytes, self._link.region_nbytes)
         batch = Batch(grant=grant, ops=ops, total_bytes=ops.total_bytes)
-        chunk_bytes = self._source.config.chunk_bytes
+        chunk_bytes = self._source.limits.chunk_bytes
         posted = _Posted(
             batch=batch,
             computed=self._source.here(),
@@ -199,7 +201,7 @@ class StagedTcpLink:
                 "bytes": self._bytes_copied,
                 "batches_abandoned": self._batches_abandoned,
                 "batches_unstaged": len(self._waiting),
-                "staged_by": f"{self._source.config.link_chunks} chunks of {self._source.config.chunk_bytes} bytes",
+                "staged_by": f"{self._source.limits.link_chunks} chunks of {self._source.limits.chunk_bytes} bytes",
             }
 
     # The staging thread.
@@ -378,7 +380,7 @@ class _LinkEvents:
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         raise AssertionError((grant, writes, bytes_written, copied))
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         raise AssertionError(grant)
 
     def link_lost(self, pair: Pair, reason: str) -> None:

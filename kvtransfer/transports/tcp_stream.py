@@ -24,6 +24,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -33,10 +35,10 @@ from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_landing import LandingMemory
 from kvtransfer.transports.tcp_payload import Scatter
-from kvtransfer.transports.tcp_receiver_config import StreamLimits
 from kvtransfer.transports.tcp_socket import close_politely
 from kvtransfer.transports.tcp_wire import RefusalReason
 
@@ -47,6 +49,30 @@ INTERRUPTED_PAUSE_S = 50e-6
 _TABLE_DTYPE = np.dtype("<i8")
 WAKE_BYTES_MAX = 1 << 18
 """In the middle of a payload the thread is woken for so many bytes, not for each segment that the network delivers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    """Limits of one data connection."""
+
+    frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    """Bytes of one frame."""
+    frame_segments_max: int = 1024
+    """Pieces of the region that one frame may be scattered to."""
+    ack_frames_max: int = 16
+    """Frames received before an acknowledgement is sent even though more are waiting."""
+    outbox_bytes_max: int = 1 << 16
+    """Bytes of acknowledgements that a writer may leave unread."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.frame_bytes_max > wire.FRAME_BYTES_MAX:
+            raise ValueError(f"frame_bytes_max must not exceed {wire.FRAME_BYTES_MAX}")
+        if self.frame_segments_max > wire.FRAME_SEGMENTS_MAX:
+            raise ValueError(f"frame_segments_max must not exceed {wire.FRAME_SEGMENTS_MAX}")
+
+
+STREAM_LIMITS: Final = StreamLimits()
 
 
 class StreamEnded(Exception):

@@ -98,7 +98,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """What a frame may hold at most comes from the receiver's configuration, perhaps of a version that takes more."""
+    """What a frame may hold at most comes from the receiver's limits, perhaps of a version that takes more."""
 
     proof: bytes
     region_nbytes: int

@@ -6,8 +6,8 @@ stream; what the socket does not take then is left to the stream's thread. A bat
 acknowledged, or when the link is over: then every socket is closed and every thread joined, so nothing reads the source
 any more (DESIGN I1).
 
-Nothing is ever `writes_adrift` here, though the kernels and the network may still hold frames of a link that broke: the
-receiver takes no byte of one before it has found the grant among those that it allows, which a let-go ends.
+Nothing is ever `writes_in_doubt` here, though the kernels and the network may still hold frames of a link that broke:
+the receiver takes no byte of one before it has found the grant among those that it allows, which a Release ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -27,13 +27,18 @@ from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, Wr
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.base_link import BaseLink
 from kvtransfer.transports.drains import Drains
+from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.posted_writes import Completed
-from kvtransfer.transports.tcp_connect import TcpConnectError, TcpWriterConfig, connect_stream, leave_stream
+from kvtransfer.transports.settings import TcpConfig
+from kvtransfer.transports.tcp_connect import TcpConnectError, connect_stream, leave_stream
 from kvtransfer.transports.tcp_frames import Frame
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
 from kvtransfer.transports.tcp_queue import SendQueue, Taken
 from kvtransfer.transports.tcp_socket import RECV_BYTES, acknowledged_bytes, close_politely
+
+AT_ONCE_BYTES_MAX: Final = 1 << 16
+"""The posting thread itself sends batches up to this size, as far as the socket takes them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,11 +76,11 @@ class TcpWriterLink(BaseLink):
         source_region_U8: np.ndarray,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: TcpWriterConfig,
+        limits: LinkLimits,
     ) -> None:
         """Takes ownership of the sockets; `_start` follows. Use `connect`."""
         super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
-        self._config = config
+        self._limits = limits
         self._source_U8: np.ndarray | None = source_region_U8
         self.region_nbytes = welcome.region_nbytes
         """Of the receiver's region."""
@@ -86,13 +91,13 @@ class TcpWriterLink(BaseLink):
             dst_nbytes=welcome.region_nbytes,
             frame_bytes_max=frame_bytes_max,
             frame_segments_max=frame_segments_max,
-            at_once_bytes_max=config.at_once_bytes_max,
-            abandoned_grants_max=config.abandoned_grants_max,
+            at_once_bytes_max=AT_ONCE_BYTES_MAX,
+            abandoned_grants_max=limits.abandoned_grants_max,
             loop=loop,
             completed=events.writes_completed,
         )
         self._streams = [_Stream(index=i, sock=sock) for i, sock in enumerate(socks)]
-        self._drains = Drains(loop=loop, drain_ms_max=config.drain_ms_max, mark=self._mark, stuck=self._end)
+        self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._mark, stuck=self._end)
         self._seals = 0
         self._closing_timer: asyncio.TimerHandle | None = None
         self._cut = False
@@ -106,7 +111,8 @@ class TcpWriterLink(BaseLink):
         source_region_U8: np.ndarray,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: TcpWriterConfig | None = None,
+        config: TcpConfig | None = None,
+        limits: LinkLimits = LINK_LIMITS,
     ) -> TcpWriterLink:
         """Connect every stream and prove the pair's secret on each.
 
@@ -115,20 +121,20 @@ class TcpWriterLink(BaseLink):
         Raises:
             TcpConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
         """
-        config = config or TcpWriterConfig()
+        config = config or TcpConfig()
         link = int.from_bytes(os.urandom(8))
         socks: list[socket.socket] = []
         try:
-            async with asyncio.timeout(config.connect_ms_max / 1000):
+            async with asyncio.timeout(limits.connect_ms_max / 1000):
                 for index in range(config.streams):
                     hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, stream=index)
-                    sock, welcome = await connect_stream(endpoint, hello, loop, config.socket)
+                    sock, welcome = await connect_stream(endpoint, hello, loop)
                     socks.append(sock)
         except BaseException as error:
             for sock in socks:
                 leave_stream(sock, endpoint.epoch)
             if isinstance(error, TimeoutError):
-                raise TcpConnectError(f"{endpoint.address}: no link within {config.connect_ms_max} ms") from error
+                raise TcpConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
             raise
         made = cls(
             socks=socks,
@@ -138,7 +144,7 @@ class TcpWriterLink(BaseLink):
             source_region_U8=source_region_U8,
             events=events,
             loop=loop,
-            config=config,
+            limits=limits,
         )
         try:
             made._start(pair)
@@ -165,7 +171,7 @@ class TcpWriterLink(BaseLink):
         assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's writes have completed"
         if self._ending.begun:
             return
-        if (waiting := self._queue.seals_waiting) >= self._config.seals_waiting_max:
+        if (waiting := self._queue.seals_waiting) >= self._limits.seals_waiting_max:
             self._end(f"the receiver does not read: {waiting} seals wait")
             return
         self._seals += 1
@@ -306,7 +312,7 @@ class TcpWriterLink(BaseLink):
             return
         self._drains.close()
         if orderly:
-            self._closing_timer = self._loop.call_later(self._config.bye_ms_max / 1000, self._cut_off)
+            self._closing_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._cut_off)
         else:
             self._cut = True
         self._queue.stop()
@@ -367,4 +373,4 @@ class TcpWriterLink(BaseLink):
         self._loop.call_soon(self._ending.finish)
 
 
-__all__ = ["TcpConnectError", "TcpWriterConfig", "TcpWriterLink"]
+__all__ = ["TcpConnectError", "TcpWriterLink"]

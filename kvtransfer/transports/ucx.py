@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -27,15 +27,14 @@ from kvtransfer.negotiation import host_identity
 from kvtransfer.transport import DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import WriterChannel, connect_error
-from kvtransfer.transports.end_config import LinkConfig
-from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
 
 log = get_log("ucx")
 
 HOST_BYTES: Final = 16
 METADATA_BYTES_MAX: Final = 1 << 16
-TLS_HELP: Final = "UCX transports to use: all, or one by name (tcp, rc, ...); UCX_TLS counts where it is set"
 _TRIAL_BYTES: Final = 1 << 12
 _HELLO: Final = struct.Struct(f"<{HOST_BYTES}sI")
 _WELCOME: Final = struct.Struct("<QQ")
@@ -84,32 +83,7 @@ class UcxWelcome:
         return cls(region_base=base, region_nbytes=nbytes, metadata=payload[_WELCOME.size :])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UcxWriterConfig(LinkConfig):
-    """Limits of one link."""
-
-    tls: str = field(default="all", metadata={"help": TLS_HELP})
-    connect_ms_max: int = field(default=10_000, metadata={"help": "how long connecting and the handshake may take"})
-    transfer_writes_max: int = field(default=4096, metadata={"help": "writes handed to NIXL at once"})
-    transfer_bytes_max: int = field(default=16 << 20, metadata={"help": "bytes of these, unless one write is more"})
-    on_the_way_bytes_max: int = field(
-        default=64 << 20, metadata={"help": "bytes handed over and not completed, at which no more are"}
-    )
-    seals_max: int = field(default=256, metadata={"help": "seals on their way that the receiver has not confirmed"})
-    poll_us_min: int = field(default=50, metadata={"help": "pause between two looks at what is on its way, at first"})
-    poll_us_max: int = field(default=1000, metadata={"help": "and at most, while nothing completes"})
-
-    def __post_init__(self) -> None:
-        check_tls(self.tls)
-        check_limits(self)
-        if self.poll_us_min > self.poll_us_max:
-            raise ValueError("poll_us_min must not be more than poll_us_max")
-
-
-def check_tls(tls: str) -> None:
-    """NIXL takes its settings as one string with commas between them. Raises ValueError."""
-    if not tls or not tls.replace("_", "").isalnum():
-        raise ValueError(f"tls must be one name of a UCX transport, got {tls!r}; for several set UCX_TLS")
+UCX_LINK_LIMITS: Final = LinkLimits(connect_ms_max=10_000)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +96,13 @@ class Connected:
 
 
 async def connect(
-    endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, loop: asyncio.AbstractEventLoop, config: UcxWriterConfig
+    endpoint: DataEndpoint,
+    pair: Pair,
+    source_U8: np.ndarray,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    config: UcxConfig,
+    limits: LinkLimits,
 ) -> Connected:
     """Connect, prove the pair's secret, and have an agent that may write to the receiver's.
 
@@ -135,7 +115,7 @@ async def connect(
     making = loop.run_in_executor(None, UcxAgent, source_U8, f"writer-{link:x}", config.tls)
     channel: WriterChannel | None = None
     try:
-        async with asyncio.timeout(config.connect_ms_max / 1000):
+        async with asyncio.timeout(limits.connect_ms_max / 1000):
             channel = await WriterChannel.open(endpoint.address, loop, CODEC, address=endpoint.address)
             welcome = UcxWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
             agent = await asyncio.shield(making)
@@ -157,7 +137,7 @@ async def connect(
         failed = connect_error(
             error,
             address=endpoint.address,
-            connect_ms_max=config.connect_ms_max,
+            connect_ms_max=limits.connect_ms_max,
             also=(UcxFailed, UcxUnavailable),
         )
         if failed is not None:

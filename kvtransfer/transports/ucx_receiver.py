@@ -14,8 +14,8 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 from baton.ids import Epoch, Pair
 from baton.log import get_log
@@ -31,31 +31,21 @@ from kvtransfer.transports.control_channel import (
     RefusalReason,
     SealGather,
 )
-from kvtransfer.transports.end_config import PortConfig
-from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.receiver_port import Connection, ListeningPort
-from kvtransfer.transports.ucx import CODEC, TLS_HELP, UcxHello, UcxWelcome, check_tls
+from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.ucx import CODEC, UcxHello, UcxWelcome
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
 
 log = get_log("ucx")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UcxReceiverConfig(PortConfig):
-    """Limits of one port. `connections_max` counts a connection until there is evidence for it, not until EOF."""
-
-    tls: str = field(default="all", metadata={"help": TLS_HELP})
-    connections_max: int = field(
-        default=64, metadata={"help": "connections that may write; each has an agent of NIXL, with a thread"}
-    )
-    handshake_ms_max: int = field(default=10_000, metadata={"help": "how long a handshake may take"})
-    seals_max: int = field(default=512, metadata={"help": "seals of one connection of which only a part has come"})
-    seal_poll_us: int = field(default=200, metadata={"help": "pause between two looks for the rest of a seal"})
-
-    def __post_init__(self) -> None:
-        check_tls(self.tls)
-        check_limits(self)
+UCX_PORT_LIMITS: Final = PortLimits(handshake_ms_max=10_000)
+SEALS_PARTIAL_MAX: Final = 512
+"""Seals of one connection of which only a part has come."""
+SEAL_POLL_US: Final = 200
+"""Pause between two looks for the rest of a seal."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -94,7 +84,7 @@ class UcxConnection(Connection):
             self.pidfd = None
 
 
-class UcxReceiverPort(ListeningPort[UcxReceiverConfig, UcxConnection]):
+class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread, but
     the making and destroying of agents, which take a pool's thread."""
 
@@ -110,7 +100,8 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, UcxConnection]):
         randomness: Callable[[int], bytes],
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
-        config: UcxReceiverConfig | None = None,
+        config: UcxConfig | None = None,
+        limits: PortLimits = UCX_PORT_LIMITS,
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port.
 
@@ -120,15 +111,16 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, UcxConnection]):
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        config = config or UcxReceiverConfig()
+        config = config or UcxConfig()
         super().__init__(
             listen=listen,
             advertise_host=advertise_host,
             events=events,
             loop=loop,
             randomness=randomness,
-            config=config,
+            limits=limits,
         )
+        self._config = config
         self._region = region
         self._host = host_identity()
         self._ucx_transports = ucx_transports(config.tls)
@@ -203,7 +195,7 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, UcxConnection]):
         self._handle(connection, wire.Prepared(payload=welcome.encode()))
 
     def _opened(self, connection: UcxConnection) -> None:
-        connection.seals = SealGather(epoch=connection.epoch, ways=1, seals_max=self._config.seals_max)
+        connection.seals = SealGather(epoch=connection.epoch, ways=1, seals_max=SEALS_PARTIAL_MAX)
         if connection.pidfd is not None:
             self._loop.add_reader(connection.pidfd, self._writer_died, connection)
 
@@ -257,9 +249,7 @@ class UcxReceiverPort(ListeningPort[UcxReceiverConfig, UcxConnection]):
             self._handle(connection, wire.Refuse(reason=RefusalReason.UCX))
         wanted = connection.seals.waiting and connection.sock is not None
         if wanted and connection.evidence is None and connection.poll_timer is None:
-            connection.poll_timer = self._loop.call_later(
-                self._config.seal_poll_us / 1e6, self._take_notifications, connection
-            )
+            connection.poll_timer = self._loop.call_later(SEAL_POLL_US / 1e6, self._take_notifications, connection)
 
     def _report(self, connection: UcxConnection, whole: wire.SealSent | None) -> None:
         """Report a seal of which all has come."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -17,14 +17,28 @@ from baton.ids import Pair
 from baton.log import get_log
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.chain_link import ChainLink, LinkLimits
+from kvtransfer.transports.chain_link import ChainLink
+from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.rdma_queue import QueueLimits, SealPart
-from kvtransfer.transports.ucx import CODEC, Connected, UcxWriterConfig, connect
+from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.ucx import CODEC, UCX_LINK_LIMITS, Connected, connect
 from kvtransfer.transports.ucx_nixl import UcxFailed, ucx_transports
 
 log = get_log("ucx")
 
+TRANSFER_WRITES_MAX: Final = 4096
+"""Writes handed to NIXL at once."""
+TRANSFER_BYTES_MAX: Final = 16 << 20
+"""Bytes of these, unless one write is more."""
+ON_THE_WAY_BYTES_MAX: Final = 64 << 20
+"""Once this many bytes are handed to NIXL and not completed, no more are."""
+SEALS_MAX: Final = 256
+"""Seals on their way that the receiver has not confirmed."""
+POLL_US_MIN: Final = 50
+"""Pause between two looks at what is on its way, at first."""
+POLL_US_MAX: Final = 1000
+"""The longest pause, while nothing completes."""
 SLEEP_MS_MAX = 1000
 """The posting thread looks about at least this often."""
 
@@ -47,7 +61,8 @@ class UcxWriterLink(ChainLink):
         pair: Pair,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: UcxWriterConfig,
+        config: UcxConfig,
+        limits: LinkLimits,
     ) -> None:
         """Takes over what is connected. Use `connect`."""
         self._agent, self._config = connected.agent, config
@@ -61,21 +76,17 @@ class UcxWriterLink(ChainLink):
             pair=pair,
             events=events,
             loop=loop,
-            limits=LinkLimits(
-                queue=QueueLimits(
-                    qps=1,
-                    send_wrs_max=1 << 30,
-                    chain_wrs_max=config.transfer_writes_max,
-                    chain_bytes_max=config.transfer_bytes_max,
-                    wr_bytes_max=1 << 30,
-                    on_the_way_bytes_max=config.on_the_way_bytes_max,
-                    abandoned_grants_max=config.abandoned_grants_max,
-                ),
-                seals_max=config.seals_max,
-                seals_waiting_max=config.seals_waiting_max,
-                drain_ms_max=config.drain_ms_max,
-                bye_ms_max=config.bye_ms_max,
+            limits=limits,
+            queue=QueueLimits(
+                qps=1,
+                send_wrs_max=1 << 30,
+                chain_wrs_max=TRANSFER_WRITES_MAX,
+                chain_bytes_max=TRANSFER_BYTES_MAX,
+                wr_bytes_max=1 << 30,
+                on_the_way_bytes_max=ON_THE_WAY_BYTES_MAX,
+                abandoned_grants_max=limits.abandoned_grants_max,
             ),
+            seals_max=SEALS_MAX,
             wake=self._awake.set,
         )
         self._thread = threading.Thread(target=self._post_all, name=f"ucx-post-{pair.receiver:x}", daemon=True)
@@ -90,17 +101,26 @@ class UcxWriterLink(ChainLink):
         source_region_U8: np.ndarray,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        config: UcxWriterConfig | None = None,
+        config: UcxConfig | None = None,
+        limits: LinkLimits = UCX_LINK_LIMITS,
     ) -> UcxWriterLink:
         """Connect, prove the pair's secret, register the source for this link, which lets go of it at its end.
 
         Raises:
             ConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
         """
-        config = config or UcxWriterConfig()
-        connected = await connect(endpoint, pair, source_region_U8, loop, config)
+        config = config or UcxConfig()
+        connected = await connect(endpoint, pair, source_region_U8, loop, config=config, limits=limits)
         try:
-            return cls(connected=connected, endpoint=endpoint, pair=pair, events=events, loop=loop, config=config)
+            return cls(
+                connected=connected,
+                endpoint=endpoint,
+                pair=pair,
+                events=events,
+                loop=loop,
+                config=config,
+                limits=limits,
+            )
         except RuntimeError as error:
             connected.agent.destroy()
             wire.take_leave(connected.sock, CODEC.encode(wire.Bye(epoch=endpoint.epoch)))
@@ -114,7 +134,7 @@ class UcxWriterLink(ChainLink):
 
     def _post_all(self) -> None:
         failure, destroyed = "the posting thread failed", False
-        pause_us = self._config.poll_us_min
+        pause_us = POLL_US_MIN
         try:
             while not self._cut and not (self._draining and self._queue.drained and not self._seals_out):
                 self._awake.clear()
@@ -122,7 +142,7 @@ class UcxWriterLink(ChainLink):
                 for number in self._agent.completed():
                     self._queue.completed(number)
                     moved = True
-                pause_us = self._config.poll_us_min if moved else min(2 * pause_us, self._config.poll_us_max)
+                pause_us = POLL_US_MIN if moved else min(2 * pause_us, POLL_US_MAX)
                 self._awake.wait(pause_us / 1e6 if self._queue.on_the_way else SLEEP_MS_MAX / 1000)
             failure = ""
         except UcxFailed as error:

@@ -163,19 +163,19 @@ class CommitReply(_message.Message):
     reason: str
     def __init__(self, committed: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
-class LetGoRequest(_message.Message):
-    __slots__ = ("header", "number", "lowest_live", "writes_adrift")
+class ReleaseRequest(_message.Message):
+    __slots__ = ("header", "number", "lowest_live", "writes_in_doubt")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOWEST_LIVE_FIELD_NUMBER: _ClassVar[int]
-    WRITES_ADRIFT_FIELD_NUMBER: _ClassVar[int]
+    WRITES_IN_DOUBT_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     number: int
     lowest_live: int
-    writes_adrift: bool
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., writes_adrift: bool = ...) -> None: ...
+    writes_in_doubt: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., writes_in_doubt: bool = ...) -> None: ...
 
-class LetGoReply(_message.Message):
+class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -190,7 +190,7 @@ class RevokeRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RevokeReply(_message.Message):
-    __slots__ = ("writes_adrift",)
-    WRITES_ADRIFT_FIELD_NUMBER: _ClassVar[int]
-    writes_adrift: bool
-    def __init__(self, writes_adrift: bool = ...) -> None: ...
+    __slots__ = ("writes_in_doubt",)
+    WRITES_IN_DOUBT_FIELD_NUMBER: _ClassVar[int]
+    writes_in_doubt: bool
+    def __init__(self, writes_in_doubt: bool = ...) -> None: ...

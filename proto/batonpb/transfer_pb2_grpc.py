@@ -60,10 +60,10 @@ class TransferStub(object):
                 request_serializer=batonpb_dot_transfer__pb2.CommitRequest.SerializeToString,
                 response_deserializer=batonpb_dot_transfer__pb2.CommitReply.FromString,
                 _registered_method=True)
-        self.LetGo = channel.unary_unary(
-                '/baton.v1.Transfer/LetGo',
-                request_serializer=batonpb_dot_transfer__pb2.LetGoRequest.SerializeToString,
-                response_deserializer=batonpb_dot_transfer__pb2.LetGoReply.FromString,
+        self.Release = channel.unary_unary(
+                '/baton.v1.Transfer/Release',
+                request_serializer=batonpb_dot_transfer__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=batonpb_dot_transfer__pb2.ReleaseReply.FromString,
                 _registered_method=True)
         self.Revoke = channel.unary_unary(
                 '/baton.v1.Transfer/Revoke',
@@ -109,8 +109,8 @@ class TransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LetGo(self, request, context):
-        """The writer will not write under this number any more (never, or no longer): its evidence, unless writes are adrift.
+    def Release(self, request, context):
+        """The writer will not write under this number any more (never, or no longer): its evidence, unless writes are in doubt.
         Then it is answered when the receiver has fenced the pair.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -152,10 +152,10 @@ def add_TransferServicer_to_server(servicer, server):
                     request_deserializer=batonpb_dot_transfer__pb2.CommitRequest.FromString,
                     response_serializer=batonpb_dot_transfer__pb2.CommitReply.SerializeToString,
             ),
-            'LetGo': grpc.unary_unary_rpc_method_handler(
-                    servicer.LetGo,
-                    request_deserializer=batonpb_dot_transfer__pb2.LetGoRequest.FromString,
-                    response_serializer=batonpb_dot_transfer__pb2.LetGoReply.SerializeToString,
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=batonpb_dot_transfer__pb2.ReleaseRequest.FromString,
+                    response_serializer=batonpb_dot_transfer__pb2.ReleaseReply.SerializeToString,
             ),
             'Revoke': grpc.unary_unary_rpc_method_handler(
                     servicer.Revoke,
@@ -310,7 +310,7 @@ class Transfer(object):
             _registered_method=True)
 
     @staticmethod
-    def LetGo(request,
+    def Release(request,
             target,
             options=(),
             channel_credentials=None,
@@ -323,9 +323,9 @@ class Transfer(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.v1.Transfer/LetGo',
-            batonpb_dot_transfer__pb2.LetGoRequest.SerializeToString,
-            batonpb_dot_transfer__pb2.LetGoReply.FromString,
+            '/baton.v1.Transfer/Release',
+            batonpb_dot_transfer__pb2.ReleaseRequest.SerializeToString,
+            batonpb_dot_transfer__pb2.ReleaseReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -308,7 +308,7 @@ def test_an_internal_call_without_a_deadline_is_refused(cluster: RunningCluster)
         calls: list[tuple[Any, Any]] = [
             (node_pb2_grpc.NodeStub(prefill).GetStatus, node_pb2.GetStatusRequest()),
             (transfer_pb2_grpc.TransferStub(prefill).Revoke, transfer_pb2.RevokeRequest()),
-            (transfer_pb2_grpc.TransferStub(decode).LetGo, transfer_pb2.LetGoRequest()),
+            (transfer_pb2_grpc.TransferStub(decode).Release, transfer_pb2.ReleaseRequest()),
             (decode_pb2_grpc.DecodeStub(decode).Cancel, decode_pb2.CancelRequest()),
         ]
         for method, message in calls:
@@ -327,7 +327,7 @@ STALE_CALLS: dict[str, Ask] = {
     ),
     "Renew": lambda c, h: _transfer(c).Renew(transfer_pb2.RenewRequest(header=h), timeout=CALL_S_MAX),
     "Commit": lambda c, h: _transfer(c).Commit(transfer_pb2.CommitRequest(header=h), timeout=CALL_S_MAX),
-    "LetGo": lambda c, h: _transfer(c).LetGo(transfer_pb2.LetGoRequest(header=h), timeout=CALL_S_MAX),
+    "Release": lambda c, h: _transfer(c).Release(transfer_pb2.ReleaseRequest(header=h), timeout=CALL_S_MAX),
     "Cancel": lambda c, h: _decode(c).Cancel(decode_pb2.CancelRequest(header=h), timeout=CALL_S_MAX),
     "Resolve": lambda c, h: _decode(c).Resolve(decode_pb2.ResolveRequest(header=h), timeout=CALL_S_MAX),
 }

@@ -166,7 +166,7 @@ def test_the_limits_of_shm_are_settings_of_either_side() -> None:
         spec = mock_spec(
             prefill=2,
             prefill_flags={"shm.copy_threads": 3},
-            decode_flags={"shm.pairs_max": 1},
+            decode_flags={"receiver.pairs_max": 1},
             router_flags={"placement_wait_ms_max": 200},
         )
         async with inprocess(spec) as cluster:

@@ -26,7 +26,7 @@ async def waited_for(cluster: InProcessCluster) -> None:
     asker = Asker(decode)
     assert asker.ask(1, id_of(1), blocks=35).HasField("granted")
     assert asker.ask(2, LOST, blocks=20, output=5).HasField("busy")
-    await decode.receiver.let_go(asker.pair, ReserveNumber(1), ReserveNumber(3), adrift=False)
+    await decode.receiver.release(asker.pair, ReserveNumber(1), ReserveNumber(3), in_doubt=False)
     await until(cluster, "the room to come", lambda: decode.requests == 0 and decode.ledger.available == BLOCKS)
 
 
@@ -77,7 +77,7 @@ def test_a_new_request_does_not_fall_back_on_room_that_is_kept() -> None:
             await until(cluster, "the full node to be told", lambda: not full.stands_back(resumed=False))
             assert await directly(cluster, "mixed-0", key("new", 1), random_prompt(rng, 80), 4, []) == own
             assert await cancel(cluster, "mixed-0", key(LOST, 3)) and await cancel(cluster, "mixed-0", key("new", 1))
-            await full.receiver.let_go(asker.pair, ReserveNumber(1), ReserveNumber(2), adrift=False)
+            await full.receiver.release(asker.pair, ReserveNumber(1), ReserveNumber(2), in_doubt=False)
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

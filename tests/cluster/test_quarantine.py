@@ -136,7 +136,7 @@ def test_calls_to_a_stopped_decode_node_are_not_told_one_by_one() -> None:
             return bool(lines(cluster, "prefill-0", "call failed: no more peer=decode-0 times="))
 
         await until(cluster, "the line that sums up", told)
-        for kind in ("commit call failed", "let-go call failed"):
+        for kind in ("commit call failed", "release call failed"):
             assert len(lines(cluster, "prefill-0", f"{kind} peer=")) <= 1, kind
 
     spec = mock_spec(

@@ -10,8 +10,10 @@ import pytest
 from baton.ids import GrantId
 from cachestore.ledger import Ledger
 from kvtransfer.negotiation import LOST_THERE
-from kvtransfer.receiver_states import OPEN, GrantState
+from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
+from kvtransfer.transports import rdma_memory
+from kvtransfer.transports.rdma_device import RdmaLimits
 from kvtransfer.transports.rdma_poster import posts_by
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
@@ -68,11 +70,12 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
     want of the receiver's device. It says so too when the device is back, since its link stays as it is; the next link
     is over rdma again, and nothing is left to say."""
     state = install(monkeypatch)
+    monkeypatch.setattr(rdma_memory, "RDMA_LIMITS", RdmaLimits(device_check_ms=5))
     rng = random.Random(3)
 
     async def scenario() -> None:
         spec = mock_spec(
-            both={"transports": "rdma,tcp", "rdma.rdma.device_check_ms": 5},
+            both={"transports": "rdma,tcp"},
             router_flags={"placement_wait_ms_max": 30_000},
         )
         async with inprocess(spec) as cluster:

@@ -14,7 +14,7 @@ from kvtransfer.device.driver import DeviceDriver
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.host_driver import HostDriver, HostStream
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.device.staging import StagedRegion, StagingConfig
+from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.region import Region
 from kvtransfer.transport import (
     ConnectError,
@@ -27,18 +27,18 @@ from kvtransfer.transport import (
     WriterLink,
 )
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
-from kvtransfer.transports.rdma import RdmaConfig
-from kvtransfer.transports.rdma_connect import RdmaWriterConfig
+from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
 from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes
 from kvtransfer.transports.rdma_memory import RdmaMemory
-from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig, RdmaReceiverPort
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
-from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
-from kvtransfer.transports.tcp import TcpConnectError, TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+from kvtransfer.transports.settings import RdmaConfig, UcxConfig
+from kvtransfer.transports.shm import ShmConnectError, ShmLinkLimits, ShmReceiverPort, ShmWriterLink
+from kvtransfer.transports.tcp import TcpConfig, TcpConnectError, TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.ucx import UcxWriterConfig
 from kvtransfer.transports.ucx_nixl import destruction_fences
-from kvtransfer.transports.ucx_receiver import UcxReceiverConfig, UcxReceiverPort
+from kvtransfer.transports.ucx_receiver import UcxReceiverPort
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
@@ -90,8 +90,12 @@ class OwningPostedLink(EventPostedLink):
 
 def staged(region: Any) -> StagedRegion:
     """With little pinned memory: everything here has to wait for it."""
-    config = StagingConfig(bytes_max=1 << 22, chunk_bytes=1 << 16, link_chunks=3, stream_chunks=2)
-    return StagedRegion(driver=FakeDriver(streams=LateStreams()), region=region, config=config)
+    return StagedRegion(
+        driver=FakeDriver(streams=LateStreams()),
+        region=region,
+        config=StagingConfig(bytes_max=1 << 22),
+        limits=StagingLimits(chunk_bytes=1 << 16, link_chunks=3, stream_chunks=2),
+    )
 
 
 class FakeDeviceRegion(DeviceRegion):
@@ -187,12 +191,11 @@ class Kit:
         if self.transport is TransportName.SHM:
             return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
         if self.transport is TransportName.RDMA:
-            config = RdmaReceiverConfig()
             registered = DeviceBytes(region) if self.to_device else HostBytes(lambda: region.array_U8)
-            memory = RdmaMemory(region=registered, config=config.rdma, loop=loop, remote_writes=True)
-            return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom, config=config)
+            memory = RdmaMemory(region=registered, config=RdmaConfig(), loop=loop, remote_writes=True)
+            return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom)
         if self.transport is TransportName.UCX:
-            ucx = UcxReceiverConfig(tls=self.tls)
+            ucx = UcxConfig(tls=self.tls)
             return UcxReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom, config=ucx)
         if self.to_device:
             return OwningTcpPort(region=staged(region), events=events, loop=loop, randomness=os.urandom)
@@ -203,20 +206,19 @@ class Kit:
         loop = asyncio.get_running_loop()
         if self.transport is TransportName.CUDA_IPC:
             source = FakeSource(memory=source_U8, nbytes=len(source_U8))
-            device = ShmWriterConfig(bye_ms_max=300, connect_ms_max=self.connect_ms_max)
+            device = ShmLinkLimits(bye_ms_max=300, connect_ms_max=self.connect_ms_max)
             return await CudaIpcWriterLink.connect_device(endpoint, pair, source, events, loop, FakeDriver(), device)
         if self.transport is TransportName.SHM:
-            shm = ShmWriterConfig(copy_chunk_ops_max=4, bye_ms_max=300, connect_ms_max=self.connect_ms_max)
-            return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, shm)
+            shm = ShmLinkLimits(copy_chunk_ops_max=4, bye_ms_max=300, connect_ms_max=self.connect_ms_max)
+            return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, limits=shm)
         if self.transport is TransportName.RDMA:
-            rdma = RdmaWriterConfig(
-                bye_ms_max=5_000, connect_ms_max=self.connect_ms_max, rdma=RdmaConfig(qps=self.streams)
-            )
+            rdma = RdmaConfig(qps=self.streams)
+            limits = RdmaLinkLimits(bye_ms_max=5_000, connect_ms_max=self.connect_ms_max)
             if self.from_device:
-                return await rdma_from_device(endpoint, pair, source_U8, events, rdma)
-            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=rdma.rdma, loop=loop, remote_writes=False)
+                return await rdma_from_device(endpoint, pair, source_U8, events, rdma, limits)
+            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=rdma, loop=loop, remote_writes=False)
             try:
-                link = await OwningLink.connect(endpoint, pair, memory, events, loop, rdma)
+                link = await OwningLink.connect(endpoint, pair, memory, events, loop, limits)
             except BaseException:
                 await memory.close()
                 raise
@@ -224,20 +226,14 @@ class Kit:
             link.memory = memory
             return link
         if self.transport is TransportName.UCX:
-            ucx = UcxWriterConfig(
-                tls=self.tls,
-                connect_ms_max=self.connect_ms_max,
-                on_the_way_bytes_max=4 << 20,
-                drain_ms_max=3_000,
-            )
-            return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, ucx)
-        tcp = TcpWriterConfig(
-            streams=self.streams, connect_ms_max=self.connect_ms_max, drain_ms_max=300, bye_ms_max=300
-        )
+            drains = LinkLimits(connect_ms_max=self.connect_ms_max, drain_ms_max=3_000)
+            return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, UcxConfig(tls=self.tls), drains)
+        tcp = TcpConfig(streams=self.streams)
+        short = LinkLimits(connect_ms_max=self.connect_ms_max, drain_ms_max=300, bye_ms_max=300)
         if self.from_device:
             memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8)))
             try:
-                return await OwningStagedLink.connect(endpoint, pair, memory_on_device, events, loop, tcp)
+                return await OwningStagedLink.connect(endpoint, pair, memory_on_device, events, loop, tcp, short)
             except BaseException:
                 memory_on_device.close()
                 raise
@@ -245,7 +241,7 @@ class Kit:
             poster = EventPoster(streams=FakeStreams(), name="event-poster")
             try:
                 return await OwningPostedLink.over(
-                    lambda events: TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp),
+                    lambda events: TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp, short),
                     events,
                     src_nbytes=len(source_U8),
                     poster=poster,
@@ -254,19 +250,24 @@ class Kit:
             except BaseException:
                 poster.close()
                 raise
-        return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp)
+        return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp, short)
 
 
 async def rdma_from_device(
-    endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents, config: RdmaWriterConfig
+    endpoint: DataEndpoint,
+    pair: Pair,
+    source_U8: np.ndarray,
+    events: WriterEvents,
+    config: RdmaConfig,
+    limits: RdmaLinkLimits,
 ) -> OwningPostedRdmaLink:
     """From a source that is computed late."""
     loop, source = asyncio.get_running_loop(), ComputedSource(source_U8)
-    memory = RdmaMemory(region=DeviceBytes(source), config=config.rdma, loop=loop, remote_writes=False)
+    memory = RdmaMemory(region=DeviceBytes(source), config=config, loop=loop, remote_writes=False)
     poster = EventPoster(streams=source.driver.streams, name="event-poster")
     try:
         link = await OwningPostedRdmaLink.over(
-            lambda events: RdmaWriterLink.connect(endpoint, pair, memory, events, loop, config),
+            lambda events: RdmaWriterLink.connect(endpoint, pair, memory, events, loop, limits),
             events,
             src_nbytes=source.nbytes,
             poster=poster,

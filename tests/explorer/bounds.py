@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.ids import Attempt, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
-from kvtransfer.receiver_grants import ReceiverGrants, ReceiverLimits
-from kvtransfer.writer_grants import WriterGrants, WriterLimits
+from kvtransfer.protocol.receiver import ReceiverLimits, ReceiverMachine
+from kvtransfer.protocol.writer import WriterLimits, WriterMachine
 
 RECEIVER = Incarnation(1)
 BYTES_PER_WRITE = 8
@@ -21,8 +21,8 @@ class Profile(Enum):
     if the receiver admits their grant."""
     RDMA = "rdma"
     """As CHANNEL, but what is under way lands whatever the receiver thinks of its grant, until a fence has completed.
-    The writer knows of a write that it has landed, or after the connection broke that it is adrift. A link that is not
-    made, because its probes are lost, is like none: nothing of a grant is ever on it."""
+    The writer knows of a write that it has landed, or after the connection broke that it is in doubt. A link that is
+    not made, because its probes are lost, is like none: nothing of a grant is ever on it."""
     SHM = "shm"
     """Stores by the writer's own threads: nothing is under way, nothing can be refused; a fence waits for its word, or
     its death."""
@@ -55,8 +55,8 @@ class Bounds:
     """Every Commit carries checksums; a comparison ends at any time, either way."""
     merges: bool = True
     """Do not visit states that can do no more than others (see `Network` and `search`)."""
-    receiver: type[ReceiverGrants] = ReceiverGrants
-    writer: type[WriterGrants] = WriterGrants
+    receiver: type[ReceiverMachine] = ReceiverMachine
+    writer: type[WriterMachine] = WriterMachine
     receiver_limits: ReceiverLimits = field(
         default_factory=lambda: ReceiverLimits(
             live_span_max=3,

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from baton.ids import GrantId
-from kvtransfer.receiver_messages import GrantTimerFired, TimerKind
-from kvtransfer.writer_grants import WriterState
-from kvtransfer.writer_messages import PeerGone, ReserveUnanswered
+from kvtransfer.protocol.receiver import GrantTimerFired, TimerKind
+from kvtransfer.protocol.writer import PeerGone, ReserveUnanswered, WriterState
 from tests.explorer.bounds import Violation
 from tests.explorer.product import DEAD, Budget, Label, Product, State
 from tests.explorer.receiver_part import ReceiverInfo

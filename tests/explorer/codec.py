@@ -1,6 +1,6 @@
 """Private state of the machines as hashable tuples, and back. The explorer's product states are made of these.
 
-Left out is what nothing reads any more: stories (the explorer sets `story_steps_max` to 0), the seals and rounds of a
+Left out is what nothing reads any more: stories (the explorer sets `story_steps_max` to 0), the seal and rounds of a
 grant whose writer's right is over, the writes and grant of a handoff that was given up, and the reason of a stored
 refusal (it goes into the answer; the writer's machine does not look at it). That makes many states one.
 """
@@ -11,10 +11,8 @@ from typing import Any
 
 from baton.ids import Epoch, GrantId, ReserveNumber
 from cachestore.ledger import Ledger
-from kvtransfer.grant_book import GrantEntry, PairEntry
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants, ReceiverLimits
-from kvtransfer.receiver_messages import Refusal
-from kvtransfer.writer_grants import WriterGrants, WriterLimits, WriterState, _Handoff
+from kvtransfer.protocol.receiver import GrantEntry, GrantState, PairEntry, ReceiverLimits, ReceiverMachine, Refusal
+from kvtransfer.protocol.writer import HandoffEntry, WriterLimits, WriterMachine, WriterState
 
 GrantTuple = tuple[Any, ...]
 ReceiverTuple = tuple[tuple[GrantTuple, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], Epoch]
@@ -44,7 +42,7 @@ def load_ledger(saved: tuple[Any, ...]) -> Ledger:
     return ledger
 
 
-def save_receiver(machine: ReceiverGrants) -> ReceiverTuple:
+def save_receiver(machine: ReceiverMachine) -> ReceiverTuple:
     grants = tuple(_save_grant(g) for _, g in sorted(machine._grants.items()))
     pairs = tuple(
         (
@@ -66,25 +64,25 @@ def _save_grant(grant: GrantEntry) -> GrantTuple:
     if grant.state in (GrantState.COMMITTED, GrantState.FENCED, GrantState.RELEASED):
         assert not grant.commit_waits
         kept = grant.blocks if grant.state is GrantState.COMMITTED else ()
-        assert not grant.let_go_waits
-        return (*known, Epoch(0), grant.state, kept, (), (), None, False, grant.was_committed, 0, grant.check, False)
+        assert not grant.release_waits
+        return (*known, Epoch(0), grant.state, kept, (), None, None, False, grant.was_committed, 0, grant.check, False)
     return (
         *known,
         grant.epoch,
         grant.state,
         grant.blocks,
         grant.prefix,
-        tuple(sorted(grant.seals.items())),
+        grant.sealed,
         grant.expected,
         grant.commit_waits,
         grant.was_committed,
         grant.revoke_rounds,
         grant.check,
-        grant.let_go_waits,
+        grant.release_waits,
     )
 
 
-def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: ReceiverTuple) -> ReceiverGrants:
+def load_receiver(make: type[ReceiverMachine], limits: ReceiverLimits, saved: ReceiverTuple) -> ReceiverMachine:
     grants, pairs, dead, ledger, first_epoch = saved
     machine = make(load_ledger(ledger), limits)
     machine._first_epoch = first_epoch
@@ -98,13 +96,13 @@ def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: Rec
             state=row[5],
             blocks=row[6],
             prefix=row[7],
-            seals=dict(row[8]),
+            sealed=row[8],
             expected=row[9],
             commit_waits=row[10],
             was_committed=row[11],
             revoke_rounds=row[12],
             check=row[13],
-            let_go_waits=row[14],
+            release_waits=row[14],
         )
         machine._grants[grant.id] = grant
         machine._by_request.setdefault(grant.key.request, set()).add(grant.id)
@@ -120,35 +118,35 @@ def load_receiver(make: type[ReceiverGrants], limits: ReceiverLimits, saved: Rec
     return machine
 
 
-def save_writer(machine: WriterGrants) -> WriterTuple:
+def save_writer(machine: WriterMachine) -> WriterTuple:
     handoffs = tuple(_save_handoff(h) for _, h in sorted(machine._handoffs.items()))
-    return machine._next, handoffs, tuple(sorted(machine._adrift_untold.items()))
+    return machine._next, handoffs, tuple(sorted(machine._in_doubt.items()))
 
 
-def _save_handoff(handoff: _Handoff) -> HandoffTuple:
-    given_up = handoff.state in (WriterState.DRAINING, WriterState.LETTING_GO)
-    drained = handoff.state is WriterState.LETTING_GO
+def _save_handoff(handoff: HandoffEntry) -> HandoffTuple:
+    given_up = handoff.state in (WriterState.DRAINING, WriterState.RELEASING)
+    drained = handoff.state is WriterState.RELEASING
     return (
         handoff.number,
         handoff.key,
         handoff.state,
         GrantId(b"") if drained else handoff.grant,
-        Epoch(0) if drained and not handoff.adrift else handoff.epoch,
+        Epoch(0) if drained and not handoff.in_doubt else handoff.epoch,
         0 if given_up else handoff.writes,
         0 if given_up else handoff.bytes_written,
         handoff.outstanding,
         handoff.sources_held,
         handoff.revoke_waits,
         handoff.reported,
-        handoff.adrift,
+        handoff.in_doubt,
     )
 
 
-def load_writer(make: type[WriterGrants], limits: WriterLimits, saved: WriterTuple) -> WriterGrants:
+def load_writer(make: type[WriterMachine], limits: WriterLimits, saved: WriterTuple) -> WriterMachine:
     machine = make(limits)
     machine._next = ReserveNumber(saved[0])
     for row in saved[1]:
-        machine._handoffs[row[0]] = _Handoff(
+        machine._handoffs[row[0]] = HandoffEntry(
             number=row[0],
             key=row[1],
             state=row[2],
@@ -160,7 +158,7 @@ def load_writer(make: type[WriterGrants], limits: WriterLimits, saved: WriterTup
             sources_held=row[8],
             revoke_waits=row[9],
             reported=row[10],
-            adrift=row[11],
+            in_doubt=row[11],
         )
-    machine._adrift_untold = dict(saved[2])
+    machine._in_doubt = dict(saved[2])
     return machine

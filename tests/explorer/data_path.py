@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from baton.ids import Epoch, GrantId
-from kvtransfer.writer_grants import WriterState
+from kvtransfer.protocol.writer import WriterState
 from tests.explorer.bounds import Profile
 from tests.explorer.receiver_part import ReceiverInfo, ReceiverPart
 from tests.explorer.writer_part import WriterInfo

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtransfer.receiver_messages import ReceiverEvent
-from kvtransfer.writer_messages import WriterEvent
+from kvtransfer.protocol.receiver import ReceiverEvent
+from kvtransfer.protocol.writer import WriterEvent
 
 
 @dataclass(frozen=True, slots=True)

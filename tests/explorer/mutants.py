@@ -6,26 +6,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
-from kvtransfer.grant_book import GrantEntry
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
-from kvtransfer.receiver_messages import (
-    AnswerLetGo,
+from kvtransfer.protocol.receiver import (
+    AnswerRelease,
+    GrantEntry,
+    GrantState,
     GrantTimerFired,
+    ReceiverMachine,
+    RecordCheck,
     RecordsChecked,
     ReportCorrupt,
     SealLanded,
+    Step,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
 )
-from kvtransfer.receiver_states import RecordCheck
-from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep, _Handoff
-from kvtransfer.writer_messages import WritesAdrift
+from kvtransfer.protocol.writer import HandoffEntry, WriterMachine, WriterState, WriterStep, WritesInDoubt
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 
 _OPEN = (GrantState.RESERVED, GrantState.WRITING)
 
 
-class NoEpochCheck(ReceiverGrants):
+class NoEpochCheck(ReceiverMachine):
     """Whatever arrives may land, and a seal of an old epoch counts like any other."""
 
     def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
@@ -40,22 +41,22 @@ class NoEpochCheck(ReceiverGrants):
         book.epoch = now
 
 
-class EpochOnlyCheck(ReceiverGrants):
+class EpochOnlyCheck(ReceiverMachine):
     """A write is admitted by the epoch of its connection alone, whatever became of its grant."""
 
     def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
         return epoch == self.epoch(pair)
 
 
-class NoRefusedNumbers(ReceiverGrants):
-    """A let-go that comes before its Reserve leaves nothing behind."""
+class NoRefusedNumbers(ReceiverMachine):
+    """A Release that comes before its Reserve leaves nothing behind."""
 
-    def _let_go(self, event: WriterLetGo) -> None:
-        super()._let_go(event)
+    def _released(self, event: WriterReleased) -> None:
+        super()._released(event)
         self._pair(event.pair).refused.clear()
 
 
-class NoLowestLive(ReceiverGrants):
+class NoLowestLive(ReceiverMachine):
     """The writer's word about the numbers below its lowest live one is not remembered."""
 
     def _raise_lowest_live(self, pair_key: Pair, lowest_live: ReserveNumber) -> None:
@@ -63,14 +64,14 @@ class NoLowestLive(ReceiverGrants):
         self._pair(pair_key).lowest_live = ReserveNumber(0)
 
 
-class NoDeadAttempts(ReceiverGrants):
+class NoDeadAttempts(ReceiverMachine):
     """A cancelled or resolved attempt leaves nothing behind."""
 
-    def _bury(self, key: RequestKey) -> None:
+    def _add_tombstone(self, key: RequestKey) -> None:
         del key
 
 
-class FreeOnTimeout(ReceiverGrants):
+class FreeOnTimeout(ReceiverMachine):
     """A lease that has run out ends the writer's ownership."""
 
     def _timer(self, event: GrantTimerFired) -> None:
@@ -81,7 +82,7 @@ class FreeOnTimeout(ReceiverGrants):
             super()._timer(event)
 
 
-class FreeAfterRevokes(ReceiverGrants):
+class FreeAfterRevokes(ReceiverMachine):
     """So does a writer that does not answer to Revoke for long enough."""
 
     def _next_revoke_round(self, grant: GrantEntry) -> None:
@@ -91,7 +92,7 @@ class FreeAfterRevokes(ReceiverGrants):
             super()._next_revoke_round(grant)
 
 
-class NoSeal(ReceiverGrants):
+class NoSeal(ReceiverMachine):
     """The writer's Commit is enough."""
 
     def _after_seal_or_commit(self, grant: GrantEntry, stay: GrantState) -> GrantState:
@@ -100,7 +101,7 @@ class NoSeal(ReceiverGrants):
         return GrantState.COMMITTED if grant.state in _OPEN else GrantState.FENCED
 
 
-class Unchecked(ReceiverGrants):
+class Unchecked(ReceiverMachine):
     """Checksums that come with a Commit are compared, and the Commit counts meanwhile."""
 
     def _after_seal_or_commit(self, grant: GrantEntry, stay: GrantState) -> GrantState:
@@ -109,7 +110,7 @@ class Unchecked(ReceiverGrants):
         return super()._after_seal_or_commit(grant, stay)
 
 
-class CheckedTooLate(ReceiverGrants):
+class CheckedTooLate(ReceiverMachine):
     """What a comparison has read counts, though the writer has let go and the block is another's by now."""
 
     def _checked(self, event: RecordsChecked) -> None:
@@ -119,7 +120,7 @@ class CheckedTooLate(ReceiverGrants):
         super()._checked(event)
 
 
-class NoRevokeTimer(ReceiverGrants):
+class NoRevokeTimer(ReceiverMachine):
     """One Revoke, and then nothing: safe, but a lost message holds the block for ever."""
 
     def _enter_revoking(self, grant: GrantEntry) -> None:
@@ -127,50 +128,50 @@ class NoRevokeTimer(ReceiverGrants):
         self._out.pop()
 
 
-class AdriftIgnored(ReceiverGrants):
+class DoubtIgnored(ReceiverMachine):
     """The writer's word is evidence, whatever became of the link that its writes went on."""
 
-    def _let_go(self, event: WriterLetGo) -> None:
-        super()._let_go(replace(event, adrift=False))
+    def _released(self, event: WriterReleased) -> None:
+        super()._released(replace(event, in_doubt=False))
 
 
-class AdriftAnsweredAtOnce(ReceiverGrants):
-    """A let-go with writes adrift starts a fence, and is answered before it has ended."""
+class DoubtAnsweredAtOnce(ReceiverMachine):
+    """A Release with writes in doubt starts a fence, and is answered before it has ended."""
 
-    def _let_go(self, event: WriterLetGo) -> None:
-        super()._let_go(event)
+    def _released(self, event: WriterReleased) -> None:
+        super()._released(event)
         grant = self._grants.get(self._pair(event.pair).by_number.get(event.number, GrantId(b"")))
-        if grant is not None and grant.let_go_waits:
-            grant.let_go_waits = False
-            self._out.append(AnswerLetGo(pair=event.pair, number=event.number))
+        if grant is not None and grant.release_waits:
+            grant.release_waits = False
+            self._out.append(AnswerRelease(pair=event.pair, number=event.number))
 
 
-class AdriftUntold(WriterGrants):
+class DoubtUnreported(WriterMachine):
     """The writer takes what has completed for what has landed or is lost."""
 
-    def _adrift(self, event: WritesAdrift) -> None:
+    def _writes_in_doubt(self, event: WritesInDoubt) -> None:
         del event
 
 
-class AdriftForgotten(WriterGrants):
-    """A writer that has given its peer up, and asks it again, has forgotten that writes were adrift."""
+class DoubtForgotten(WriterMachine):
+    """A writer that has given its peer up, and asks it again, has forgotten that writes were in doubt."""
 
-    def _forget_if_over(self, handoff: _Handoff) -> None:
+    def _forget_if_over(self, handoff: HandoffEntry) -> None:
         super()._forget_if_over(handoff)
-        self._adrift_untold.clear()
+        self._in_doubt.clear()
 
 
-class LetGoUndrained(WriterGrants):
+class ReleaseUndrained(WriterMachine):
     """The writer gives its word while its copies are still running."""
 
-    def _drain(self, handoff: _Handoff) -> None:
+    def _drain(self, handoff: HandoffEntry) -> None:
         if handoff.outstanding == 0:
             super()._drain(handoff)
         elif handoff.state is WriterState.DRAINING:
-            self._step(handoff, WriterStep.DRAINED, WriterState.LETTING_GO)
+            self._step(handoff, WriterStep.DRAINED, WriterState.RELEASING)
 
 
-class RevokeAnsweredAtOnce(WriterGrants):
+class RevokeAnsweredAtOnce(WriterMachine):
     """So does one that is told that its peer is gone, or thinks so (the machine once did this)."""
 
     def _peer_gone(self, event: Any) -> None:
@@ -191,8 +192,8 @@ def _mutant(
     says: str,
     *,
     profile: Profile = Profile.CHANNEL,
-    receiver: type[ReceiverGrants] = ReceiverGrants,
-    writer: type[WriterGrants] = WriterGrants,
+    receiver: type[ReceiverMachine] = ReceiverMachine,
+    writer: type[WriterMachine] = WriterMachine,
     crashes_max: int = 1,
     links_break: bool = True,
     writers_give_peers_up: bool = False,
@@ -214,7 +215,7 @@ def _mutant(
 MUTANTS: dict[str, Mutant] = {
     "no epoch check": _mutant("would land", receiver=NoEpochCheck, links_break=False),
     "epoch but no grant check": _mutant("would land", receiver=EpochOnlyCheck),
-    "no tombstone: refused numbers": _mutant("after its let-go was answered", receiver=NoRefusedNumbers),
+    "no tombstone: refused numbers": _mutant("after its Release was answered", receiver=NoRefusedNumbers),
     "no tombstone: lowest live number": _mutant("is granted twice", receiver=NoLowestLive),
     "no tombstone: dead attempts": _mutant("commits after it was cancelled", receiver=NoDeadAttempts),
     "free on timeout: lease": _mutant("may still write", profile=Profile.SHM, receiver=FreeOnTimeout),
@@ -228,15 +229,17 @@ MUTANTS: dict[str, Mutant] = {
         "by the bytes of another one", receiver=CheckedTooLate, samples=True, crashes_max=0
     ),
     "no revoke timer": _mutant("never becomes free", profile=Profile.SHM, receiver=NoRevokeTimer, crashes_max=0),
-    "word of writes adrift taken for evidence": _mutant("would land", profile=Profile.RDMA, receiver=AdriftIgnored),
-    "word of writes adrift answered before the fence": _mutant(
-        "would land", profile=Profile.RDMA, receiver=AdriftAnsweredAtOnce
+    "Release with writes in doubt taken for evidence": _mutant(
+        "would land", profile=Profile.RDMA, receiver=DoubtIgnored
     ),
-    "writes adrift, and not a word of it": _mutant("would land", profile=Profile.RDMA, writer=AdriftUntold),
-    "writes adrift forgotten with their peer": _mutant(
-        "would land", profile=Profile.RDMA, writer=AdriftForgotten, writers_give_peers_up=True, crashes_max=0
+    "Release with writes in doubt answered before the fence": _mutant(
+        "would land", profile=Profile.RDMA, receiver=DoubtAnsweredAtOnce
     ),
-    "let-go before the writes have drained": _mutant("outstanding", writer=LetGoUndrained),
+    "writes in doubt, and not reported": _mutant("would land", profile=Profile.RDMA, writer=DoubtUnreported),
+    "writes in doubt forgotten with their peer": _mutant(
+        "would land", profile=Profile.RDMA, writer=DoubtForgotten, writers_give_peers_up=True, crashes_max=0
+    ),
+    "Release before the writes have drained": _mutant("outstanding", writer=ReleaseUndrained),
     "Revoke answered when the peer is given up": _mutant(
         "outstanding", profile=Profile.SHM, writer=RevokeAnsweredAtOnce, writers_give_peers_up=True
     ),

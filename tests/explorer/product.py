@@ -6,7 +6,7 @@ CHANNEL  Writes and seals travel in order on one connection per epoch and land o
          connection may break at any time. Its writes then complete at the writer, but what was under way on it may
          still arrive, at any later time. A fence completes at any time.
 RDMA     As CHANNEL, but all that is under way lands, until a fence of the pair has completed. Seals go behind the
-         completions of their grant's writes; a write completes when it has landed, or, its connection broken, adrift.
+         completions of their grant's writes; a write completes when it has landed, or, its connection broken, in doubt.
 SHM      A posted write may be stored at any instant until it has completed, whatever the receiver thinks of it. Seals
          travel on a socket, behind the completions of their grant's writes. A fence completes when the writer's
          process is dead, or when it has closed its mapping of that epoch with nothing outstanding.
@@ -21,9 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from baton.ids import Epoch
-from kvtransfer.receiver_messages import PairFenced, SealLanded
-from kvtransfer.writer_grants import WriterState
-from kvtransfer.writer_messages import LinkLost
+from kvtransfer.protocol.receiver import PairFenced, SealLanded
+from kvtransfer.protocol.writer import LinkLost, WriterState
 from tests.explorer.bounds import BYTES_PER_WRITE, Bounds, Profile, Violation, pair_of, writer_index, writer_of_grant
 from tests.explorer.data_path import SEAL, DataPath
 from tests.explorer.messages import Messages
@@ -226,7 +225,7 @@ class Product:
         """One write completes; in shm it is stored at the latest now, unless it was abandoned."""
         number = state[2]
         if self.rdma and handoff.outstanding <= self.path.under_way(number, handoff.grant, is_open=False):
-            told = self.writer_does(state, receiver, writer, handoff.adrift)
+            told = self.writer_does(state, receiver, writer, handoff.in_doubt)
             return self.writer_does(told, receiver, self.writers.by_id[told[1]], handoff.complete)
         if not self.shm and not self.bounds.writes_land_apart:
             number = self.path.oldest_landed(number, receiver, writer.writer, handoff.grant)

@@ -7,20 +7,22 @@ from typing import Any
 
 from baton.ids import BlockId, Epoch, GrantId
 from cachestore.ledger import Ledger
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants, Step
-from kvtransfer.receiver_messages import (
+from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
-    AnswerLetGo,
     AnswerRefused,
+    AnswerRelease,
     AnswerRenew,
     AnswerResolve,
     CommitAsked,
     FencePair,
     ForgetGrant,
+    GrantState,
     GrantTimerFired,
     PairFenced,
     ReceiverInstruction,
+    ReceiverMachine,
+    RecordCheck,
     RecordsChecked,
     Refusal,
     RenewAsked,
@@ -32,15 +34,15 @@ from kvtransfer.receiver_messages import (
     ScheduleRequest,
     SendRevoke,
     StartGrantTimer,
+    Step,
     StopGrantTimers,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
     WriterSuspected,
 )
-from kvtransfer.receiver_states import RecordCheck
-from kvtransfer.writer_messages import (
+from kvtransfer.protocol.writer import (
     CommitAnswered,
-    LetGoAnswered,
+    ReleaseAnswered,
     RenewRefused,
     ReserveGranted,
     ReserveRefused,
@@ -58,14 +60,14 @@ _UNCOMMITTED = (*_OPEN, GrantState.REVOKING, GrantState.QUARANTINED)
 
 @dataclass(frozen=True, slots=True)
 class ReceiverState:
-    """`granted`, `let_go`: (writer, number) that ever had a grant, whose let-go was answered. `buried`: by request."""
+    """`granted`, `released`: (writer, number) that ever had a grant, whose Release was answered. `dead`: by request."""
 
     machine: ReceiverTuple
     timers: frozenset[tuple[GrantId, TimerKind]] = frozenset()
     fences: frozenset[tuple[int, Epoch]] = frozenset()
     granted: frozenset[tuple[int, int]] = frozenset()
-    let_go: frozenset[tuple[int, int]] = frozenset()
-    buried: frozenset[tuple[str, int]] = frozenset()
+    released: frozenset[tuple[int, int]] = frozenset()
+    dead: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +119,7 @@ class ReceiverPart:
         self._make = _recorded(bounds.receiver, self.steps_seen)
         self.start = self._info(ReceiverState(save_receiver(self._make(Ledger(1), bounds.receiver_limits))))
 
-    def machine(self, info: ReceiverInfo) -> ReceiverGrants:
+    def machine(self, info: ReceiverInfo) -> ReceiverMachine:
         """A fresh copy of the machine in this state."""
         return load_receiver(self._make, self._bounds.receiver_limits, info.state.machine)
 
@@ -155,8 +157,8 @@ class ReceiverPart:
                 timers=old.timers,
                 fences=old.fences,
                 granted=frozenset(g for g in old.granted if g[0] != writer),
-                let_go=frozenset(g for g in old.let_go if g[0] != writer),
-                buried=old.buried,
+                released=frozenset(g for g in old.released if g[0] != writer),
+                dead=old.dead,
             )
         )
 
@@ -186,9 +188,9 @@ class ReceiverPart:
                 return grant in grants and grants[grant][5] in _OPEN
             case CommitAsked(grant=grant):
                 return grant in grants and grants[grant][5] in _UNCOMMITTED
-            case WriterLetGo(number=number) | RevokeAsked(number=number):
-                # A Revoke is the writer's business, but for its acknowledgement, which is like a let-go.
-                claimed = event.lowest_live if isinstance(event, WriterLetGo) else 0
+            case WriterReleased(number=number) | RevokeAsked(number=number):
+                # A Revoke is the writer's business, but for its acknowledgement, which is like a Release.
+                claimed = event.lowest_live if isinstance(event, WriterReleased) else 0
                 if claimed > lowest_live:
                     return True
                 if number in by_number:
@@ -257,15 +259,15 @@ class ReceiverPart:
 class _Shell:
     """Carries instructions out within the model: timers armed, fences begun, messages sent, promises remembered."""
 
-    def __init__(self, messages: Messages, old: ReceiverState, machine: ReceiverGrants) -> None:
+    def __init__(self, messages: Messages, old: ReceiverState, machine: ReceiverMachine) -> None:
         self._messages = messages
         self._machine = machine
         self._old_grants = {g[0] for g in old.machine[0]}
         self.timers = set(old.timers)
         self.fences = set(old.fences)
         self.granted = set(old.granted)
-        self.let_go = set(old.let_go)
-        self.buried = dict(old.buried)
+        self.released = set(old.released)
+        self.dead = dict(old.dead)
         self.sent = 0
         self.scheduled: GrantId | None = None
 
@@ -275,8 +277,8 @@ class _Shell:
             timers=frozenset(self.timers),
             fences=frozenset(self.fences),
             granted=frozenset(self.granted),
-            let_go=frozenset(self.let_go),
-            buried=frozenset(self.buried.items()),
+            released=frozenset(self.released),
+            dead=frozenset(self.dead.items()),
         )
 
     def happened(self, event: Any) -> None:
@@ -286,17 +288,15 @@ class _Shell:
             case GrantTimerFired():
                 self.timers.discard((event.grant, event.kind))
             case RequestCancelled():
-                self._bury(event.key.request, event.key.attempt)
+                self._add_tombstone(event.key.request, event.key.attempt)
 
     def carry_out(self, instruction: ReceiverInstruction) -> None:
         match instruction:
             case AnswerGranted(number=number, grant=grant, epoch=epoch):
                 self._granted(writer_index(instruction.pair), number, grant)
                 self._send(instruction, ReserveGranted(number=number, grant=grant, epoch=epoch))
-            case AnswerRefused(number=number, refusal=refusal):
-                # The writer's machine does not look at the reason: one message for all of them.
-                self._send(instruction, ReserveRefused(number=number, refusal=Refusal.BUSY))
-                del refusal
+            case AnswerRefused(number=number):
+                self._send(instruction, ReserveRefused(number=number))
             case AnswerRenew(grant=grant, renewed=renewed):
                 if not renewed:
                     self._send(instruction, RenewRefused(number=number_of(grant)))
@@ -307,12 +307,12 @@ class _Shell:
             case ReportCorrupt(grant=grant):
                 if self._machine.ledger.writer_of(BLOCK) not in (None, grant):
                     raise Violation(f"grant {grant.hex()} is called corrupt by the bytes of another one")
-            case AnswerLetGo(number=number):
-                self.let_go.add((writer_index(instruction.pair), number))
-                self._send(instruction, LetGoAnswered(number=number))
+            case AnswerRelease(number=number):
+                self.released.add((writer_index(instruction.pair), number))
+                self._send(instruction, ReleaseAnswered(number=number))
             case AnswerResolve(key=key, committed=committed):
                 if not committed:
-                    self._bury(key.request, key.attempt)
+                    self._add_tombstone(key.request, key.attempt)
             case SendRevoke(number=number):
                 self._send(instruction, RevokeAsked(number=number))
             case FencePair(epoch=epoch):
@@ -320,7 +320,7 @@ class _Shell:
             case ScheduleRequest(key=key, grant=grant):
                 assert self.scheduled is None
                 self.scheduled = grant
-                if key.attempt <= self.buried.get(key.request, -1):
+                if key.attempt <= self.dead.get(key.request, -1):
                     raise Violation(f"{key} commits after it was cancelled, or resolved as not committed")
             case StartGrantTimer(grant=grant, kind=kind):
                 self.timers.add((grant, kind))
@@ -331,8 +331,8 @@ class _Shell:
                     raise Violation(f"grant {grant.hex()} is forgotten with a timer armed")
 
     def _granted(self, writer: int, number: int, grant: GrantId) -> None:
-        if (writer, number) in self.let_go:
-            raise Violation(f"number {number} of writer {writer} is granted after its let-go was answered")
+        if (writer, number) in self.released:
+            raise Violation(f"number {number} of writer {writer} is granted after its Release was answered")
         if grant not in self._old_grants and (writer, number) in self.granted:
             raise Violation(f"number {number} of writer {writer} is granted twice")
         self.granted.add((writer, number))
@@ -344,15 +344,17 @@ class _Shell:
         if not committed and state in _OPEN:
             raise Violation(f"the commit of grant {grant.hex()} is answered False, and may be accepted later")
 
-    def _bury(self, request: str, attempt: int) -> None:
-        self.buried[request] = max(attempt, self.buried.get(request, attempt))
+    def _add_tombstone(self, request: str, attempt: int) -> None:
+        self.dead[request] = max(attempt, self.dead.get(request, attempt))
 
     def _send(self, instruction: Any, event: WriterEvent) -> None:
         message = Message(to_receiver=False, writer=writer_index(instruction.pair), event=event)
         self.sent |= self._messages.bit(message)
 
 
-def _recorded(base: type[ReceiverGrants], steps_seen: set[tuple[GrantState, Step, GrantState]]) -> type[ReceiverGrants]:
+def _recorded(
+    base: type[ReceiverMachine], steps_seen: set[tuple[GrantState, Step, GrantState]]
+) -> type[ReceiverMachine]:
     class Recorded(base):  # type: ignore[misc,valid-type]
         def _step(self, grant: Any, step: Step, to: GrantState) -> None:
             steps_seen.add((grant.state, step, to))

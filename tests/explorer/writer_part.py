@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.ids import Epoch, GrantId, ReserveNumber
-from kvtransfer.receiver_messages import CommitAsked, RenewAsked, ReserveAsked, WriterLetGo
-from kvtransfer.writer_grants import WriterGrants, WriterState, WriterStep
-from kvtransfer.writer_messages import (
+from kvtransfer.protocol.receiver import CommitAsked, RenewAsked, ReserveAsked, WriterReleased
+from kvtransfer.protocol.writer import (
     AllPosted,
     AnswerRevoke,
     CommitAnswered,
     CommitUnanswered,
     HandoffAsked,
     HandoffCancelled,
-    LetGoAnswered,
-    LetGoUnanswered,
     PeerGone,
+    ReleaseAnswered,
     ReleaseSources,
+    ReleaseUnanswered,
     RenewRefused,
     ReportEnd,
     ReserveGranted,
@@ -26,13 +25,16 @@ from kvtransfer.writer_messages import (
     ReserveUnanswered,
     RevokeAsked,
     SendCommit,
-    SendLetGo,
+    SendRelease,
     SendReserve,
     SendSeal,
     StartWriting,
     WriterInstruction,
-    WritesAdrift,
+    WriterMachine,
+    WriterState,
+    WriterStep,
     WritesCompleted,
+    WritesInDoubt,
     WritesPosted,
 )
 from tests.explorer.bounds import BYTES_PER_WRITE, Bounds, Violation, grant_of, number_of, pair_of
@@ -73,7 +75,7 @@ class HandoffView:
     post: int
     all_posted: int
     complete: int
-    adrift: int
+    in_doubt: int
     """Said before the completion of a write that may land yet."""
 
 
@@ -156,8 +158,8 @@ class WriterPart:
                 return state in (*_ACTIVE, WriterState.DRAINING)
             case CommitAsked() | CommitAnswered():
                 return state is WriterState.COMMITTING
-            case WriterLetGo() | LetGoAnswered():
-                return state is WriterState.LETTING_GO
+            case WriterReleased() | ReleaseAnswered():
+                return state is WriterState.RELEASING
             case _:
                 raise AssertionError(event)
 
@@ -209,7 +211,7 @@ class WriterPart:
             post=intern(WritesPosted(number=row[0], writes=1, bytes_written=BYTES_PER_WRITE)),
             all_posted=intern(AllPosted(number=row[0])),
             complete=intern(WritesCompleted(number=row[0], writes=1)),
-            adrift=intern(WritesAdrift(number=row[0])),
+            in_doubt=intern(WritesInDoubt(number=row[0])),
         )
 
     def _unanswered(self, handoff: HandoffView) -> int:
@@ -219,14 +221,14 @@ class WriterPart:
 _WAITING: dict[WriterState, Any] = {
     WriterState.ASKING: ReserveUnanswered,
     WriterState.COMMITTING: CommitUnanswered,
-    WriterState.LETTING_GO: LetGoUnanswered,
+    WriterState.RELEASING: ReleaseUnanswered,
 }
 
 
 class _Shell:
     """Carries instructions out within the model, and holds the machine to its promises."""
 
-    def __init__(self, messages: Messages, old: WriterProcess, machine: WriterGrants, *, samples: bool) -> None:
+    def __init__(self, messages: Messages, old: WriterProcess, machine: WriterMachine, *, samples: bool) -> None:
         self._messages = messages
         self._machine = machine
         self._samples = samples
@@ -242,13 +244,13 @@ class _Shell:
         saved = save_writer(self._machine)
         rows = {row[0]: row for row in saved[1]}
         for number, grant in self._known.items():
-            over = number not in rows or rows[number][2] is WriterState.LETTING_GO
+            over = number not in rows or rows[number][2] is WriterState.RELEASING
             if over and number not in self._reported:
                 raise Violation(f"handoff {number} is over without a word about its end")
             if over and grant and number not in self._released:
                 raise Violation(f"handoff {number} is over with its sources held")
-        # A let-go under way: whether there was a grant matters no more, and no source is held.
-        self._released |= {number for number, row in rows.items() if row[2] is WriterState.LETTING_GO}
+        # A Release under way: whether there was a grant matters no more, and no source is held.
+        self._released |= {number for number, row in rows.items() if row[2] is WriterState.RELEASING}
         return WriterProcess(
             self._writer, saved, frozenset(self._released & rows.keys()), frozenset(self._reported & rows.keys())
         )
@@ -277,12 +279,14 @@ class _Shell:
                         pair=self._pair, grant=grant, writes=writes, bytes_written=nbytes, sampled=self._samples
                     )
                 )
-            case SendLetGo(number=number, lowest_live=lowest_live, adrift=adrift):
-                self._drained(number, "a let-go")
-                self._send(WriterLetGo(pair=self._pair, number=number, lowest_live=lowest_live, adrift=adrift))
-            case AnswerRevoke(number=number, adrift=adrift):
+            case SendRelease(number=number, lowest_live=lowest_live, in_doubt=in_doubt):
+                self._drained(number, "a Release")
+                self._send(WriterReleased(pair=self._pair, number=number, lowest_live=lowest_live, in_doubt=in_doubt))
+            case AnswerRevoke(number=number, in_doubt=in_doubt):
                 self._drained(number, "the answer to a Revoke")
-                self._send(WriterLetGo(pair=self._pair, number=number, lowest_live=ReserveNumber(0), adrift=adrift))
+                self._send(
+                    WriterReleased(pair=self._pair, number=number, lowest_live=ReserveNumber(0), in_doubt=in_doubt)
+                )
             case ReleaseSources(number=number):
                 self._drained(number, "the release of its sources")
                 if number in self._released:
@@ -303,8 +307,8 @@ class _Shell:
 
 
 def _recorded(
-    base: type[WriterGrants], steps_seen: set[tuple[WriterState, WriterStep, WriterState]]
-) -> type[WriterGrants]:
+    base: type[WriterMachine], steps_seen: set[tuple[WriterState, WriterStep, WriterState]]
+) -> type[WriterMachine]:
     class Recorded(base):  # type: ignore[misc,valid-type]
         def _step(self, handoff: Any, step: WriterStep, to: WriterState) -> None:
             steps_seen.add((handoff.state, step, to))

@@ -14,11 +14,14 @@ from typing import Final
 import pytest
 
 from cli.reference import Reference
+from kvtransfer.device.staging import STAGING_LIMITS, StagingLimits
+from node import regions
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import assert_conserved, leftovers, running, wait_for
 from tests.support.gpu_node import (
     GREEDY,
     NUM_BLOCKS,
+    ON_GPU,
     TOKENS,
     AnyCluster,
     blocks_in_all,
@@ -29,18 +32,21 @@ from tests.support.gpu_node import (
     write_model,
 )
 
-CHUNK_BYTES = 1 << 12
-"""Of two records, so that a layer is cut into several."""
-PINNED = f"{40 * CHUNK_BYTES:,} bytes of pinned memory"
-STAGING: Final[dict[str, object]] = {
-    "staging.bytes_max": 40 * CHUNK_BYTES,
-    "staging.chunk_bytes": CHUNK_BYTES,
-    "staging.link_chunks": 3,
-    "staging.stream_chunks": 2,
+LIMITS = STAGING_LIMITS if ON_GPU else StagingLimits(chunk_bytes=1 << 12, link_chunks=3, stream_chunks=2)
+"""In this process a chunk has two records, so that a layer is cut into several."""
+PINNED = f"{40 * LIMITS.chunk_bytes:,} bytes of pinned memory"
+STAGING: Final[dict[str, object]] = {"staging.bytes_max": 40 * LIMITS.chunk_bytes}
+IN_USE = {
+    "prefill-0": f"{LIMITS.link_chunks * LIMITS.chunk_bytes:,} in use",
+    "decode-0": f"{2 * LIMITS.stream_chunks * LIMITS.chunk_bytes:,} in use",
 }
-IN_USE = {"prefill-0": f"{3 * CHUNK_BYTES:,} in use", "decode-0": f"{2 * 2 * CHUNK_BYTES:,} in use"}
 """By one link, whose two connections the decode node has."""
 TCP: Final = {**STAGING, "transports": "tcp"}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "STAGING_LIMITS", LIMITS)
 
 
 @pytest.fixture(scope="module")

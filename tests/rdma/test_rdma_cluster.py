@@ -16,7 +16,7 @@ PATIENT = {
     "liveness.answer_ms_max": 20_000,
     "liveness.reconnect_ms_max": 10_000,
     "membership.ttl_ms": 30_000,
-    "rdma.rdma.ack_timeout_code": 16,
+    "rdma.ack_timeout_code": 16,
 }
 """The machine is slow: it may be emulated, with as many processes as cores."""
 START_MS_MAX = 180_000

@@ -21,9 +21,10 @@ from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import ConnectError, Seal
-from kvtransfer.transports.rdma import LinkEnds, RdmaConfig
+from kvtransfer.transports.rdma import LinkEnds
 from kvtransfer.transports.rdma_connect import RdmaUnproved
 from kvtransfer.transports.rdma_device import (
+    RDMA_LIMITS,
     DeviceBytes,
     HostBytes,
     ProbeLost,
@@ -38,6 +39,7 @@ from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.settings import RdmaConfig
 from tests.conformance.transport_kits import RDMA_KITS, OwningLink
 from tests.conformance.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
 from tests.rdma.device_link import ADD_LINK, REMOVE_LINK, note_packets
@@ -54,8 +56,12 @@ class Two:
     def __init__(self) -> None:
         config = RdmaConfig(qps=1, ack_timeout_code=10, retries_max=3)
         self.source_U8, self.region_U8 = source_bytes(1, REGION_NBYTES), np.zeros(REGION_NBYTES, np.uint8)
-        self.writer_device = open_device(HostBytes(lambda: self.source_U8), config, remote_writes=False)
-        self.receiver_device = open_device(HostBytes(lambda: self.region_U8), config, remote_writes=True)
+        self.writer_device = open_device(
+            HostBytes(lambda: self.source_U8), config, remote_writes=False, limits=RDMA_LIMITS
+        )
+        self.receiver_device = open_device(
+            HostBytes(lambda: self.region_U8), config, remote_writes=True, limits=RDMA_LIMITS
+        )
         self.writer = QueuePairs(self.writer_device, 1, os.urandom, sends=True)
         self.receiver = QueuePairs(self.receiver_device, 1, os.urandom, sends=False)
         self.receiver.connect(self.writer.ends)
@@ -322,7 +328,7 @@ def test_addresses_that_no_card_knows_are_refused_with_what_to_do() -> None:
     """As those of a GPU whose memory no module of the kernel speaks for."""
     nowhere: Any = SimpleNamespace(driver=HostDriver(), address=(1 << 46) + (1 << 45), nbytes=4096)
     with pytest.raises(RdmaUnavailable, match=r"as peer memory: .*Bad address; load the kernel's module"):
-        open_device(DeviceBytes(nowhere), RdmaConfig(), remote_writes=True)
+        open_device(DeviceBytes(nowhere), RdmaConfig(), remote_writes=True, limits=RDMA_LIMITS)
 
 
 def test_a_region_of_a_device_is_flushed_for_each_seal() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from baton.ids import BlockId, GrantId
 from cachestore.ledger import Ledger
-from kvtransfer.receiver_grants import GrantState
+from kvtransfer.protocol.receiver import GrantState
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Process

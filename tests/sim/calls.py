@@ -27,7 +27,7 @@ SERVED_TWICE = frozenset(
         "Transfer/Reserve",
         "Transfer/Renew",
         "Transfer/Commit",
-        "Transfer/LetGo",
+        "Transfer/Release",
         "Transfer/Revoke",
         "Decode/Cancel",
         "Decode/Resolve",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.ids import BlockId
 from cachestore.ledger import Ledger
-from kvtransfer.receiver_grants import GrantState
+from kvtransfer.protocol.receiver import GrantState
 from tests.sim.books import OVER
 from tests.sim.cluster import Kind, Process, SimCluster
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from baton.ids import Attempt, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from decode_node.node import DecodeNode
+from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, ReserveAsked
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_messages import AnswerGranted, AnswerRefused, ReserveAsked
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Process
@@ -49,20 +49,20 @@ def watch_decode(process: Process, node: DecodeNode) -> None:
 
 def watch_receiver(process: Process, receiver: Receiver) -> None:
     """A number that its writer has let go of is never granted afterwards."""
-    let_go_of: OrderedDict[tuple[Pair, ReserveNumber], None] = OrderedDict()
-    reserve, let_go = receiver.reserve, receiver.let_go
+    released: OrderedDict[tuple[Pair, ReserveNumber], None] = OrderedDict()
+    reserve, release = receiver.reserve, receiver.release
 
-    async def watched_let_go(pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, adrift: bool) -> None:
-        await let_go(pair, number, lowest_live, adrift=adrift)
-        let_go_of[pair, number] = None
-        if len(let_go_of) > REMEMBERED_MAX:
-            let_go_of.popitem(last=False)
+    async def watched_release(pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, in_doubt: bool) -> None:
+        await release(pair, number, lowest_live, in_doubt=in_doubt)
+        released[pair, number] = None
+        if len(released) > REMEMBERED_MAX:
+            released.popitem(last=False)
 
     def watched_reserve(event: ReserveAsked) -> AnswerGranted | AnswerRefused:
         answer = reserve(event)
-        if isinstance(answer, AnswerGranted) and (event.pair, event.number) in let_go_of:
+        if isinstance(answer, AnswerGranted) and (event.pair, event.number) in released:
             process.cluster.violation(f"{process.name}: number {event.number} is granted after its let-go was answered")
         return answer
 
     replaced: Any = receiver
-    replaced.let_go, replaced.reserve = watched_let_go, watched_reserve
+    replaced.release, replaced.reserve = watched_release, watched_reserve

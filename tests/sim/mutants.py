@@ -15,9 +15,8 @@ import decode_node.receiving
 import prefill_node.peers
 from baton.ids import Epoch, GrantId, Pair, RequestKey
 from decode_node.node import DecodeNode
+from kvtransfer.protocol.receiver import FencePair, PairFenced, ReceiverMachine
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_grants import ReceiverGrants
-from kvtransfer.receiver_messages import FencePair, PairFenced
 from kvtransfer.receiver_ports import ReceiverPorts
 from router.subscriptions import Inbox
 from tests.explorer import mutants as machines
@@ -25,12 +24,12 @@ from tests.explorer import mutants as machines
 Replacement = tuple[Any, str, Any]
 
 
-def _receiver(machine: type[ReceiverGrants]) -> Sequence[Replacement]:
-    return [(decode_node.receiving, "ReceiverGrants", machine)]
+def _receiver(machine: type[ReceiverMachine]) -> Sequence[Replacement]:
+    return [(decode_node.receiving, "ReceiverMachine", machine)]
 
 
 def _writer(machine: type) -> Sequence[Replacement]:
-    return [(prefill_node.peers, "WriterGrants", machine)]
+    return [(prefill_node.peers, "WriterMachine", machine)]
 
 
 def _fence_without_evidence() -> Sequence[Replacement]:
@@ -53,7 +52,7 @@ def _forbid_nothing(_self: ReceiverPorts, _grant: GrantId) -> None:
     """What a grant opened stays open: only the epoch of a connection is looked at."""
 
 
-def _same_epoch(_self: ReceiverGrants, _pair: Pair) -> Epoch:
+def _same_epoch(_self: ReceiverMachine, _pair: Pair) -> Epoch:
     """The pair's epoch does not rise at a fence."""
     return Epoch(0)
 
@@ -73,13 +72,13 @@ def _resolve_nothing(_self: DecodeNode, _key: RequestKey) -> bool:
 
 def _no_look_after_commit() -> Sequence[Replacement]:
     """A request that was cancelled in the moment of its commit is run (the node once did this)."""
-    real = ReceiverGrants.take_over
+    real = ReceiverMachine.take_over
 
-    def take_over(self: ReceiverGrants, grant_id: GrantId) -> bool:
+    def take_over(self: ReceiverMachine, grant_id: GrantId) -> bool:
         real(self, grant_id)
         return True
 
-    return [(ReceiverGrants, "take_over", take_over)]
+    return [(ReceiverMachine, "take_over", take_over)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +98,9 @@ MUTANTS: dict[str, Mutant] = {
     "fence: only epochs are looked at": Mutant(replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=6),
     "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal), seed=6),
     "fence: the writer lets go before its writes have drained": Mutant(
-        replaced=lambda: _writer(machines.LetGoUndrained), seed=41
+        replaced=lambda: _writer(machines.ReleaseUndrained), seed=41
     ),
-    "epoch: never rises": Mutant(replaced=lambda: [(ReceiverGrants, "epoch", _same_epoch)], seed=13),
+    "epoch: never rises": Mutant(replaced=lambda: [(ReceiverMachine, "epoch", _same_epoch)], seed=13),
     "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=30),
     "tombstone: none for cancelled attempts": Mutant(replaced=lambda: _receiver(machines.NoDeadAttempts), seed=112),
     "dedupe: token indices are not looked at": Mutant(replaced=lambda: [(Inbox, "put", _put_all)], seed=6),

@@ -11,7 +11,7 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.ids import BlockId, GrantId
 from cachestore.ledger import Ledger
-from kvtransfer.receiver_grants import GrantState
+from kvtransfer.protocol.receiver import GrantState
 from tests.sim.books import LedgerWatch
 from tests.sim.engine import ATTEMPTS, reference
 from tests.sim.load import Question, _Reader

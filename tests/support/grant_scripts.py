@@ -6,19 +6,17 @@ from dataclasses import dataclass, field
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from cachestore.ledger import Ledger
-from kvtransfer.receiver_grants import (
-    GrantState,
-    ReceiverGrants,
-    ReceiverLimits,
-)
-from kvtransfer.receiver_messages import (
+from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
     AnswerRefused,
     CommitAsked,
+    GrantState,
     GrantTimerFired,
     PairFenced,
     ReceiverInstruction,
+    ReceiverLimits,
+    ReceiverMachine,
     RecordsChecked,
     Refusal,
     ReserveAsked,
@@ -28,14 +26,9 @@ from kvtransfer.receiver_messages import (
     StartGrantTimer,
     StopGrantTimers,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
 )
-from kvtransfer.writer_grants import (
-    WriterGrants,
-    WriterLimits,
-    WriterState,
-)
-from kvtransfer.writer_messages import (
+from kvtransfer.protocol.writer import (
     AbandonWrites,
     AllPosted,
     HandoffAsked,
@@ -45,9 +38,12 @@ from kvtransfer.writer_messages import (
     ReserveGranted,
     RevokeAsked,
     SendCommit,
-    SendLetGo,
+    SendRelease,
     SendReserve,
     WriterInstruction,
+    WriterLimits,
+    WriterMachine,
+    WriterState,
     WritesCompleted,
     WritesPosted,
 )
@@ -76,10 +72,10 @@ class Receiver:
 
     blocks: int = 4
     limits: ReceiverLimits = LIMITS
-    machine: ReceiverGrants = field(init=False)
+    machine: ReceiverMachine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.machine = ReceiverGrants(Ledger(self.blocks), self.limits)
+        self.machine = ReceiverMachine(Ledger(self.blocks), self.limits)
 
     def reserve(
         self,
@@ -109,9 +105,7 @@ class Receiver:
             )
         )
 
-    def seal(
-        self, number: int = 0, *, epoch: int = 0, writes: int = 3, channel: int = 0, pair: Pair = PAIR
-    ) -> list[ReceiverInstruction]:
+    def seal(self, number: int = 0, *, epoch: int = 0, writes: int = 3, pair: Pair = PAIR) -> list[ReceiverInstruction]:
         return self.machine.handle(
             SealLanded(
                 pair=pair,
@@ -119,20 +113,16 @@ class Receiver:
                 epoch=Epoch(epoch),
                 writes=writes,
                 bytes_written=writes * 10,
-                channel=channel,
             )
         )
 
-    def commit(
-        self, number: int = 0, *, writes: int = 3, channels: int = 1, sampled: bool = False
-    ) -> list[ReceiverInstruction]:
+    def commit(self, number: int = 0, *, writes: int = 3, sampled: bool = False) -> list[ReceiverInstruction]:
         return self.machine.handle(
             CommitAsked(
                 pair=PAIR,
                 grant=grant_of(number),
                 writes=writes,
                 bytes_written=writes * 10,
-                channels=channels,
                 sampled=sampled,
             )
         )
@@ -140,9 +130,9 @@ class Receiver:
     def checked(self, number: int = 0, *, intact: bool) -> list[ReceiverInstruction]:
         return self.machine.handle(RecordsChecked(grant=grant_of(number), intact=intact))
 
-    def let_go(self, number: int = 0, lowest_live: int = 0, *, adrift: bool = False) -> list[ReceiverInstruction]:
+    def release(self, number: int = 0, lowest_live: int = 0, *, in_doubt: bool = False) -> list[ReceiverInstruction]:
         return self.machine.handle(
-            WriterLetGo(pair=PAIR, number=nth(number), lowest_live=nth(lowest_live), adrift=adrift)
+            WriterReleased(pair=PAIR, number=nth(number), lowest_live=nth(lowest_live), in_doubt=in_doubt)
         )
 
     def fire(self, kind: TimerKind, number: int = 0) -> list[ReceiverInstruction]:
@@ -206,7 +196,7 @@ LEASE = StartGrantTimer(grant=grant_of(0), kind=TimerKind.LEASE)
 class Writer:
     """A writer machine, and short words for what is done to it."""
 
-    machine: WriterGrants = field(default_factory=lambda: WriterGrants(WriterLimits(live_span_max=2)))
+    machine: WriterMachine = field(default_factory=lambda: WriterMachine(WriterLimits(live_span_max=2)))
 
     def ask(self) -> list[WriterInstruction]:
         return self.machine.handle(HandoffAsked(key=key_of()))
@@ -234,8 +224,8 @@ def reserve_sent(number: int, lowest_live: int = 0) -> SendReserve:
     return SendReserve(number=nth(number), lowest_live=nth(lowest_live), key=key_of())
 
 
-def let_go_sent(number: int = 0, lowest_live: int = 0, *, adrift: bool = False) -> SendLetGo:
-    return SendLetGo(number=nth(number), lowest_live=nth(lowest_live), adrift=adrift)
+def release_sent(number: int = 0, lowest_live: int = 0, *, in_doubt: bool = False) -> SendRelease:
+    return SendRelease(number=nth(number), lowest_live=nth(lowest_live), in_doubt=in_doubt)
 
 
 def ended(end: HandoffEnd, number: int = 0) -> ReportEnd:

@@ -30,8 +30,8 @@ from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, ClusterSpec
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
 from engine.types import Batch, KvSink
+from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_grants import GrantState
 from kvtransfer.writer import WriterPeer
 from mixed_node.node import MixedNode
 from prefill_node.node import PrefillNode
@@ -231,7 +231,7 @@ class InProcessCluster:
             found[ROUTER_NAME] = "an inbox"
         for name, prefill in self.prefill.items():
             jobs = [*prefill._queue, *prefill._admitted.values()]
-            handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs]
+            handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs.values()]
             keys = [job.key for job in jobs] + [handoff.key for handoff in handoffs]
             if any(key.request in self.marked for key in keys):
                 found[name] = f"{len(jobs)} jobs, {len(handoffs)} handoffs"

@@ -18,11 +18,19 @@ import numpy as np
 import pytest
 
 from kvtransfer.transports import rdma_connect, rdma_memory, rdma_receiver
-from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress, RdmaConfig
-from kvtransfer.transports.rdma_device import Keys, ProbeLost, QueuePairFailed, RdmaRegion, RegistrationRefused
+from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress
+from kvtransfer.transports.rdma_device import (
+    Keys,
+    ProbeLost,
+    QueuePairFailed,
+    RdmaLimits,
+    RdmaRegion,
+    RegistrationRefused,
+)
 from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
 from kvtransfer.transports.rdma_poster import Poster
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.settings import RdmaConfig
 
 PORT = RdmaPort(
     device="double0",
@@ -54,7 +62,7 @@ class DoubleRegistrar:
 
 
 class DoubleDevice:
-    def __init__(self, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> None:
+    def __init__(self, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> None:
         self.port, self.config, self.remote_writes = PORT, config, remote_writes
         registrar = DoubleRegistrar()
         self.registration = region.register(registrar, remote_writes=remote_writes)
@@ -62,7 +70,7 @@ class DoubleDevice:
         self.nbytes, self.region_U8 = region.nbytes, registrar.registered_U8
         self.probes = ProbePlace(base=next(_numbers), rkey=next(_numbers))
         self.mtu, self.lid, self.ethernet = 5, 0, True
-        self.send_wrs_max, self.seals_max = config.send_wrs_max, config.seals_max
+        self.send_wrs_max, self.seals_max = limits.send_wrs_max, limits.seals_max
         self.closed = False
 
     @property
@@ -218,11 +226,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The double in the device's place, for both sides. `lost` in what is returned says why it does not work."""
     state = {"lost": ""}
 
-    def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool) -> DoubleDevice:
+    def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> DoubleDevice:
         if state["lost"]:
             raise RdmaUnavailable(state["lost"])
         try:
-            return DoubleDevice(region, config, remote_writes=remote_writes)
+            return DoubleDevice(region, config, remote_writes=remote_writes, limits=limits)
         except RegistrationRefused as error:
             raise RdmaUnavailable(str(error)) from error
 

@@ -16,17 +16,20 @@ from kvtransfer.region import Region
 from kvtransfer.transport import Seal
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import rdma_receiver
-from kvtransfer.transports.rdma import CODEC, RdmaConfig, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_connect import RdmaWriterConfig
-from kvtransfer.transports.rdma_device import HostBytes, RdmaRegion
+from kvtransfer.transports.limits import PortLimits
+from kvtransfer.transports.rdma import CODEC, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaRegion
 from kvtransfer.transports.rdma_memory import RdmaMemory
-from kvtransfer.transports.rdma_receiver import RdmaReceiverConfig, RdmaReceiverPort
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.settings import RdmaConfig
 from tests.support.rdma_double import DoubleDevice, DoubleQueuePairs, install
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
 PAIR, EPOCH, GRANT, OTHER = pair_of(2), Epoch(3), grant_of(7), grant_of(8)
-CONFIG = RdmaConfig(qps=2, seals_max=4, device_check_ms=5)
+CONFIG = RdmaConfig(qps=2)
+LIMITS = RdmaLimits(seals_max=4, device_check_ms=5)
 
 
 @pytest.fixture
@@ -41,20 +44,20 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
 class Receiving:
     """`registered` is what is registered in the place of a region in host memory."""
 
-    def __init__(self, registered: RdmaRegion | None = None, events: Recorder | None = None, **config: Any) -> None:
+    def __init__(self, registered: RdmaRegion | None = None, events: Recorder | None = None, **limits: Any) -> None:
         loop = asyncio.get_running_loop()
         self.events = events or Recorder()
         self.offered: list[bool] = []
         self.region = Region.create(REGION_NBYTES, "test-region")
         registered = registered or HostBytes(lambda: self.region.array_U8)
-        self.memory = RdmaMemory(region=registered, config=CONFIG, loop=loop, remote_writes=True)
+        self.memory = RdmaMemory(region=registered, config=CONFIG, loop=loop, remote_writes=True, limits=LIMITS)
         self.port = RdmaReceiverPort(
             memory=self.memory,
             events=self.events,
             loop=loop,
             randomness=os.urandom,
             offered=self.offered.append,
-            config=RdmaReceiverConfig(rdma=CONFIG, **config),
+            limits=PortLimits(**limits),
         )
 
     @property
@@ -69,8 +72,8 @@ class Receiving:
 
 
 @asynccontextmanager
-async def receiving(**config: Any) -> AsyncIterator[Receiving]:
-    it = Receiving(**config)
+async def receiving(**limits: Any) -> AsyncIterator[Receiving]:
+    it = Receiving(**limits)
     try:
         yield it
     finally:
@@ -81,13 +84,15 @@ async def receiving(**config: Any) -> AsyncIterator[Receiving]:
 
 @asynccontextmanager
 async def linked(
-    r: Receiving, source_U8: np.ndarray, epoch: Epoch = EPOCH, **config: Any
+    r: Receiving, source_U8: np.ndarray, epoch: Epoch = EPOCH, **limits: Any
 ) -> AsyncIterator[tuple[RdmaWriterLink, Recorder]]:
     loop, events = asyncio.get_running_loop(), Recorder()
-    memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False)
+    memory = RdmaMemory(
+        region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False, limits=LIMITS
+    )
     try:
-        limits = RdmaWriterConfig(**{"rdma": CONFIG, "connect_ms_max": 2_000, **config})
-        link = await RdmaWriterLink.connect(r.port.expect(PAIR, epoch), PAIR, memory, events, loop, limits)
+        link_limits = RdmaLinkLimits(**{"connect_ms_max": 2_000, **limits})
+        link = await RdmaWriterLink.connect(r.port.expect(PAIR, epoch), PAIR, memory, events, loop, link_limits)
         try:
             yield link, events
         finally:
@@ -106,7 +111,7 @@ class Raw:
     def __init__(self, r: Receiving) -> None:
         self.endpoint = r.port.expect(PAIR, EPOCH)
         self.source_U8 = np.zeros(1, np.uint8)
-        device = DoubleDevice(HostBytes(lambda: self.source_U8), CONFIG, remote_writes=False)
+        device = DoubleDevice(HostBytes(lambda: self.source_U8), CONFIG, remote_writes=False, limits=LIMITS)
         self.qps = DoubleQueuePairs(device, 2, os.urandom, sends=True)
         self.inbox = wire.Inbox(CODEC)
         self.waiting: list[wire.Message] = []

@@ -24,8 +24,10 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps
 from kvtransfer.transports import shm_copy
-from kvtransfer.transports.shm import ShmReceiverConfig, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
+from kvtransfer.transports.shm import ShmConfig, ShmLinkLimits, ShmPortLimits, ShmReceiverPort, ShmWriterLink
 from kvtransfer.transports.shm_copy import copy_checked
+from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS
+from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -106,7 +108,7 @@ class Recorder:
         self.completed.append((grant, writes, bytes_written, copied))
         self._changed.set()
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         self.adrift.append((grant, len(self.completed)))
         self._changed.set()
 
@@ -154,7 +156,7 @@ class Child:
             self._events[line["event"]].append(line)
         return self._events[name].popleft()
 
-    async def link(self, name: str, endpoint: DataEndpoint, pair: Pair, seed: int = 0, **config: int) -> Any:
+    async def link(self, name: str, endpoint: DataEndpoint, pair: Pair, seed: int = 0, **limits: int) -> Any:
         return await self.ask(
             "link",
             name=name,
@@ -162,7 +164,7 @@ class Child:
             pair=[pair.receiver, pair.writer],
             seed=seed,
             nbytes=REGION_NBYTES,
-            config=config,
+            limits=limits,
         )
 
     async def post(self, name: str, grant: GrantId, ops: WriteOps, times: int = 1) -> None:
@@ -245,7 +247,7 @@ async def child(script: str = "shm_peer.py") -> AsyncIterator[Child]:
 class Receiver:
     """A region with a port on it, in this process."""
 
-    def __init__(self, config: ShmReceiverConfig | None, events: Recorder | None) -> None:
+    def __init__(self, limits: ShmPortLimits, events: Recorder | None) -> None:
         self.events = events or Recorder()
         self.region = Region.create(REGION_NBYTES, "test-region")
         self.port = ShmReceiverPort(
@@ -253,13 +255,13 @@ class Receiver:
             events=self.events,
             loop=asyncio.get_running_loop(),
             randomness=os.urandom,
-            config=config,
+            limits=limits,
         )
 
 
 @asynccontextmanager
-async def receiver(config: ShmReceiverConfig | None = None, events: Recorder | None = None) -> AsyncIterator[Receiver]:
-    it = Receiver(config, events)
+async def receiver(limits: ShmPortLimits = SHM_PORT_LIMITS, events: Recorder | None = None) -> AsyncIterator[Receiver]:
+    it = Receiver(limits, events)
     try:
         yield it
     finally:
@@ -268,11 +270,14 @@ async def receiver(config: ShmReceiverConfig | None = None, events: Recorder | N
 
 
 @asynccontextmanager
-async def linked(r: Receiver, config: ShmWriterConfig | None = None) -> AsyncIterator[tuple[ShmWriterLink, Recorder]]:
+async def linked(
+    r: Receiver, limits: ShmLinkLimits = SHM_LINK_LIMITS, config: ShmConfig | None = None
+) -> AsyncIterator[tuple[ShmWriterLink, Recorder]]:
     """A link within this process, from a region full of fives, of LINK_PAIR in LINK_EPOCH."""
     events, source_U8 = Recorder(), np.full(REGION_NBYTES, 5, np.uint8)
     loop = asyncio.get_running_loop()
-    link = await ShmWriterLink.connect(r.port.expect(LINK_PAIR, LINK_EPOCH), LINK_PAIR, source_U8, events, loop, config)
+    endpoint = r.port.expect(LINK_PAIR, LINK_EPOCH)
+    link = await ShmWriterLink.connect(endpoint, LINK_PAIR, source_U8, events, loop, config, limits)
     try:
         yield link, events
     finally:

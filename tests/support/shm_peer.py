@@ -21,7 +21,7 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.shm import ShmConnectError, ShmReceiverPort, ShmWriterConfig, ShmWriterLink
+from kvtransfer.transports.shm import ShmConfig, ShmConnectError, ShmLinkLimits, ShmReceiverPort, ShmWriterLink
 
 
 def say(line: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Events:
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         say({"event": "completed", "grant": grant.hex(), "writes": writes, "bytes": bytes_written, "copied": copied})
 
-    def writes_adrift(self, grant: GrantId) -> None:
+    def writes_in_doubt(self, grant: GrantId) -> None:
         say({"event": "adrift", "grant": grant.hex()})
 
     def link_lost(self, pair: Pair, reason: str) -> None:
@@ -84,8 +84,9 @@ class Peer:
         return await getattr(self, "do_" + command.pop("do"))(**command)
 
     async def do_link(
-        self, name: str, endpoint: dict[str, Any], pair: list[int], seed: int, nbytes: int, config: dict[str, int]
+        self, name: str, endpoint: dict[str, Any], pair: list[int], seed: int, nbytes: int, limits: dict[str, int]
     ) -> str:
+        config = ShmConfig(copy_threads=limits.pop("copy_threads", 1))
         try:
             self.links[name] = await ShmWriterLink.connect(
                 DataEndpoint(
@@ -98,7 +99,8 @@ class Peer:
                 source_bytes(seed, nbytes),
                 Events(),
                 self.loop,
-                ShmWriterConfig(**config),
+                config,
+                ShmLinkLimits(**limits),
             )
         except ShmConnectError as error:
             return "none" if error.reason is None else error.reason.name

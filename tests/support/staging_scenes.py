@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.device.staging import StagedRegion, StagingConfig
+from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports import tcp_receiver, tcp_staged
-from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterConfig, TcpWriterLink
+from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.tcp import TcpConfig, TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_landing import StagedMemory
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from tests.conformance.transport_kits import Everything
@@ -32,7 +33,8 @@ LAYERS, BLOCKS = 4, 8
 NBYTES = RECORD * LAYERS * BLOCKS
 CHUNK = 2 * RECORD
 PAIR, EPOCH, GRANT = pair_of(2), Epoch(3), grant_of(7)
-SMALL = StagingConfig(bytes_max=16 * CHUNK, chunk_bytes=CHUNK, link_chunks=3, stream_chunks=2)
+SMALL = StagingLimits(chunk_bytes=CHUNK, link_chunks=3, stream_chunks=2)
+SHORT = LinkLimits(drain_ms_max=300, bye_ms_max=300)
 
 
 class HastyDevice(ShimDevice):
@@ -85,12 +87,14 @@ class OnDevice:
 class Node:
     """A region on a device of its own, and what was found wrong there."""
 
-    def __init__(self, seed: int, config: StagingConfig = SMALL) -> None:
+    def __init__(self, seed: int, limits: StagingLimits = SMALL, chunks: int = 16) -> None:
         self.device = HastyDevice(seed)
         self.region = Memory("region", np.zeros(NBYTES, np.uint8))
         self.driver = ShimDriver(self.device)
         driver: Any = self.driver
-        self.staged = StagedRegion(driver=driver, region=OnDevice(self.region), config=config)
+        self.staged = StagedRegion(
+            driver=driver, region=OnDevice(self.region), config=StagingConfig(bytes_max=chunks * CHUNK), limits=limits
+        )
         self.found: list[str] = []
 
     def look(self, memory: Memory, first: int, end: int, *, write: bool) -> None:
@@ -139,7 +143,7 @@ class Arrivals(Recorder):
 class Scene:
     """`link` writes from `writer` to `receiver`; `posted` and `arrived` are their events."""
 
-    def __init__(self, writer: Node, receiver: Node, config: TcpWriterConfig) -> None:
+    def __init__(self, writer: Node, receiver: Node, config: TcpConfig) -> None:
         self.writer, self.receiver = writer, receiver
         self.arrived = Arrivals(receiver)
         self.posted = Recorder()
@@ -152,7 +156,7 @@ class Scene:
         self.port.allow(pair, EPOCH, grant, Everything())
         endpoint = self.port.expect(pair, EPOCH)
         loop = asyncio.get_running_loop()
-        return await StagedTcpLink.connect(endpoint, pair, self.writer.staged, self.posted, loop, self.config)
+        return await StagedTcpLink.connect(endpoint, pair, self.writer.staged, self.posted, loop, self.config, SHORT)
 
     async def completed(self, count: int) -> None:
         await self.posted.until(lambda e: len(e.completed) >= count)
@@ -190,12 +194,17 @@ def check_touches(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
 
 @asynccontextmanager
 async def scene(
-    monkeypatch: pytest.MonkeyPatch, seed: int = 1, *, streams: int = 2, config: StagingConfig = SMALL
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int = 1,
+    *,
+    streams: int = 2,
+    limits: StagingLimits = SMALL,
+    chunks: int = 16,
 ) -> AsyncIterator[Scene]:
     """Linked. At the end everything is closed, and nothing may have been found wrong that the test has not taken."""
-    writer, receiver = Node(seed, config), Node(seed + 100, config)
+    writer, receiver = Node(seed, limits, chunks), Node(seed + 100, limits, chunks)
     check_touches(monkeypatch, writer, receiver)
-    it = Scene(writer, receiver, TcpWriterConfig(streams=streams, drain_ms_max=300, bye_ms_max=300))
+    it = Scene(writer, receiver, TcpConfig(streams=streams))
     it.link = await it.connect()
     try:
         yield it

@@ -14,11 +14,13 @@ from baton.ids import Epoch, GrantId
 from kvtransfer.region import Region
 from kvtransfer.transports import tcp_connect
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.tcp import (
-    TcpReceiverConfig,
+    StreamLimits,
     TcpReceiverPort,
 )
-from kvtransfer.transports.tcp_socket import TcpSocketOptions
+from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS
+from kvtransfer.transports.tcp_stream import STREAM_LIMITS
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
 EPOCH = Epoch(3)
@@ -38,7 +40,7 @@ class First:
 
 
 class Receiving:
-    def __init__(self, config: TcpReceiverConfig | None) -> None:
+    def __init__(self, limits: PortLimits, stream: StreamLimits) -> None:
         self.events = Recorder()
         self.region = Region.create(REGION_NBYTES, "test-region")
         self.port = TcpReceiverPort(
@@ -46,7 +48,8 @@ class Receiving:
             events=self.events,
             loop=asyncio.get_running_loop(),
             randomness=os.urandom,
-            config=config,
+            limits=limits,
+            stream=stream,
         )
         self.endpoint = self.port.expect(PAIR, EPOCH)
 
@@ -63,8 +66,10 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def receiving(config: TcpReceiverConfig | None = None) -> AsyncIterator[Receiving]:
-    it = Receiving(config)
+async def receiving(
+    limits: PortLimits = TCP_PORT_LIMITS, stream: StreamLimits = STREAM_LIMITS
+) -> AsyncIterator[Receiving]:
+    it = Receiving(limits, stream)
     try:
         yield it
     finally:
@@ -99,7 +104,7 @@ class Raw:
 async def raw(r: Receiving, stream: int = 0, link: int = 1) -> AsyncIterator[Raw]:
     hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, stream=stream)
     loop = asyncio.get_running_loop()
-    sock, _ = await tcp_connect.connect_stream(r.endpoint, hello, loop, TcpSocketOptions())
+    sock, _ = await tcp_connect.connect_stream(r.endpoint, hello, loop)
     sock.setblocking(False)
     try:
         yield Raw(sock)

@@ -83,7 +83,7 @@ def test_the_halves_of_a_configuration() -> None:
     )
     prefill, decode = config.prefill_half(), config.decode_half()
     assert (prefill.queue_max, decode.orphan_ms, prefill.busy_retry_ms, decode.busy_retry_ms) == (7, 9, 11, 11)
-    assert (prefill.tcp, decode.tcp) == (config.tcp_writer, config.tcp_receiver)
+    assert (prefill.tcp, decode.tcp) == (config.tcp, config.tcp)
     assert config.policy().fallback is LocalFallback.UNREACHABLE
 
 

@@ -136,14 +136,14 @@ def test_a_resumed_request_has_the_room_that_comes() -> None:
             assert asker.ask(2, id_of(2), blocks=15, output=5).busy.reason == (
                 "its blocks are set aside for other requests"
             )
-            await decode.receiver.let_go(pair, ReserveNumber(1), ReserveNumber(2), adrift=False)
+            await decode.receiver.release(pair, ReserveNumber(1), ReserveNumber(2), in_doubt=False)
             refused = asker.ask(3, id_of(3), blocks=2)
             assert refused.busy.reason == "answers that have lost their node go first"
             assert refused.busy.retry_after_ms > 0
             assert asker.ask(4, id_of(2), blocks=15, output=5).HasField("granted")
             assert asker.ask(5, id_of(3), blocks=2).HasField("granted")
             for number in (4, 5):
-                await decode.receiver.let_go(pair, ReserveNumber(number), ReserveNumber(6), adrift=False)
+                await decode.receiver.release(pair, ReserveNumber(number), ReserveNumber(6), in_doubt=False)
 
     asyncio.run(scenario())
 
@@ -164,7 +164,7 @@ def test_a_repeated_reserve_keeps_nobody_out() -> None:
             assert asker.ask(2, id_of(2), blocks=15, output=5).HasField("busy")
             assert asker.ask(4, id_of(3), blocks=2).HasField("granted")
             for number in (1, 4):
-                await decode.receiver.let_go(asker.pair, ReserveNumber(number), ReserveNumber(5), adrift=False)
+                await decode.receiver.release(asker.pair, ReserveNumber(number), ReserveNumber(5), in_doubt=False)
 
     asyncio.run(scenario())
 
@@ -189,7 +189,7 @@ def test_one_that_has_its_grant_elsewhere_keeps_nobody_out() -> None:
             assert asker.ask(2, id_of(3), blocks=2).HasField("granted")
             assert await cancel(cluster, "decode-1", key("a", 3))
             for number in (1, 2):
-                await full.receiver.let_go(asker.pair, ReserveNumber(number), ReserveNumber(3), adrift=False)
+                await full.receiver.release(asker.pair, ReserveNumber(number), ReserveNumber(3), in_doubt=False)
 
     asyncio.run(scenario())
 

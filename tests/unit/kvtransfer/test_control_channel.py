@@ -224,7 +224,7 @@ def test_a_handshake_with_probes() -> None:
     proof = rdma.CODEC.receiver_proof(SECRET, HELLO, r.channel.nonce, b"region")
     welcome = Send(message=wire.Welcome(proof=proof, payload=b"region"))
     assert r.handle(Prepared(payload=b"region", probes=True)) == [Do.OPEN, welcome, Do.START]
-    assert r.channel.opened and r.channel.may_write
+    assert (r.channel.opened, r.channel.may_write) == (True, True)
     assert r.handle(Signal.PROBES_CAME) == [Send(message=wire.Ready())]
     assert r.handle(SEAL) == [Deliver(message=SEAL)]
     assert r.handle(wire.Bye(epoch=EPOCH, drained=False)) == [Left(drained=False)]

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.errors import InvalidField
 from kvtransfer.device.driver import DeviceError
-from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingShare
+from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingLimits, StagingShare
 from kvtransfer.transport import Seal
 from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.posted_writes import WriteOutOfBounds
-from kvtransfer.transports.tcp import TcpConnectError, TcpWriterConfig
+from kvtransfer.transports.tcp import TcpConfig, TcpConnectError
 from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
 from tests.conformance.transport_kits import Everything, FakeSource
@@ -250,15 +251,15 @@ def test_devices_that_stand_still_hold_up_and_lose_nothing(monkeypatch: pytest.M
 
 def test_two_nodes_write_to_each_other_with_the_least_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has room for one chunk to send from and one to receive into: nobody waits for the other for ever."""
-    least = StagingConfig(bytes_max=2 * CHUNK, chunk_bytes=CHUNK, link_chunks=1, stream_chunks=1)
+    least = StagingLimits(chunk_bytes=CHUNK, link_chunks=1, stream_chunks=1)
 
     async def test() -> None:
-        nodes = Node(3, least), Node(4, least)
+        nodes = Node(3, least, 2), Node(4, least, 2)
         check_touches(monkeypatch, *nodes)
         for node, value in zip(nodes, (5, 6), strict=True):
             for block in range(BLOCKS):
                 node.compute(0, block, value)
-        ways = [Scene(a, b, TcpWriterConfig(streams=1)) for a, b in (nodes, nodes[::-1])]
+        ways = [Scene(a, b, TcpConfig(streams=1)) for a, b in (nodes, nodes[::-1])]
         for way in ways:
             way.link = await way.connect()
         half = NBYTES // 2
@@ -283,12 +284,12 @@ def test_who_finds_no_pinned_memory_is_refused_and_nobody_else_is_touched(monkey
     """The writer's is full, then the receiver's: one more link is refused by name, and made when another has closed."""
 
     async def test() -> None:
-        room = StagingConfig(bytes_max=4 * CHUNK, chunk_bytes=CHUNK, link_chunks=4, stream_chunks=2)
-        async with scene(monkeypatch, streams=2, config=room) as s:
+        room = StagingLimits(chunk_bytes=CHUNK, link_chunks=4, stream_chunks=2)
+        async with scene(monkeypatch, streams=2, limits=room, chunks=4) as s:
             with pytest.raises(TcpConnectError, match=r"0 of 4 chunks of pinned memory are free, 4 are needed"):
                 await s.connect(pair_of(5))
             other = Node(9)
-            crowded = Scene(other, s.receiver, TcpWriterConfig(streams=1))
+            crowded = Scene(other, s.receiver, TcpConfig(streams=1))
             crowded.port, theirs = s.port, crowded.port
             await theirs.close()
             with pytest.raises(TcpConnectError) as refused:
@@ -412,20 +413,28 @@ def test_pinned_memory_of_failed_copies_stays_pinned(monkeypatch: pytest.MonkeyP
     [
         ({"link_chunks": 0}, "link_chunks must be positive"),
         ({"chunk_bytes": 1001}, "chunk_bytes must be a multiple of 8"),
-        ({"bytes_max": 1 << 20}, "has not the room for one link"),
     ],
 )
 def test_limits_that_cannot_be_kept_are_refused(changed: dict[str, int], complaint: str) -> None:
-    """Each by name, when the settings are made."""
+    """Each by name, when they are made."""
     with pytest.raises(ValueError, match=complaint):
-        StagingConfig(**changed)
+        StagingLimits(**changed)
+
+
+def test_pinned_memory_without_room_for_one_link_is_refused() -> None:
+    """By the name of the setting, before anything is pinned."""
+    driver: Any = None
+    region: Any = SimpleNamespace(nbytes=NBYTES)
+    with pytest.raises(InvalidField, match="is 1,048,576; one link or connection needs 8,388,608") as refused:
+        StagedRegion(driver=driver, region=region, config=StagingConfig(bytes_max=1 << 20))
+    assert refused.value.field == "staging.bytes_max"
 
 
 def test_shares_are_apart_and_come_back() -> None:
     """Chunks of two shares never overlap; one that is used up leaves the other's; all are there again at the end."""
     driver: Any = FakeDriver()
     region = FakeSource(memory=np.arange(64, dtype=np.uint8), nbytes=64)
-    staged = StagedRegion(driver=driver, region=region, config=SMALL)
+    staged = StagedRegion(driver=driver, region=region, config=StagingConfig(bytes_max=16 * CHUNK), limits=SMALL)
     first, second = staged.share(7), staged.share(9)
     with pytest.raises(StagingFull, match="0 of 16 chunks"):
         staged.share(1)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from kvtransfer.receiver_grants import (
-    GrantState,
-)
-from kvtransfer.receiver_messages import (
-    AnswerLetGo,
+from kvtransfer.protocol.receiver import (
+    AnswerRelease,
     AnswerRenew,
     CountRefused,
     ForgetGrant,
+    GrantState,
     Refusal,
     RenewAsked,
     RequestEnded,
@@ -64,14 +62,13 @@ def test_commit_before_the_seal_waits_for_it() -> None:
     assert r.seal() == committed()
 
 
-def test_seals_of_all_channels_are_needed() -> None:
-    """Two channels: the second seal completes what the first and the Commit began; a repeated seal counts once."""
+def test_a_repeated_seal_counts_once() -> None:
+    """The seal lands twice before the Commit, which asks for the writes of one."""
     r = Receiver()
     r.reserve()
-    assert r.commit(writes=5, channels=2) == []
-    assert r.seal(writes=2, channel=0) == []
-    assert r.seal(writes=2, channel=0) == []
-    assert r.seal(writes=3, channel=1) == committed()
+    assert r.seal(writes=2) == []
+    assert r.seal(writes=2) == []
+    assert r.commit(writes=2) == committed()
 
 
 def test_seals_that_contradict_the_commit_are_counted_and_nothing_is_scheduled() -> None:
@@ -79,7 +76,7 @@ def test_seals_that_contradict_the_commit_are_counted_and_nothing_is_scheduled()
     r = Receiver()
     r.reserve()
     r.seal(writes=3)
-    detail = f"sealed {(1, 3, 30)}, committed {(1, 5, 50)} (channels, writes, bytes)"
+    detail = f"sealed {(3, 30)}, committed {(5, 50)} (writes, bytes)"
     assert r.commit(writes=5) == [CountRefused(pair=PAIR, what="seals that contradict the commit", detail=detail)]
     assert r.fire(TimerKind.LEASE) == revoking(commit_waits=True)
 
@@ -89,7 +86,7 @@ def test_no_room_is_answered_busy_and_stays_the_answer_of_that_number() -> None:
     r = Receiver()
     r.reserve(0, blocks=3)
     assert r.reserve(1, key=key_of("s"), blocks=2) == refused(1, Refusal.BUSY)
-    r.let_go(0)
+    r.release(0)
     assert r.reserve(1, key=key_of("s"), blocks=2) == refused(1, Refusal.BUSY)
     assert r.reserve(2, key=key_of("s"), blocks=2)[1] == granted(2, blocks=(2, 1))
 
@@ -119,10 +116,10 @@ def test_a_repeated_reserve_of_a_grant_that_is_over_is_stale() -> None:
     assert r.reserve() == refused(0, Refusal.STALE)
 
 
-def test_let_go_overtakes_its_reserve() -> None:
+def test_a_release_overtakes_its_reserve() -> None:
     """The writer gave up before its Reserve arrived: the number is refused for good."""
     r = Receiver()
-    assert r.let_go(0) == [AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.release(0) == [AnswerRelease(pair=PAIR, number=nth(0))]
     assert r.reserve(0) == refused(0, Refusal.STALE)
     assert r.classes() == (0, 0, 0, 0, 4)
 
@@ -130,15 +127,15 @@ def test_let_go_overtakes_its_reserve() -> None:
 def test_numbers_below_the_lowest_live_one_are_stale_without_being_remembered() -> None:
     """The writer says it has nothing below 3: the tombstones below go, the refusals stay."""
     r = Receiver()
-    r.let_go(0)
-    r.let_go(1, lowest_live=3)
+    r.release(0)
+    r.release(1, lowest_live=3)
     assert r.reserve(0) == refused(0, Refusal.STALE)
     assert r.reserve(2) == refused(2, Refusal.STALE)
     assert r.reserve(3, lowest_live=3)[1] == granted(3)
 
 
 def test_rising_lowest_live_number_is_evidence_and_forgets() -> None:
-    """Grant 0's let-go got lost, the Reserve of 1 says that 0 is over: its blocks are free in time for 1."""
+    """Grant 0's Release got lost, the Reserve of 1 says that 0 is over: its blocks are free in time for 1."""
     r = Receiver(blocks=2)
     r.reserve(0)
     told = r.reserve(1, key=key_of("s"), lowest_live=1)
@@ -158,10 +155,9 @@ def test_a_number_too_far_above_the_lowest_live_one_is_refused() -> None:
     assert r.reserve(4, lowest_live=1)[1] == granted(4)
 
 
-def test_diagrams_in_the_architecture_are_those_of_the_tables() -> None:
+def test_diagrams_in_the_docs_are_those_of_the_tables() -> None:
     """`python docs/generate_state_diagrams.py --write` has been run since the tables changed."""
     generator = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "generate_state_diagrams.py"))
     receiver = generator["diagrams"]()["receiver-states"]
     assert "    COMMITTED --> RELEASED : Cancel, request ends\n" in receiver
-    text = generator["ARCHITECTURE"].read_text()
-    assert generator["replaced"](text) == text
+    assert {page: page.read_text(encoding="utf-8") for page in generator["renewed"]()} == generator["renewed"]()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.receiver_grants import GrantState
-from kvtransfer.receiver_messages import (
+from kvtransfer.protocol.receiver import (
     AnswerCommit,
-    AnswerLetGo,
+    AnswerRelease,
     CheckRecords,
+    GrantState,
     ReportCorrupt,
     RequestCancelled,
     StopGrantTimers,
@@ -50,13 +50,13 @@ def test_an_intact_sample_commits(commit_first: bool) -> None:
 
 
 def test_a_corrupt_sample_is_refused_for_good() -> None:
-    """The writer has sealed, so the blocks are free at once; it is told why, on a repeat too; its let-go ends it."""
+    """The writer has sealed, so the blocks are free at once; it is told why, on a repeat too; its Release ends it."""
     r = sampled()
     assert r.checked(intact=False) == [REPORT, CORRUPT, STOP]
     assert (r.state(), r.classes()) == (GrantState.FENCED, (0, 0, 0, 0, 4))
     assert r.machine.ledger.promise_left(grant_of(0)) is None
     assert r.commit(sampled=True) == [CORRUPT]
-    assert r.let_go() == [AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.release() == [AnswerRelease(pair=PAIR, number=nth(0))]
     assert r.state() is GrantState.RELEASED
     assert r.commit(sampled=True) == [CORRUPT]
 

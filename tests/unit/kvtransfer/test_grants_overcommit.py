@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvtransfer.receiver_grants import GrantState
-from kvtransfer.receiver_messages import Refusal, RequestEnded, StartGrantTimer, TimerKind
+from kvtransfer.protocol.receiver import GrantState, Refusal, RequestEnded, StartGrantTimer, TimerKind
 from tests.support.grant_scripts import Receiver, grant_of, granted, key_of, refused
 
 

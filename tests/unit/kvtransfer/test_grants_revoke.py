@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from baton.ids import GrantId
-from kvtransfer.receiver_grants import (
+from baton.ids import Epoch, GrantId
+from kvtransfer.protocol.receiver import (
     TRANSITIONS,
-    GrantState,
-    ReceiverLimits,
-    ReceiverProtocolError,
-    Step,
-)
-from kvtransfer.receiver_messages import (
     AnswerCommit,
-    AnswerLetGo,
+    AnswerRelease,
     AnswerRenew,
     AnswerResolve,
     CommitAsked,
     CountRefused,
     FencePair,
     ForgetGrant,
+    GrantState,
     PairFenced,
+    ReceiverLimits,
+    ReceiverProtocolError,
     Refusal,
     RenewAsked,
     RequestCancelled,
@@ -29,13 +26,13 @@ from kvtransfer.receiver_messages import (
     ResolveAsked,
     SealLanded,
     StartGrantTimer,
+    Step,
     StopGrantTimers,
     StopRequest,
     TimerKind,
     WriterSuspected,
 )
-from kvtransfer.writer_grants import WriterGrants, WriterLimits
-from kvtransfer.writer_messages import PeerGone, WritesAdrift
+from kvtransfer.protocol.writer import PeerGone, WriterLimits, WriterMachine, WritesInDoubt
 from tests.support.grant_scripts import (
     EPOCH_0,
     EPOCH_1,
@@ -60,7 +57,7 @@ def test_cancel_before_commit_revokes() -> None:
     r.commit()
     assert r.machine.handle(RequestCancelled(key=key_of())) == revoking(commit_waits=True)
     assert (r.classes(), r.state()) == ((0, 2, 0, 0, 2), GrantState.REVOKING)
-    assert r.let_go() == [StopGrantTimers(grant=grant_of(0)), AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.release() == [StopGrantTimers(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)
 
 
@@ -82,7 +79,7 @@ def test_cancel_after_commit_stops_the_request() -> None:
     assert r.machine.handle(RequestCancelled(key=key_of())) == [StopRequest(key=key_of(), grant=grant_of(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)
     assert r.commit() == [AnswerCommit(pair=PAIR, grant=grant_of(0), committed=True)]
-    assert r.let_go(lowest_live=1) == [ForgetGrant(grant=grant_of(0)), AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.release(lowest_live=1) == [ForgetGrant(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
     assert r.machine.known == 0
 
 
@@ -92,7 +89,7 @@ def test_a_committed_grant_below_the_lowest_live_number_is_forgotten_at_its_end(
     r.reserve()
     r.seal()
     r.commit()
-    assert r.let_go(lowest_live=1) == [AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.release(lowest_live=1) == [AnswerRelease(pair=PAIR, number=nth(0))]
     assert r.machine.handle(RequestEnded(key=key_of())) == [ForgetGrant(grant=grant_of(0))]
     assert (r.machine.known, r.classes()) == (0, (0, 0, 0, 0, 4))
 
@@ -120,7 +117,7 @@ def test_quarantine_and_return() -> None:
     assert r.fire(TimerKind.REVOKE) == revoke_again()
     assert (r.classes(), r.state()) == ((2, 0, 0, 0, 2), GrantState.QUARANTINED)
     assert r.fire(TimerKind.REVOKE) == revoke_again()
-    assert r.let_go() == [StopGrantTimers(grant=grant_of(0)), AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.release() == [StopGrantTimers(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)
 
 
@@ -230,6 +227,21 @@ def test_a_fence_of_an_old_epoch_spares_newer_grants() -> None:
     assert (r.state(), r.machine.epoch(PAIR)) == (GrantState.RESERVED, EPOCH_1)
 
 
+def test_a_fence_of_an_old_epoch_does_not_end_the_fence_of_this_one() -> None:
+    """The pair is in epoch 1 and being fenced when evidence about epoch 0 comes again: Reserves are still refused, no
+    second fence is asked for, and only evidence about epoch 1 opens the pair again."""
+    r = Receiver()
+    r.fenced(0)
+    r.reserve(0)
+    fence = FencePair(pair=PAIR, epoch=EPOCH_1)
+    assert r.machine.handle(WriterSuspected(pair=PAIR)) == [*revoking(0), fence]
+    assert r.fenced(0) == []
+    assert r.reserve(1, key=key_of("s")) == refused(1, Refusal.FENCING)
+    assert r.machine.handle(WriterSuspected(pair=PAIR)) == []
+    assert r.fenced(1) == [StopGrantTimers(grant=grant_of(0))]
+    assert r.reserve(2, key=key_of("s"))[1] == granted(2, blocks=(1, 0), epoch=Epoch(2))
+
+
 def test_a_seal_of_another_epoch_is_refused_and_counted() -> None:
     """Both a seal of the past and one that names a future."""
     r = Receiver()
@@ -266,7 +278,7 @@ def test_a_write_is_admitted_only_for_a_grant_whose_writer_owns_its_blocks() -> 
     assert not admits(OTHER_PAIR, EPOCH_0, grant_of(0))
     r.fire(TimerKind.LEASE)
     assert admits(PAIR, EPOCH_0, grant_of(0))
-    r.let_go()
+    r.release()
     assert not admits(PAIR, EPOCH_0, grant_of(0))
 
 
@@ -284,17 +296,17 @@ def test_forget_pair_waits_until_nothing_of_it_lives() -> None:
 
 
 def test_a_writer_that_was_forgotten_and_comes_back_gets_an_epoch_that_it_has_not_had() -> None:
-    """It had writes adrift, gave this receiver up before it had told, and was itself taken for dead, fenced and
+    """It had writes in doubt, gave this receiver up before it had told, and was itself taken for dead, fenced and
     forgotten. A grant of the same epoch would say nothing of that fence: the numbers from there on would be held for
     ever, and at `live_span_max` of them nothing more could be asked."""
-    w = Writer(WriterGrants(WriterLimits(live_span_max=4)))
+    w = Writer(WriterMachine(WriterLimits(live_span_max=4)))
     r = Receiver()
     w.ask()
     r.reserve()
     w.granted()
     w.posted(writes=1)
     w.machine.handle(PeerGone())
-    w.machine.handle(WritesAdrift(number=nth(0)))
+    w.machine.handle(WritesInDoubt(number=nth(0)))
     w.completed()
     r.machine.handle(WriterSuspected(pair=PAIR))
     r.fenced()
@@ -311,7 +323,7 @@ def test_the_latest_epoch_of_all_that_were_forgotten_counts() -> None:
     """One pair was fenced five times, another once and forgotten last: the first still gets none that it has had."""
     r = Receiver()
     r.reserve()
-    r.let_go()
+    r.release()
     r.machine.handle(WriterSuspected(pair=OTHER_PAIR))
     for epoch in range(5):
         r.fenced(epoch)
@@ -374,45 +386,45 @@ def test_no_state_that_frees_blocks_leads_back() -> None:
     assert back == set()
 
 
-def test_a_let_go_with_writes_adrift_is_answered_by_a_fence() -> None:
+def test_a_release_with_writes_in_doubt_is_answered_by_a_fence() -> None:
     """The link has failed with writes on their way: the word frees nothing. Every grant of the pair is taken back, and
     the fence's evidence frees the blocks and answers; its repeat is answered at once."""
     r = Receiver()
     r.reserve()
     r.reserve(1, key=key_of("s"), blocks=1)
-    assert r.let_go(adrift=True) == [
+    assert r.release(in_doubt=True) == [
         *revoking(),
         *revoking(1),
         FencePair(pair=PAIR, epoch=EPOCH_0),
     ]
     assert (r.classes(), r.state()) == ((0, 3, 0, 0, 1), GrantState.REVOKING)
-    assert r.let_go(adrift=True) == []
-    answer = AnswerLetGo(pair=PAIR, number=nth(0))
+    assert r.release(in_doubt=True) == []
+    answer = AnswerRelease(pair=PAIR, number=nth(0))
     assert r.fenced() == [StopGrantTimers(grant=grant_of(0)), answer, StopGrantTimers(grant=grant_of(1))]
     assert (r.classes(), r.state(), r.state(1)) == ((0, 0, 0, 0, 4), GrantState.RELEASED, GrantState.FENCED)
-    assert r.let_go(adrift=True) == [answer]
+    assert r.release(in_doubt=True) == [answer]
     assert r.machine.epoch(PAIR) == EPOCH_1
 
 
-def test_writes_adrift_of_a_grant_that_is_over_call_for_no_fence() -> None:
+def test_writes_in_doubt_of_a_grant_that_is_over_call_for_no_fence() -> None:
     """The receiver saw the link's end first and has fenced it, or the grant is no longer known: nothing is at stake."""
     r = Receiver()
     r.reserve()
     r.machine.handle(WriterSuspected(pair=PAIR))
     r.fenced()
-    assert r.let_go(adrift=True) == [AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.release(in_doubt=True) == [AnswerRelease(pair=PAIR, number=nth(0))]
     assert r.state() is GrantState.RELEASED
-    assert r.let_go(7, adrift=True) == [AnswerLetGo(pair=PAIR, number=nth(7))]
+    assert r.release(7, in_doubt=True) == [AnswerRelease(pair=PAIR, number=nth(7))]
 
 
-def test_a_quarantined_grant_is_freed_by_the_fence_and_not_by_a_word_of_writes_adrift() -> None:
+def test_a_quarantined_grant_is_freed_by_the_fence_and_not_by_a_release_with_writes_in_doubt() -> None:
     """The fence under way since the second round is what both wait for."""
     r = Receiver()
     r.reserve()
     r.fire(TimerKind.LEASE)
     r.fire(TimerKind.REVOKE)
     r.fire(TimerKind.REVOKE)
-    assert r.let_go(adrift=True) == []
+    assert r.release(in_doubt=True) == []
     assert (r.classes(), r.state()) == ((2, 0, 0, 0, 2), GrantState.QUARANTINED)
-    assert r.fenced() == [StopGrantTimers(grant=grant_of(0)), AnswerLetGo(pair=PAIR, number=nth(0))]
+    assert r.fenced() == [StopGrantTimers(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from kvtransfer.receiver_messages import Refusal
-from kvtransfer.writer_grants import (
+from kvtransfer.protocol.writer import (
     WRITER_TRANSITIONS,
-    WriterGrants,
-    WriterLimits,
-    WriterProtocolError,
-    WriterState,
-    WriterStep,
-)
-from kvtransfer.writer_messages import (
     AnswerRevoke,
     CommitAnswered,
     CommitUnanswered,
     HandoffCancelled,
     HandoffEnd,
     LeaseLapsed,
-    LetGoAnswered,
-    LetGoUnanswered,
     LinkLost,
     PeerGone,
+    ReleaseAnswered,
+    ReleaseUnanswered,
     RenewRefused,
     ReserveRefused,
     ReserveUnanswered,
     SendSeal,
     StartWriting,
-    WritesAdrift,
+    WriterLimits,
+    WriterMachine,
+    WriterProtocolError,
+    WriterState,
+    WriterStep,
+    WritesInDoubt,
 )
 from tests.support.grant_scripts import (
     ABANDON,
@@ -39,8 +36,8 @@ from tests.support.grant_scripts import (
     Writer,
     ended,
     grant_of,
-    let_go_sent,
     nth,
+    release_sent,
     reserve_sent,
 )
 
@@ -80,21 +77,21 @@ def test_refused_reserve_ends_the_handoff() -> None:
     """No room there: nothing was granted, so there is nothing to let go of."""
     w = Writer()
     w.ask()
-    assert w.machine.handle(ReserveRefused(number=nth(0), refusal=Refusal.BUSY)) == [ended(HandoffEnd.REFUSED)]
+    assert w.machine.handle(ReserveRefused(number=nth(0))) == [ended(HandoffEnd.REFUSED)]
     assert w.machine.live == 0
     assert w.granted() == []
 
 
-def test_unanswered_reserve_is_let_go_of() -> None:
-    """Granted or not, nobody knows: the let-go is repeated until it is answered. A late grant is not used."""
+def test_unanswered_reserve_is_released() -> None:
+    """Granted or not, nobody knows: the Release is repeated until it is answered. A late grant is not used."""
     w = Writer()
     w.ask()
-    assert w.machine.handle(ReserveUnanswered(number=nth(0))) == [ended(HandoffEnd.UNANSWERED), let_go_sent()]
+    assert w.machine.handle(ReserveUnanswered(number=nth(0))) == [ended(HandoffEnd.UNANSWERED), release_sent()]
     assert w.granted() == []
-    assert w.machine.handle(LetGoUnanswered(number=nth(0))) == [let_go_sent()]
-    assert w.machine.handle(LetGoAnswered(number=nth(0))) == []
+    assert w.machine.handle(ReleaseUnanswered(number=nth(0))) == [release_sent()]
+    assert w.machine.handle(ReleaseAnswered(number=nth(0))) == []
     assert w.machine.live == 0
-    assert w.machine.handle(LetGoUnanswered(number=nth(0))) == []
+    assert w.machine.handle(ReleaseUnanswered(number=nth(0))) == []
 
 
 @pytest.mark.parametrize(
@@ -119,8 +116,8 @@ def test_giving_up_lets_go_only_when_drained(
     assert w.machine.handle(event) == []
     assert w.all_posted() == []
     assert w.completed() == []
-    assert w.completed() == [RELEASE, let_go_sent()]
-    assert w.machine.handle(LetGoAnswered(number=nth(0))) == []
+    assert w.completed() == [RELEASE, release_sent()]
+    assert w.machine.handle(ReleaseAnswered(number=nth(0))) == []
     assert w.machine.live == 0
 
 
@@ -133,9 +130,9 @@ def test_revoke_is_answered_after_draining() -> None:
     assert w.revoke() == [ended(HandoffEnd.REVOKED), ABANDON]
     assert w.revoke() == []
     answer = AnswerRevoke(number=nth(0))
-    assert w.completed() == [RELEASE, answer, let_go_sent()]
+    assert w.completed() == [RELEASE, answer, release_sent()]
     assert w.revoke() == [answer]
-    w.machine.handle(LetGoAnswered(number=nth(0)))
+    w.machine.handle(ReleaseAnswered(number=nth(0)))
     assert w.revoke() == [answer]
 
 
@@ -143,7 +140,7 @@ def test_revoke_of_a_handoff_that_asks() -> None:
     """The grant's answer is still under way: nothing was posted, so the word can be given at once."""
     w = Writer()
     w.ask()
-    assert w.revoke() == [ended(HandoffEnd.REVOKED), AnswerRevoke(number=nth(0)), let_go_sent()]
+    assert w.revoke() == [ended(HandoffEnd.REVOKED), AnswerRevoke(number=nth(0)), release_sent()]
 
 
 def test_refused_commit_gives_up() -> None:
@@ -158,7 +155,7 @@ def test_refused_commit_gives_up() -> None:
         ended(HandoffEnd.REVOKED),
         ABANDON,
         RELEASE,
-        let_go_sent(),
+        release_sent(),
     ]
 
 
@@ -187,14 +184,14 @@ def test_a_lost_link_of_an_old_epoch_leaves_newer_handoffs_alone() -> None:
         ended(HandoffEnd.LINK_LOST),
         ABANDON,
         RELEASE,
-        let_go_sent(0),
+        release_sent(0),
     ]
     assert w.state(1) is WriterState.WRITING
 
 
 def test_peer_gone_ends_everything_and_tells_nobody() -> None:
     """The receiver process has ended; sources are still held until the transport has let go of them."""
-    w = Writer(WriterGrants(WriterLimits(live_span_max=4)))
+    w = Writer(WriterMachine(WriterLimits(live_span_max=4)))
     for _ in range(3):
         w.ask()
     w.granted(0)
@@ -229,12 +226,12 @@ def test_span_limits_how_many_numbers_may_be_live() -> None:
     w = Writer()
     w.ask()
     assert w.ask() == [reserve_sent(1)]
-    w.machine.handle(ReserveRefused(number=nth(1), refusal=Refusal.BUSY))
+    w.machine.handle(ReserveRefused(number=nth(1)))
     w.machine.handle(HandoffCancelled(number=nth(0)))
     assert not w.machine.can_ask
     with pytest.raises(AssertionError, match="can_ask"):
         w.ask()
-    w.machine.handle(LetGoAnswered(number=nth(0)))
+    w.machine.handle(ReleaseAnswered(number=nth(0)))
     assert w.ask() == [reserve_sent(2, lowest_live=2)]
 
 
@@ -270,8 +267,8 @@ def test_no_handoff_returns_to_a_state_it_has_left() -> None:
         assert all(order.index(to) > order.index(state) for to in ends), (state, ends)
 
 
-def test_the_word_of_a_handoff_with_writes_adrift_says_so() -> None:
-    """The link failed with a write on its way: let-go and the answers to Revoke tell it, until the receiver has
+def test_the_word_of_a_handoff_with_writes_in_doubt_says_so() -> None:
+    """The link failed with a write on its way: Release and the answers to Revoke tell it, until the receiver has
     answered, which it does when it has fenced."""
     w = Writer()
     w.ask()
@@ -279,55 +276,55 @@ def test_the_word_of_a_handoff_with_writes_adrift_says_so() -> None:
     w.posted(writes=2)
     w.revoke()
     w.completed(writes=1)
-    assert w.machine.handle(WritesAdrift(number=nth(0))) == []
-    answer = AnswerRevoke(number=nth(0), adrift=True)
-    assert w.completed() == [RELEASE, answer, let_go_sent(adrift=True)]
+    assert w.machine.handle(WritesInDoubt(number=nth(0))) == []
+    answer = AnswerRevoke(number=nth(0), in_doubt=True)
+    assert w.completed() == [RELEASE, answer, release_sent(in_doubt=True)]
     assert w.revoke() == [answer]
-    assert w.machine.handle(LetGoUnanswered(number=nth(0))) == [let_go_sent(adrift=True)]
-    w.machine.handle(LetGoAnswered(number=nth(0)))
+    assert w.machine.handle(ReleaseUnanswered(number=nth(0))) == [release_sent(in_doubt=True)]
+    w.machine.handle(ReleaseAnswered(number=nth(0)))
     assert w.revoke() == [AnswerRevoke(number=nth(0))]
     assert w.machine.lowest_live == nth(1)
 
 
-def test_what_has_let_go_with_writes_adrift_is_written_under_no_more() -> None:
+def test_a_release_with_writes_in_doubt_no_longer_counts_as_writing() -> None:
     """Its answer waits for a fence of the receiver's, perhaps for ever: it stays live, and no drain waits for it. Every
-    other handoff is answered for: one that writes, one whose let-go is answered at once, one whose writes are
-    adrift and not over."""
-    w = Writer(WriterGrants(WriterLimits(live_span_max=4)))
+    other handoff is answered for: one that writes, one whose Release is answered at once, one whose writes are
+    in doubt and not over."""
+    w = Writer(WriterMachine(WriterLimits(live_span_max=4)))
     w.ask()
     w.granted()
     w.posted(writes=2)
     w.machine.handle(HandoffCancelled(number=nth(0)))
     w.completed(writes=1)
-    w.machine.handle(WritesAdrift(number=nth(0)))
+    w.machine.handle(WritesInDoubt(number=nth(0)))
     assert (w.machine.live, w.machine.writing) == (1, 1)
     w.completed(writes=1)
-    assert (w.state(), w.machine.live, w.machine.writing) == (WriterState.LETTING_GO, 1, 0)
+    assert (w.state(), w.machine.live, w.machine.writing) == (WriterState.RELEASING, 1, 0)
     w.ask()
     assert (w.machine.live, w.machine.writing) == (2, 1)
     w.machine.handle(HandoffCancelled(number=nth(1)))
-    assert (w.state(1), w.machine.live, w.machine.writing) == (WriterState.LETTING_GO, 2, 1)
-    w.machine.handle(LetGoAnswered(number=nth(1)))
+    assert (w.state(1), w.machine.live, w.machine.writing) == (WriterState.RELEASING, 2, 1)
+    w.machine.handle(ReleaseAnswered(number=nth(1)))
     assert (w.machine.live, w.machine.writing) == (1, 0)
-    w.machine.handle(LetGoAnswered(number=nth(0)))
+    w.machine.handle(ReleaseAnswered(number=nth(0)))
     assert (w.machine.live, w.machine.writing) == (0, 0)
 
 
-def test_writes_adrift_outlive_the_peer_that_was_given_up() -> None:
+def test_writes_in_doubt_outlive_the_peer_that_was_given_up() -> None:
     """The peer was given up before it knew. Should it live and be asked again, no lowest live number vouches for them,
     until a grant of a later epoch shows that they were fenced."""
-    w = Writer(WriterGrants(WriterLimits(live_span_max=4)))
+    w = Writer(WriterMachine(WriterLimits(live_span_max=4)))
     w.ask()
     w.granted()
     w.posted(writes=1)
     w.machine.handle(PeerGone())
-    w.machine.handle(WritesAdrift(number=nth(0)))
+    w.machine.handle(WritesInDoubt(number=nth(0)))
     w.completed()
     assert (w.machine.live, w.machine.lowest_live) == (0, nth(0))
-    assert w.revoke() == [AnswerRevoke(number=nth(0), adrift=True)]
+    assert w.revoke() == [AnswerRevoke(number=nth(0), in_doubt=True)]
     assert w.ask() == [reserve_sent(1, lowest_live=0)]
     w.granted(1, epoch=0)
     assert w.machine.lowest_live == nth(0)
     assert w.ask() == [reserve_sent(2, lowest_live=0)]
     w.granted(2, epoch=1)
-    assert (w.machine.lowest_live, w.machine.is_adrift(nth(0))) == (nth(1), False)
+    assert (w.machine.lowest_live, w.machine.is_in_doubt(nth(0))) == (nth(1), False)

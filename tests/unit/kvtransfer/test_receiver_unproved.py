@@ -10,9 +10,8 @@ import pytest
 
 from baton.ids import Epoch, GrantId, Pair
 from cachestore.ledger import Ledger
+from kvtransfer.protocol.receiver import GrantState, ReceiverMachine, ReserveAsked, SendRevoke, WriterReleased
 from kvtransfer.receiver import Receiver, ReceiverConfig
-from kvtransfer.receiver_grants import GrantState, ReceiverGrants
-from kvtransfer.receiver_messages import ReserveAsked, SendRevoke, WriterLetGo
 from kvtransfer.transport import TransportName
 from tests.conformance.transport_kits import Everything
 from tests.support.grant_scripts import EPOCH_0, LIMITS, PAIR, grant_of, key_of, nth
@@ -61,7 +60,7 @@ def receiver_of(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> Receiver:
     unused: Any = None
     receiver = Receiver(
         incarnation=PAIR.receiver,
-        grants=ReceiverGrants(Ledger(8), LIMITS),
+        grants=ReceiverMachine(Ledger(8), LIMITS),
         layout=unused,
         host=host,
         channels=unused,
@@ -90,11 +89,11 @@ def test_the_writers_word_frees_no_block_that_a_failed_device_may_still_write(
             receiver.reserve(reserve(number))
         ports.failed.add(grant_of(0))
         if how == "named":
-            receiver._handle(WriterLetGo(pair=PAIR, number=nth(1), lowest_live=nth(0)))
-            receiver._handle(WriterLetGo(pair=PAIR, number=nth(0), lowest_live=nth(0)))
-            receiver._handle(WriterLetGo(pair=PAIR, number=nth(0), lowest_live=nth(0)))
+            receiver._handle(WriterReleased(pair=PAIR, number=nth(1), lowest_live=nth(0)))
+            receiver._handle(WriterReleased(pair=PAIR, number=nth(0), lowest_live=nth(0)))
+            receiver._handle(WriterReleased(pair=PAIR, number=nth(0), lowest_live=nth(0)))
         else:
-            receiver._handle(WriterLetGo(pair=PAIR, number=nth(1), lowest_live=nth(2)))
+            receiver._handle(WriterReleased(pair=PAIR, number=nth(1), lowest_live=nth(2)))
         states = [receiver.grants.state_of(grant_of(number)) for number in range(2)]
         assert states == [GrantState.REVOKING, GrantState.RELEASED]
         assert receiver.grants.ledger.free == 6

@@ -48,7 +48,6 @@ async def accepted(failures: list[str]) -> tuple[int, list[str]]:
             loop=loop,
             admit=admit,
             paused=lambda: pauses.append(None),
-            accepts_per_wake_max=4,
             pause_ms=1,
         )
         peer.setblocking(False)

@@ -22,7 +22,6 @@ from kvtransfer.transports import tcp_wire
 from kvtransfer.transports.control_channel import UNREAD_BYTES_MAX, close_politely, take_leave
 from kvtransfer.transports.rdma import CODEC as RDMA
 from kvtransfer.transports.rdma import RegionAddress
-from kvtransfer.transports.rdma_connect import RdmaWriterConfig
 from kvtransfer.transports.rdma_device import HostBytes
 from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
@@ -188,7 +187,7 @@ async def link_rdma(listens: str) -> None:
     memory = RdmaMemory(region=HostBytes(lambda: SOURCE_U8), config=CONFIG, loop=loop_now(), remote_writes=False)
     try:
         endpoint = endpoint_of(TransportName.RDMA, RegionAddress(listens=listens, base=0, rkey=0).encode())
-        await RdmaWriterLink.connect(endpoint, PAIR, memory, Recorder(), loop_now(), RdmaWriterConfig(rdma=CONFIG))
+        await RdmaWriterLink.connect(endpoint, PAIR, memory, Recorder(), loop_now())
     finally:
         await memory.close()
 

@@ -17,7 +17,7 @@ from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, PairBeingFenced, Seal, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.rdma import CODEC, ProbePlace, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_connect import RdmaWriterConfig
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
 from kvtransfer.transports.rdma_device import HostBytes
 from kvtransfer.transports.rdma_memory import RdmaMemory, register_if_usable
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
@@ -25,7 +25,19 @@ from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from tests.conformance.transport_suite import expected_region, record_ops
 from tests.support.rdma_double import Deliver, DoubleQueuePairs
-from tests.support.rdma_harness import CONFIG, EPOCH, GRANT, OTHER, PAIR, Raw, double, linked, receiving, seal_of
+from tests.support.rdma_harness import (
+    CONFIG,
+    EPOCH,
+    GRANT,
+    LIMITS,
+    OTHER,
+    PAIR,
+    Raw,
+    double,
+    linked,
+    receiving,
+    seal_of,
+)
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, run
 from tests.support.shm_peer import source_bytes
 
@@ -147,8 +159,10 @@ def test_a_link_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
         async with receiving() as r:
             theirs = set(DoubleQueuePairs.alive)
             source_U8, loop, events = source_bytes(1, REGION_NBYTES), asyncio.get_running_loop(), Recorder()
-            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False)
-            limits = RdmaWriterConfig(rdma=CONFIG, connect_ms_max=2_000)
+            memory = RdmaMemory(
+                region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False, limits=LIMITS
+            )
+            limits = RdmaLinkLimits(connect_ms_max=2_000)
             link = await RdmaWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, memory, events, loop, limits)
             device: Any = memory.device
             own = link._qps
@@ -335,9 +349,7 @@ def test_a_receiver_that_does_not_know_the_secret_gets_no_data() -> None:
                 )
                 loop = asyncio.get_running_loop()
                 with pytest.raises(ConnectError, match="does not know the pair's secret"):
-                    await RdmaWriterLink.connect(
-                        elsewhere, PAIR, r.memory, Recorder(), loop, RdmaWriterConfig(rdma=CONFIG)
-                    )
+                    await RdmaWriterLink.connect(elsewhere, PAIR, r.memory, Recorder(), loop)
 
     run(test())
 

@@ -16,17 +16,9 @@ from hypothesis import strategies as st
 from cli import transport_checks
 from cli.transport_checks import Machine, Verdict, check_rdma, works
 from kvtransfer.transports.control_channel import MalformedMessage
-from kvtransfer.transports.rdma import (
-    QPS_MAX,
-    UNANSWERED_MS_MAX,
-    LinkEnds,
-    ProbePlace,
-    QpAddress,
-    RdmaConfig,
-    RdmaWelcome,
-    RegionAddress,
-)
-from kvtransfer.transports.rdma_connect import RdmaWriterConfig
+from kvtransfer.transports.rdma import QPS_MAX, LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.rdma_device import RdmaLimits
 from kvtransfer.transports.rdma_ports import GidKind, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
     LayoutUnknown,
@@ -36,6 +28,7 @@ from kvtransfer.transports.rdma_verbs import (
     load_verbs,
     qp_address,
 )
+from kvtransfer.transports.settings import UNANSWERED_MS_MAX, RdmaConfig
 from tests.support.cli_harness import run_baton
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -90,24 +83,27 @@ def test_the_region_travels_in_the_address() -> None:
     [
         {"qps": 0},
         {"qps": 17},
-        {"send_wrs_max": 1},
         {"retries_max": 0},
         {"retries_max": 8},
         {"ack_timeout_code": 0},
         {"ack_timeout_code": 32},
-        {"hop_limit": 0},
-        {"hop_limit": 256},
         {"traffic_class": -1},
         {"traffic_class": 256},
-        {"seals_max": 0},
-        {"seals_max": 1 << 16},
-        {"device_check_ms": 0},
     ],
 )
 def test_settings_out_of_range(wrong: dict[str, int]) -> None:
     """Each is refused by its name. A timeout of code 0 would be none at all."""
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be "):
         RdmaConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"send_wrs_max": 1}, {"seals_max": 0}, {"seals_max": 1 << 16}, {"device_check_ms": 0}]
+)
+def test_limits_out_of_range(wrong: dict[str, int]) -> None:
+    """Each is refused by its name. A queue pair of one write has no place that is kept for a seal."""
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RdmaLimits(**wrong)
 
 
 def test_a_write_that_nobody_acknowledges_fails_in_time() -> None:
@@ -124,8 +120,8 @@ def test_a_write_that_nobody_acknowledges_fails_in_time() -> None:
 @pytest.mark.parametrize("name", ["chain_wrs_max", "drain_ms_max", "bye_ms_max"])
 def test_a_limit_of_a_link_is_no_0(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be positive"):
-        RdmaWriterConfig(**{name: 0})  # type: ignore[arg-type]
-    assert RdmaWriterConfig(spin_us_max=0).spin_us_max == 0
+        RdmaLinkLimits(**{name: 0})
+    assert RdmaLinkLimits(spin_us_max=0).spin_us_max == 0
 
 
 V2, V1 = "RoCE v2", "IB/RoCE v1"

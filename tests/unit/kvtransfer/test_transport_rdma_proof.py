@@ -18,7 +18,19 @@ from tests.conformance.transport_kits import RDMA_KITS
 from tests.conformance.transport_suite import record_ops
 from tests.conformance.transport_suite_more import a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence
 from tests.support.rdma_double import Deliver, DoubleDevice, DoubleQueuePairs
-from tests.support.rdma_harness import CONFIG, EPOCH, GRANT, PAIR, Raw, Receiving, double, linked, receiving, seal_of
+from tests.support.rdma_harness import (
+    CONFIG,
+    EPOCH,
+    GRANT,
+    LIMITS,
+    PAIR,
+    Raw,
+    Receiving,
+    double,
+    linked,
+    receiving,
+    seal_of,
+)
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, run
 from tests.support.shm_peer import source_bytes
 
@@ -163,7 +175,7 @@ def test_a_receiver_that_ends_meanwhile_says_nothing_of_the_way(monkeypatch: pyt
         async with receiving() as r:
             secret, nonce, probes = bytes(16), bytes(32), ProbePlace(base=1, rkey=1)
             there_U8 = np.zeros(REGION_NBYTES, np.uint8)
-            device = DoubleDevice(HostBytes(lambda: there_U8), CONFIG, remote_writes=True)
+            device = DoubleDevice(HostBytes(lambda: there_U8), CONFIG, remote_writes=True, limits=LIMITS)
             theirs = DoubleQueuePairs(device, 2, lambda count: bytes(count), sends=False)
 
             async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,7 +11,7 @@ import pytest
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps
-from kvtransfer.transports.shm import ShmConnectError, ShmReceiverConfig, ShmWriterConfig, ShmWriterLink
+from kvtransfer.transports.shm import ShmConnectError, ShmLinkLimits, ShmPortLimits, ShmWriterLink
 from tests.support.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -285,8 +285,8 @@ def test_seals_wait_for_a_stopped_receiver_within_their_limit() -> None:
                 epoch=EPOCH,
             )
             loop, source_U8 = asyncio.get_running_loop(), source_bytes(1, REGION_NBYTES)
-            config = ShmWriterConfig(outbox_messages_max=10)
-            link = await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, config)
+            limits = ShmLinkLimits(seals_waiting_max=10)
+            link = await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, limits=limits)
             peer.stop()
             sent: list[GrantId] = []
             while link.describe()["seals_waiting"] != 10:
@@ -312,7 +312,7 @@ def test_a_killed_writer_leaves_its_last_seals() -> None:
     grants = [grant_of(i) for i in range(8)]
 
     async def test() -> None:
-        async with receiver(ShmReceiverConfig(messages_per_wake_max=1)) as r, child() as writer:
+        async with receiver(ShmPortLimits(messages_per_wake_max=1)) as r, child() as writer:
             pair = pair_of(2)
             await writer.link("a", r.port.expect(pair, EPOCH), pair)
             # This loop reads nothing until seals and death are all there.

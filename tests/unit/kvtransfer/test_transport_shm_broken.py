@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transports import shm_connect, shm_wire
-from kvtransfer.transports.shm import RefusalReason, ShmConnectError, ShmReceiverConfig, ShmWriterLink
+from kvtransfer.transports.shm import RefusalReason, ShmConnectError, ShmPortLimits, ShmWriterLink
 from tests.support.shm_harness import DEADLINE_S, Gate, Receiver, Recorder, grant_of, linked, ops_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
 from tests.support.shm_harness import LINK_PAIR as PAIR
@@ -48,7 +48,7 @@ def test_the_word_of_a_writer_whose_socket_broke_arrives_on_another(
     gate = Gate(monkeypatch)
 
     async def test() -> None:
-        async with receiver(ShmReceiverConfig(connections_max=connections_max)) as r:
+        async with receiver(ShmPortLimits(connections_max=connections_max)) as r:
             async with linked(r) as (link, events):
                 link.post(GRANT, ops_of([0], [0], [64]))
                 assert gate.reached.wait(DEADLINE_S)

@@ -17,8 +17,14 @@ import pytest
 from baton.ids import Epoch, Incarnation, Pair
 from kvtransfer.transport import DataEndpoint, Seal, TransportName
 from kvtransfer.transports import shm_wire
-from kvtransfer.transports.shm import RefusalReason, ShmConnectError, ShmReceiverConfig, ShmWriterLink, TooManyPairs
-from kvtransfer.transports.shm_connect import ShmWriterConfig
+from kvtransfer.transports.shm import (
+    RefusalReason,
+    ShmConfig,
+    ShmConnectError,
+    ShmPortLimits,
+    ShmWriterLink,
+    TooManyPairs,
+)
 from tests.support.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -198,7 +204,7 @@ def test_a_silent_peer_is_cut_off_at_the_handshake_deadline() -> None:
     """It connects and says nothing."""
 
     async def test() -> None:
-        async with receiver(ShmReceiverConfig(handshake_ms_max=1)) as r, raw_peer(r) as peer:
+        async with receiver(ShmPortLimits(handshake_ms_max=1)) as r, raw_peer(r) as peer:
             assert await peer.refusal() is RefusalReason.DEADLINE
             assert await peer.hear() is None
 
@@ -210,7 +216,7 @@ def test_connections_and_pairs_have_limits() -> None:
     pair more raises."""
 
     async def test() -> None:
-        config = ShmReceiverConfig(connections_max=1, pairs_max=1, late_byes_max=1, handshake_ms_max=60_000)
+        config = ShmPortLimits(connections_max=1, pairs_max=1, late_byes_max=1, handshake_ms_max=60_000)
         async with receiver(config) as r:
             async with linked(r), raw_peer(r) as peer, raw_peer(r) as unheard:
                 assert await unheard.refusal() is RefusalReason.CONNECTIONS_MAX
@@ -384,7 +390,7 @@ def test_without_descriptors_accepting_pauses_and_goes_on() -> None:
     """The process has no descriptor left when a peer connects: it is answered when there is one again."""
 
     async def test() -> None:
-        async with receiver(ShmReceiverConfig(accept_pause_ms=1)) as r, raw_peer(r) as peer:
+        async with receiver(ShmPortLimits(accept_pause_ms=1)) as r, raw_peer(r) as peer:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             next_fd = os.dup(0)
             os.close(next_fd)
@@ -421,7 +427,7 @@ def test_a_writer_without_a_thread_to_copy_with_leaves_with_bye(monkeypatch: pyt
     async def test() -> None:
         async with receiver() as r:
             with pytest.raises(ShmConnectError, match="no thread to copy with: can't start new thread"):
-                async with linked(r, ShmWriterConfig(copy_threads=2)):
+                async with linked(r, config=ShmConfig(copy_threads=2)):
                     raise AssertionError("there is no link")
             r.port.fence(PAIR, EPOCH)
             await r.events.until(lambda e: bool(e.gone))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transports import shm_connect, shm_copy
-from kvtransfer.transports.shm import ShmConnectError, ShmWriterConfig, WriteOutOfBounds
+from kvtransfer.transports.shm import ShmConfig, ShmConnectError, ShmLinkLimits, WriteOutOfBounds
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Gate, grant_of, linked, ops_of, pair_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
 from tests.support.shm_harness import LINK_PAIR as PAIR
@@ -49,7 +49,7 @@ def test_an_abandoned_grant_is_copied_no_further(monkeypatch: pytest.MonkeyPatch
     gate, other = Gate(monkeypatch), grant_of(8)
 
     async def test() -> None:
-        async with receiver() as r, linked(r, ShmWriterConfig(copy_chunk_ops_max=1)) as (link, events):
+        async with receiver() as r, linked(r, ShmLinkLimits(copy_chunk_ops_max=1)) as (link, events):
             link.post(GRANT, ops_of([0, 0], [0, 1], [1, 1]))
             link.post(GRANT, ops_of([0], [2], [1]))
             link.post(other, ops_of([0], [3], [1]))
@@ -74,7 +74,7 @@ def test_too_many_abandoned_grants_end_the_link() -> None:
     """Forgetting one could let a late post write: rather no link at all."""
 
     async def test() -> None:
-        async with receiver() as r, linked(r, ShmWriterConfig(abandoned_grants_max=2)) as (link, events):
+        async with receiver() as r, linked(r, ShmLinkLimits(abandoned_grants_max=2)) as (link, events):
             for i in range(3):
                 assert link.describe()["state"] == "open"
                 link.abandon(grant_of(i))
@@ -140,7 +140,7 @@ def test_a_failed_copy_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm_copy, "copy_checked", fail)
 
     async def test() -> None:
-        async with receiver() as r, linked(r, ShmWriterConfig(copy_threads=2)) as (link, events):
+        async with receiver() as r, linked(r, config=ShmConfig(copy_threads=2)) as (link, events):
             link.post(GRANT, ops_of([0], [0], [1]))
             await events.until(lambda e: bool(e.lost))
             assert events.completed == [(GRANT, 1, 1, False)]
@@ -192,7 +192,7 @@ def test_posts_of_another_thread_all_complete_across_a_fence() -> None:
     posts = 3_000
 
     async def test() -> None:
-        async with receiver() as r, linked(r, ShmWriterConfig(copy_threads=2)) as (link, events):
+        async with receiver() as r, linked(r, config=ShmConfig(copy_threads=2)) as (link, events):
 
             def engine() -> None:
                 for i in range(posts):

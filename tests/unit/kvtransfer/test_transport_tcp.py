@@ -15,8 +15,7 @@ from kvtransfer.transport import Seal
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.tcp import (
     StreamLimits,
-    TcpReceiverConfig,
-    TcpWriterConfig,
+    TcpConfig,
     TcpWriterLink,
 )
 from tests.conformance.transport_kits import Everything
@@ -225,7 +224,7 @@ def test_an_unread_acknowledgement_ends_the_stream() -> None:
     limits = StreamLimits(ack_frames_max=1, outbox_bytes_max=1)
 
     async def test() -> None:
-        async with receiving(TcpReceiverConfig(stream=limits)) as r, contextlib.AsyncExitStack() as stack:
+        async with receiving(stream=limits) as r, contextlib.AsyncExitStack() as stack:
             r.port._acceptor._listener.setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDBUF, 1
             )  # what is accepted inherits it
@@ -280,7 +279,7 @@ def test_what_was_never_acknowledged_completes_with_the_link() -> None:
         async with receiving() as r:
             source_U8, events = np.full(REGION_NBYTES, 5, np.uint8), Recorder()
             link = await TcpWriterLink.connect(
-                r.endpoint, PAIR, source_U8, events, asyncio.get_running_loop(), TcpWriterConfig(streams=1)
+                r.endpoint, PAIR, source_U8, events, asyncio.get_running_loop(), TcpConfig(streams=1)
             )
             r.port.allow(PAIR, EPOCH, GRANT, Everything())
             (stream,) = r.port._streams(PAIR)

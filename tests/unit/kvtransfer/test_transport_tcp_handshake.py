@@ -11,13 +11,13 @@ import pytest
 from baton.ids import Epoch
 from kvtransfer.transports import tcp_connect
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.tcp import (
+    TcpConfig,
     TcpConnectError,
-    TcpReceiverConfig,
-    TcpWriterConfig,
     TcpWriterLink,
 )
-from kvtransfer.transports.tcp_socket import TcpSocketOptions, open_connection
+from kvtransfer.transports.tcp_socket import open_connection
 from tests.support.shm_harness import REGION_NBYTES, Recorder, pair_of, run
 from tests.support.tcp_harness import (
     EPOCH,
@@ -85,7 +85,7 @@ def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
 
 def test_a_silent_stranger_is_dropped_and_others_are_limited() -> None:
     """Two connections that say nothing fill the places of strangers: the third is refused, then all time out."""
-    config = TcpReceiverConfig(handshakes_max=2, handshake_ms_max=1_000)
+    config = PortLimits(handshakes_max=2, handshake_ms_max=1_000)
 
     async def test() -> None:
         async with receiving(config) as r:
@@ -103,13 +103,13 @@ def test_a_silent_stranger_is_dropped_and_others_are_limited() -> None:
 
 def test_proved_connections_are_limited() -> None:
     """One place, two streams wanted: the link is not made, and says why; the stream that was made leaves with BYE."""
-    config = TcpReceiverConfig(connections_max=1)
+    config = PortLimits(connections_max=1)
 
     async def test() -> None:
         async with receiving(config) as r:
             source_U8, loop = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop()
             with pytest.raises(TcpConnectError) as caught:
-                await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, Recorder(), loop, TcpWriterConfig(streams=2))
+                await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, Recorder(), loop, TcpConfig(streams=2))
             assert caught.value.reason is wire.RefusalReason.CONNECTIONS_MAX
             await wait_until(lambda: not r.port.describe()["connections_writing"])
             assert r.events.gone == []
@@ -136,7 +136,7 @@ def test_a_link_without_a_thread_for_each_stream_is_not_made(monkeypatch: pytest
         async with receiving() as r:
             source_U8, loop, events = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop(), Recorder()
             with pytest.raises(TcpConnectError, match="no thread to send with: can't start new thread"):
-                await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, loop, TcpWriterConfig(streams=2))
+                await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, loop, TcpConfig(streams=2))
             await wait_until(lambda: not r.port.describe()["connections_writing"])
             assert (r.events.gone, events.lost) == ([], [])
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("tcp-send-")]
@@ -171,7 +171,7 @@ def test_a_writer_trusts_nobody_who_does_not_know_the_secret() -> None:
                     epoch=EPOCH,
                 )
                 with pytest.raises(TcpConnectError, match="does not know the pair's secret"):
-                    await tcp_connect.connect_stream(endpoint, hello, asyncio.get_running_loop(), TcpSocketOptions())
+                    await tcp_connect.connect_stream(endpoint, hello, asyncio.get_running_loop())
             assert len(seen) == 128
             assert endpoint.secret not in seen
 

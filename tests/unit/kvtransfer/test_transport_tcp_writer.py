@@ -14,7 +14,8 @@ from baton.ids import GrantId
 from kvtransfer.transport import DataEndpoint, TransportName
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports import tcp_writer
-from kvtransfer.transports.tcp import TcpWriterConfig, TcpWriterLink
+from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.tcp import TcpWriterLink
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, run
 from tests.support.shm_peer import source_bytes
 from tests.support.tcp_harness import EPOCH, GRANT, PAIR
@@ -51,7 +52,7 @@ def connection() -> tuple[socket.socket, socket.socket]:
 
 @asynccontextmanager
 async def linked(
-    events: Recorder, *, ends: tuple[socket.socket, socket.socket] | None = None, **config: int
+    events: Recorder, *, ends: tuple[socket.socket, socket.socket] | None = None, **limits: int
 ) -> AsyncIterator[tuple[TcpWriterLink, ByHand]]:
     """`ends` are of one connection, the link's first; both are taken over."""
     ours, theirs = ends or connection()
@@ -69,7 +70,7 @@ async def linked(
         source_region_U8=source_bytes(1, REGION_NBYTES),
         events=events,
         loop=asyncio.get_running_loop(),
-        config=TcpWriterConfig(**{"streams": 1, "bye_ms_max": 50, **config}),  # type: ignore[arg-type]
+        limits=LinkLimits(**{"bye_ms_max": 50, **limits}),
     )
     link._start(PAIR)
     try:

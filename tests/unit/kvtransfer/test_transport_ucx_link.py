@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from kvtransfer.transport import ConnectError, DataEndpoint, PairBeingFenced, Se
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import ucx
 from kvtransfer.transports.control_channel import RefusalReason
-from kvtransfer.transports.ucx import CODEC, UcxHello, UcxWriterConfig
-from kvtransfer.transports.ucx_receiver import UcxReceiverConfig, UcxReceiverPort
+from kvtransfer.transports.limits import PortLimits
+from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.ucx import CODEC, UCX_LINK_LIMITS, UcxHello
+from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS, UcxReceiverPort
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.shm_peer import source_bytes
@@ -40,7 +43,7 @@ Agents = type[AgentDouble]
 
 
 class Receiving:
-    def __init__(self, config: UcxReceiverConfig) -> None:
+    def __init__(self, config: UcxConfig, limits: PortLimits) -> None:
         self.events = Recorder()
         self.region = Region.create(REGION_NBYTES, "test-region")
         self.port = UcxReceiverPort(
@@ -49,6 +52,7 @@ class Receiving:
             loop=asyncio.get_running_loop(),
             randomness=os.urandom,
             config=config,
+            limits=limits,
         )
 
     def describe(self, what: str) -> Any:
@@ -56,8 +60,8 @@ class Receiving:
 
 
 @asynccontextmanager
-async def receiving(tls: str = "all", **config: int) -> AsyncIterator[Receiving]:
-    it = Receiving(UcxReceiverConfig(tls=tls, **config))  # type: ignore[arg-type]
+async def receiving(tls: str = "all", **limits: int) -> AsyncIterator[Receiving]:
+    it = Receiving(UcxConfig(tls=tls), replace(UCX_PORT_LIMITS, **limits))
     try:
         yield it
     finally:
@@ -66,7 +70,7 @@ async def receiving(tls: str = "all", **config: int) -> AsyncIterator[Receiving]
 
 
 @asynccontextmanager
-async def linked(r: Receiving, **config: int) -> AsyncIterator[tuple[UcxWriterLink, Recorder]]:
+async def linked(r: Receiving, **limits: int) -> AsyncIterator[tuple[UcxWriterLink, Recorder]]:
     events = Recorder()
     it = await UcxWriterLink.connect(
         r.port.expect(PAIR, EPOCH),
@@ -74,7 +78,7 @@ async def linked(r: Receiving, **config: int) -> AsyncIterator[tuple[UcxWriterLi
         source_bytes(1, REGION_NBYTES),
         events,
         asyncio.get_running_loop(),
-        UcxWriterConfig(**config),  # type: ignore[arg-type]
+        limits=replace(UCX_LINK_LIMITS, **limits),
     )
     try:
         yield it, events

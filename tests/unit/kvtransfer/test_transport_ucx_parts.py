@@ -15,9 +15,9 @@ from cli.transport_checks import transports_in
 from kvtransfer.transport import TransportName
 from kvtransfer.transports import ucx_nixl
 from kvtransfer.transports.control_channel import MalformedMessage
-from kvtransfer.transports.ucx import UcxHello, UcxWelcome, UcxWriterConfig, usable
+from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.ucx import UcxHello, UcxWelcome, usable
 from kvtransfer.transports.ucx_nixl import destruction_fences
-from kvtransfer.transports.ucx_receiver import UcxReceiverConfig
 
 HELLOS = st.builds(UcxHello, host=st.binary(min_size=16, max_size=16).map(bytes.hex), pid=st.integers(0, (1 << 32) - 1))
 U64 = st.integers(0, (1 << 64) - 1)
@@ -53,9 +53,8 @@ def test_the_environment_of_ucx_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tls", ["", "tcp,cma", "tcp=1", "^cma"])
 def test_one_name_is_configured(tls: str) -> None:
     """NIXL's settings are one string, with commas between them: several names would become other settings."""
-    for config in (UcxWriterConfig, UcxReceiverConfig):
-        with pytest.raises(ValueError, match="UCX_TLS"):
-            config(tls=tls)
+    with pytest.raises(ValueError, match="UCX_TLS"):
+        UcxConfig(tls=tls)
 
 
 def test_transports_are_read_from_what_ucx_prints() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from baton.ids import Epoch, Pair
-from kvtransfer.checksums import WriterPlace
-from kvtransfer.receiver_grants import GrantState
-from kvtransfer.receiver_messages import (
+from kvtransfer.protocol.receiver import (
     CommitAsked,
+    GrantState,
     GrantTimerFired,
     PairFenced,
     ReceiverEvent,
@@ -19,11 +18,11 @@ from kvtransfer.receiver_messages import (
     ResolveAsked,
     SealLanded,
     TimerKind,
-    WriterLetGo,
+    WriterReleased,
     WriterSuspected,
 )
+from kvtransfer.status import WriterHolding, WriterHoldings, WriterPlace
 from kvtransfer.transport import TransportName
-from kvtransfer.writer_holdings import WriterHolding, WriterHoldings
 from tests.support.grant_scripts import EPOCH_0, OTHER_PAIR, PAIR, Receiver, grant_of, key_of, nth
 
 PLACES = {
@@ -117,7 +116,7 @@ def test_a_quarantine_from_its_beginning_to_its_end(caplog: pytest.LogCaptureFix
         (WriterSuspected(pair=PAIR), "its writer was lost"),
         (timer(0, TimerKind.LEASE), "its lease ran out"),
         (
-            WriterLetGo(pair=PAIR, number=nth(1), lowest_live=nth(0), adrift=True),
+            WriterReleased(pair=PAIR, number=nth(1), lowest_live=nth(0), in_doubt=True),
             "its writer let go of another grant with writes on their way",
         ),
     ],
@@ -156,7 +155,7 @@ def test_a_grant_beside_one_that_is_not_given_back() -> None:
     ("events", "evidence"),
     [
         ([PairFenced(pair=PAIR, epoch=Epoch(0))], "a fence"),
-        ([WriterLetGo(pair=PAIR, number=nth(0), lowest_live=nth(0))], "the writer's word"),
+        ([WriterReleased(pair=PAIR, number=nth(0), lowest_live=nth(0))], "the writer's word"),
         (
             [
                 SealLanded(pair=PAIR, grant=grant_of(0), epoch=EPOCH_0, writes=1, bytes_written=8),

@@ -24,9 +24,9 @@ from kvtransfer.checksums import crcs
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
-from kvtransfer.handoff import WriterConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
+from kvtransfer.writer import WriterConfig
 from mixed_node.config import MixedConfig
 from node.host_tier import SpillConfig
 from node.pool import DevicePool, open_device_pool
@@ -223,7 +223,7 @@ def test_a_region_on_the_device_has_what_its_transports_need(
 ) -> None:
     """A handle for other processes where cuda_ipc is offered, pinned memory where tcp is, and neither without: memory
     that was exported is freed with its process only, and pinned memory is scarce."""
-    staging = StagingConfig(bytes_max=9 << 20, chunk_bytes=1 << 20)
+    staging = StagingConfig(bytes_max=9 << 20)
 
     def look(pool: DevicePool, doing: list[str]) -> None:
         assert isinstance(pool.region, DeviceRegion)
@@ -297,7 +297,6 @@ def test_the_keys_of_the_gpu_are_those_of_the_engine() -> None:
         "engine.gpu.graphs.graph_rows_max": "5",
         "engine.gpu.graphs.graph_context_max": "77",
         "staging.bytes_max": "99000000",
-        "staging.link_chunks": "7",
     }
     for service in (Service.PREFILL, Service.DECODE, Service.MIXED):
         config = load_config(service, toml_path=None, env={}, flags=flags)
@@ -307,7 +306,7 @@ def test_the_keys_of_the_gpu_are_those_of_the_engine() -> None:
             graphs=GraphConfig(graph_rows_max=5, graph_context_max=77),
         )
         assert config.transports == DEFAULT_TRANSPORTS
-        assert config.staging == StagingConfig(bytes_max=99_000_000, link_chunks=7)
+        assert config.staging == StagingConfig(bytes_max=99_000_000)
         if isinstance(config, MixedConfig):
             assert config.prefill_half().staging is config.decode_half().staging is config.staging
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from baton.ids import RequestKey
-from kvtransfer.step_writes import StepWrites
+from kvtransfer.writer import StepWrites
 from prefill_node.job import Job
 from prefill_node.posting import Posting
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt

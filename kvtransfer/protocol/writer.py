@@ -1,16 +1,16 @@
 """The writer's half of the handoff protocol, for one pair (this process, one receiver process).
 
-A state machine without I/O: `handle(event) -> list[WriterInstruction]`. It mutates itself only, is owned by one thread,
+A state machine without I/O: `handle(event) -> list[WriterInstruction]`. It changes only itself, is owned by one thread
 and knows no clock: the shell measures the lease (from the *sending* of the Reserve or Renew that was answered) and
-reports `LeaseLapsed`.
+reports `LeaseLapsed`. A handoff goes by the *number* of its Reserve; see `protocol.receiver`.
 
     ASKING      Reserve sent                      WRITING    granted: writes may be posted
     COMMITTING  all posted, seal and Commit sent  DRAINING   given up: waiting for posted writes to complete
-    LETTING_GO  drained: telling the receiver     DONE       forgotten, but for a source that is still being read
+    RELEASING   drained: Release sent             DONE       forgotten, except for a source that is still being read
 
-Two promises hold at every moment: no write is posted outside WRITING, and `SendLetGo` or `AnswerRevoke` (the writer's
-evidence, DESIGN I2) leave only when no posted write is outstanding, and say so where some of these have completed
-without being known to have landed or to be lost (`adrift`).
+Two promises hold at every moment. No write is posted outside WRITING. `SendRelease` and `AnswerRevoke` (the writer's
+evidence, DESIGN I2) leave only when no posted write is outstanding, and they say so (`in_doubt`) if some writes
+completed here without being known to have landed or to be lost.
 """
 
 from __future__ import annotations
@@ -20,39 +20,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.ids import Epoch, GrantId, RequestKey, ReserveNumber
-from kvtransfer.writer_messages import (
-    AbandonWrites,
-    AllPosted,
-    AnswerRevoke,
-    CommitAnswered,
-    CommitUnanswered,
-    HandoffAsked,
-    HandoffCancelled,
-    HandoffEnd,
-    LeaseLapsed,
-    LetGoAnswered,
-    LetGoUnanswered,
-    LinkLost,
-    PeerGone,
-    ReleaseSources,
-    RenewRefused,
-    ReportEnd,
-    ReserveGranted,
-    ReserveRefused,
-    ReserveUnanswered,
-    RevokeAsked,
-    SendCommit,
-    SendLetGo,
-    SendReserve,
-    SendSeal,
-    StartWriting,
-    WriterEvent,
-    WriterInstruction,
-    WritesAdrift,
-    WritesCompleted,
-    WritesDropped,
-    WritesPosted,
-)
 
 
 class WriterState(Enum):
@@ -60,7 +27,7 @@ class WriterState(Enum):
     WRITING = "WRITING"
     COMMITTING = "COMMITTING"
     DRAINING = "DRAINING"
-    LETTING_GO = "LETTING_GO"
+    RELEASING = "RELEASING"
     DONE = "DONE"
 
 
@@ -74,7 +41,7 @@ class WriterStep(Enum):
     ALL_POSTED = "all posted"
     COMMITTED = "Commit accepted"
     DRAINED = "writes drained"
-    LET_GO_ANSWERED = "let-go answered"
+    RELEASE_ANSWERED = "Release answered"
     PEER_GONE = "peer gone"
 
 
@@ -83,16 +50,256 @@ _W = WriterState
 WRITER_TRANSITIONS: dict[tuple[WriterState, WriterStep], tuple[WriterState, ...]] = {
     (_W.ASKING, WriterStep.GRANTED): (_W.WRITING,),
     (_W.ASKING, WriterStep.REFUSED): (_W.DONE,),
-    (_W.ASKING, WriterStep.UNANSWERED): (_W.LETTING_GO,),
-    (_W.ASKING, WriterStep.GIVE_UP): (_W.LETTING_GO,),
+    (_W.ASKING, WriterStep.UNANSWERED): (_W.RELEASING,),
+    (_W.ASKING, WriterStep.GIVE_UP): (_W.RELEASING,),
     (_W.WRITING, WriterStep.ALL_POSTED): (_W.COMMITTING,),
     (_W.WRITING, WriterStep.GIVE_UP): (_W.DRAINING,),
     (_W.COMMITTING, WriterStep.COMMITTED): (_W.DONE,),
     (_W.COMMITTING, WriterStep.GIVE_UP): (_W.DRAINING,),
-    (_W.DRAINING, WriterStep.DRAINED): (_W.LETTING_GO,),
-    (_W.LETTING_GO, WriterStep.LET_GO_ANSWERED): (_W.DONE,),
+    (_W.DRAINING, WriterStep.DRAINED): (_W.RELEASING,),
+    (_W.RELEASING, WriterStep.RELEASE_ANSWERED): (_W.DONE,),
     **{(state, WriterStep.PEER_GONE): (_W.DONE,) for state in _W if state is not _W.DONE},
 }
+"""Where each step may lead. A step that a state does not list changes nothing there."""
+
+
+class HandoffEnd(Enum):
+    """How a handoff ended, as the writer sees it."""
+
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    REVOKED = "revoked"
+    CORRUPT = "corrupt"
+    CANCELLED = "cancelled"
+    LEASE_LAPSED = "lease_lapsed"
+    LINK_LOST = "link_lost"
+    UNANSWERED = "unanswered"
+    PEER_GONE = "peer_gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffAsked:
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveGranted:
+    number: ReserveNumber
+    grant: GrantId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRefused:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveUnanswered:
+    """The call failed: whether there is a grant is unknown."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesPosted:
+    number: ReserveNumber
+    writes: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesCompleted:
+    """The local transport no longer reads the sources of `writes` posted writes (landed, or abandoned)."""
+
+    number: ReserveNumber
+    writes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesDropped:
+    """A posted write or the seal will never arrive (a copy failed, the link ended): the handoff cannot succeed."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritesInDoubt:
+    """The link ended with posted writes on their way: they complete here, and may land yet. Comes before completion."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllPosted:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitAnswered:
+    number: ReserveNumber
+    committed: bool
+    corrupt: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitUnanswered:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewRefused:
+    """The receiver has revoked the grant."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeAsked:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffCancelled:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseLapsed:
+    """No renewal was answered in time, counted from the sending of the last one that was."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseAnswered:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseUnanswered:
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkLost:
+    """The data connection of this epoch is gone: nothing more can be posted on it."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerGone:
+    """The receiver process has ended: nothing is sent to it any more."""
+
+
+WriterEvent = (
+    HandoffAsked
+    | ReserveGranted
+    | ReserveRefused
+    | ReserveUnanswered
+    | WritesPosted
+    | WritesCompleted
+    | WritesDropped
+    | WritesInDoubt
+    | AllPosted
+    | CommitAnswered
+    | CommitUnanswered
+    | RenewRefused
+    | RevokeAsked
+    | HandoffCancelled
+    | LeaseLapsed
+    | ReleaseAnswered
+    | ReleaseUnanswered
+    | LinkLost
+    | PeerGone
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReserve:
+    number: ReserveNumber
+    lowest_live: ReserveNumber
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWriting:
+    number: ReserveNumber
+    grant: GrantId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSeal:
+    """Goes out on the data channel, behind all writes of the grant."""
+
+    number: ReserveNumber
+    grant: GrantId
+    epoch: Epoch
+    writes: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendCommit:
+    number: ReserveNumber
+    grant: GrantId
+    writes: int
+    bytes_written: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbandonWrites:
+    """Post no more, copy no more of what is queued."""
+
+    number: ReserveNumber
+    grant: GrantId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseSources:
+    """No write of this handoff is outstanding and none will follow: its source blocks may be released. Comes once."""
+
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRelease:
+    number: ReserveNumber
+    lowest_live: ReserveNumber
+    in_doubt: bool = False
+    """No evidence: see WriterReleased."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRevoke:
+    """Answers every Revoke of this number that waits."""
+
+    number: ReserveNumber
+    in_doubt: bool = False
+    """No evidence: see WriterReleased."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportEnd:
+    """How the handoff ended. Comes once for each number."""
+
+    number: ReserveNumber
+    end: HandoffEnd
+
+
+WriterInstruction = (
+    SendReserve
+    | StartWriting
+    | SendSeal
+    | SendCommit
+    | AbandonWrites
+    | ReleaseSources
+    | SendRelease
+    | AnswerRevoke
+    | ReportEnd
+)
 
 
 class WriterProtocolError(AssertionError):
@@ -107,7 +314,7 @@ class WriterLimits:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Handoff:
+class HandoffEntry:
     number: ReserveNumber
     key: RequestKey
     state: WriterState = WriterState.ASKING
@@ -117,20 +324,20 @@ class _Handoff:
     bytes_written: int = 0
     outstanding: int = 0
     sources_held: bool = False
-    adrift: bool = False
+    in_doubt: bool = False
     revoke_waits: bool = False
     reported: bool = False
     story: tuple[str, ...] = ()
 
 
-class WriterGrants:
+class WriterMachine:
     """All handoffs of one pair. `handle(HandoffAsked)` needs `can_ask`."""
 
     def __init__(self, limits: WriterLimits | None = None) -> None:
         self.limits = limits or WriterLimits()
-        self._handoffs: dict[ReserveNumber, _Handoff] = {}
+        self._handoffs: dict[ReserveNumber, HandoffEntry] = {}
         self._next = ReserveNumber(0)
-        self._adrift_untold: dict[ReserveNumber, Epoch] = {}
+        self._in_doubt: dict[ReserveNumber, Epoch] = {}
         self._out: list[WriterInstruction] = []
         self._handlers: dict[type, Callable[..., None]] = {
             HandoffAsked: self._asked,
@@ -138,7 +345,7 @@ class WriterGrants:
             ReserveRefused: self._refused,
             ReserveUnanswered: self._unanswered,
             WritesPosted: self._posted,
-            WritesAdrift: self._adrift,
+            WritesInDoubt: self._writes_in_doubt,
             WritesCompleted: self._completed,
             WritesDropped: lambda e: self._give_up(e.number, HandoffEnd.LINK_LOST),
             AllPosted: self._all_posted,
@@ -148,8 +355,8 @@ class WriterGrants:
             RevokeAsked: self._revoke_asked,
             HandoffCancelled: lambda e: self._give_up(e.number, HandoffEnd.CANCELLED),
             LeaseLapsed: lambda e: self._give_up(e.number, HandoffEnd.LEASE_LAPSED),
-            LetGoAnswered: self._let_go_answered,
-            LetGoUnanswered: self._let_go_unanswered,
+            ReleaseAnswered: self._release_answered,
+            ReleaseUnanswered: self._release_unanswered,
             LinkLost: self._link_lost,
             PeerGone: self._peer_gone,
         }
@@ -166,8 +373,8 @@ class WriterGrants:
 
     @property
     def lowest_live(self) -> ReserveNumber:
-        """No write is outstanding, adrift or will be posted under any number below. A claim as strong as a let-go."""
-        return min((*self._handoffs, *self._adrift_untold), default=self._next)
+        """No write under a lower number is outstanding, in doubt or still to be posted. As strong as a Release."""
+        return min((*self._handoffs, *self._in_doubt), default=self._next)
 
     @property
     def can_ask(self) -> bool:
@@ -180,30 +387,32 @@ class WriterGrants:
 
     @property
     def writing(self) -> int:
-        """Of the live ones, those under which something is written or may yet be, or whose let-go the receiver answers
-        at once. Not those that have let go with writes adrift: that is answered when the receiver has fenced, which it
-        may never be able to (ucx, where destroying its worker proves nothing), and nothing done here could help it."""
-        return sum(not (h.adrift and h.state is _W.LETTING_GO) for h in self._handoffs.values())
+        """Live handoffs under which something is or may yet be written, or whose Release the receiver answers at once.
+
+        A Release with writes in doubt does not count. It is answered when the receiver has fenced the pair, which the
+        receiver may never be able to do (ucx, where destroying its worker proves nothing), and the writer cannot help.
+        """
+        return sum(not (h.in_doubt and h.state is _W.RELEASING) for h in self._handoffs.values())
 
     @property
     def outstanding(self) -> int:
-        """Posted writes whose sources the transport has not let go of."""
+        """Posted writes whose sources the transport still reads."""
         return sum(h.outstanding for h in self._handoffs.values())
 
     def state_of(self, number: ReserveNumber) -> WriterState:
         known = self._handoffs.get(number)
         return known.state if known else _W.DONE
 
-    def is_adrift(self, number: ReserveNumber) -> bool:
+    def is_in_doubt(self, number: ReserveNumber) -> bool:
         """Writes of this number were on their way when their link ended, and the peer was given up before it knew."""
-        return number in self._adrift_untold
+        return number in self._in_doubt
 
     def may_post(self, number: ReserveNumber) -> bool:
         return self.state_of(number) is _W.WRITING
 
     # One step of one handoff: the only place where it changes its state.
 
-    def _step(self, handoff: _Handoff, step: WriterStep, to: WriterState) -> None:
+    def _step(self, handoff: HandoffEntry, step: WriterStep, to: WriterState) -> None:
         line = f"{handoff.state.value} --{step.value}--> {to.value}"
         if to not in WRITER_TRANSITIONS.get((handoff.state, step), ()):
             raise WriterProtocolError(
@@ -214,43 +423,43 @@ class WriterGrants:
         if to is _W.DRAINING:
             self._out.append(AbandonWrites(number=handoff.number, grant=handoff.grant))
             self._drain(handoff)
-        elif to is _W.LETTING_GO:
+        elif to is _W.RELEASING:
             self._answer_revoke(handoff)
-            self._send_let_go(handoff)
+            self._send_release(handoff)
         elif to is _W.DONE:
             self._forget_if_over(handoff)
 
-    def _drain(self, handoff: _Handoff) -> None:
+    def _drain(self, handoff: HandoffEntry) -> None:
         if handoff.outstanding == 0:
             self._release_sources(handoff)
             if handoff.state is _W.DRAINING:
-                self._step(handoff, WriterStep.DRAINED, _W.LETTING_GO)
+                self._step(handoff, WriterStep.DRAINED, _W.RELEASING)
 
-    def _release_sources(self, handoff: _Handoff) -> None:
+    def _release_sources(self, handoff: HandoffEntry) -> None:
         if handoff.sources_held:
             handoff.sources_held = False
             self._out.append(ReleaseSources(number=handoff.number))
 
-    def _forget_if_over(self, handoff: _Handoff) -> None:
+    def _forget_if_over(self, handoff: HandoffEntry) -> None:
         if handoff.state is _W.DONE and handoff.outstanding == 0:
             self._release_sources(handoff)
             self._answer_revoke(handoff)
             del self._handoffs[handoff.number]
-            if handoff.adrift:
-                self._adrift_untold[handoff.number] = handoff.epoch
+            if handoff.in_doubt:
+                self._in_doubt[handoff.number] = handoff.epoch
 
-    def _report(self, handoff: _Handoff, end: HandoffEnd) -> None:
+    def _report(self, handoff: HandoffEntry, end: HandoffEnd) -> None:
         if not handoff.reported:
             handoff.reported = True
             self._out.append(ReportEnd(number=handoff.number, end=end))
 
-    def _answer_revoke(self, handoff: _Handoff) -> None:
+    def _answer_revoke(self, handoff: HandoffEntry) -> None:
         if handoff.revoke_waits:
             handoff.revoke_waits = False
-            self._out.append(AnswerRevoke(number=handoff.number, adrift=handoff.adrift))
+            self._out.append(AnswerRevoke(number=handoff.number, in_doubt=handoff.in_doubt))
 
-    def _send_let_go(self, handoff: _Handoff) -> None:
-        self._out.append(SendLetGo(number=handoff.number, lowest_live=self.lowest_live, adrift=handoff.adrift))
+    def _send_release(self, handoff: HandoffEntry) -> None:
+        self._out.append(SendRelease(number=handoff.number, lowest_live=self.lowest_live, in_doubt=handoff.in_doubt))
 
     # Events.
 
@@ -258,15 +467,15 @@ class WriterGrants:
         assert self.can_ask, "the caller checks can_ask"
         number = self._next
         self._next = ReserveNumber(number + 1)
-        self._handoffs[number] = _Handoff(number=number, key=event.key)
+        self._handoffs[number] = HandoffEntry(number=number, key=event.key)
         self._out.append(SendReserve(number=number, lowest_live=self.lowest_live, key=event.key))
 
     def _granted(self, event: ReserveGranted) -> None:
-        # A later epoch: the receiver has fenced the earlier ones.
-        self._adrift_untold = {n: e for n, e in self._adrift_untold.items() if e >= event.epoch}
+        # A later epoch means that the receiver has fenced the earlier ones.
+        self._in_doubt = {n: e for n, e in self._in_doubt.items() if e >= event.epoch}
         handoff = self._handoffs.get(event.number)
         if handoff is None or handoff.state is not _W.ASKING:
-            return  # an answer that was overtaken: the let-go under way or answered covers it
+            return  # the answer came too late: the Release under way or answered covers it
         handoff.grant, handoff.epoch, handoff.sources_held = event.grant, event.epoch, True
         self._step(handoff, WriterStep.GRANTED, _W.WRITING)
         self._out.append(StartWriting(number=event.number, grant=event.grant, epoch=event.epoch))
@@ -281,7 +490,7 @@ class WriterGrants:
         handoff = self._handoffs.get(event.number)
         if handoff is not None and handoff.state is _W.ASKING:
             self._report(handoff, HandoffEnd.UNANSWERED)
-            self._step(handoff, WriterStep.UNANSWERED, _W.LETTING_GO)
+            self._step(handoff, WriterStep.UNANSWERED, _W.RELEASING)
 
     def _posted(self, event: WritesPosted) -> None:
         handoff = self._handoffs[event.number]
@@ -290,10 +499,10 @@ class WriterGrants:
         handoff.bytes_written += event.bytes_written
         handoff.outstanding += event.writes
 
-    def _adrift(self, event: WritesAdrift) -> None:
+    def _writes_in_doubt(self, event: WritesInDoubt) -> None:
         handoff = self._handoffs[event.number]
         assert handoff.outstanding, (event, handoff)
-        handoff.adrift = True
+        handoff.in_doubt = True
 
     def _completed(self, event: WritesCompleted) -> None:
         handoff = self._handoffs[event.number]
@@ -320,7 +529,7 @@ class WriterGrants:
         )
         self._send_commit(handoff)
 
-    def _send_commit(self, handoff: _Handoff) -> None:
+    def _send_commit(self, handoff: HandoffEntry) -> None:
         self._out.append(
             SendCommit(
                 number=handoff.number,
@@ -350,31 +559,31 @@ class WriterGrants:
         if handoff is None or handoff.state not in (_W.ASKING, _W.WRITING, _W.COMMITTING):
             return
         self._report(handoff, end)
-        to = _W.LETTING_GO if handoff.state is _W.ASKING else _W.DRAINING
+        to = _W.RELEASING if handoff.state is _W.ASKING else _W.DRAINING
         self._step(handoff, WriterStep.GIVE_UP, to)
 
     def _revoke_asked(self, event: RevokeAsked) -> None:
         assert event.number < self._next, (event, self._next)
         handoff = self._handoffs.get(event.number)
         if handoff is None:
-            self._out.append(AnswerRevoke(number=event.number, adrift=self.is_adrift(event.number)))
+            self._out.append(AnswerRevoke(number=event.number, in_doubt=self.is_in_doubt(event.number)))
             return
-        if handoff.state is _W.LETTING_GO:
-            self._out.append(AnswerRevoke(number=event.number, adrift=handoff.adrift))
+        if handoff.state is _W.RELEASING:
+            self._out.append(AnswerRevoke(number=event.number, in_doubt=handoff.in_doubt))
             return
         handoff.revoke_waits = True
         self._give_up(event.number, HandoffEnd.REVOKED)
 
-    def _let_go_answered(self, event: LetGoAnswered) -> None:
+    def _release_answered(self, event: ReleaseAnswered) -> None:
         handoff = self._handoffs.get(event.number)
-        if handoff is not None and handoff.state is _W.LETTING_GO:
-            handoff.adrift = False  # the receiver has fenced the pair
-            self._step(handoff, WriterStep.LET_GO_ANSWERED, _W.DONE)
+        if handoff is not None and handoff.state is _W.RELEASING:
+            handoff.in_doubt = False  # the receiver has fenced the pair
+            self._step(handoff, WriterStep.RELEASE_ANSWERED, _W.DONE)
 
-    def _let_go_unanswered(self, event: LetGoUnanswered) -> None:
+    def _release_unanswered(self, event: ReleaseUnanswered) -> None:
         handoff = self._handoffs.get(event.number)
-        if handoff is not None and handoff.state is _W.LETTING_GO:
-            self._send_let_go(handoff)
+        if handoff is not None and handoff.state is _W.RELEASING:
+            self._send_release(handoff)
 
     def _link_lost(self, event: LinkLost) -> None:
         for handoff in list(self._handoffs.values()):

@@ -5,43 +5,53 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from dataclasses import dataclass
 
-from batonpb import transfer_pb2
+from batonpb import transfer_pb2, transfer_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.ids import Epoch, Pair
 from baton.log import get_log
+from baton.rpc_client import rpc_errors
 from kvtransfer.negotiation import Offers, PassedOver
-from kvtransfer.pair_speed import Moved, PairSpeed
+from kvtransfer.status import Moved, PairSpeed
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
-from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
 
 log = get_log("writer")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress:
+    """A receiver process, from the directory."""
+
+    name: str
+    endpoint: str
+    pair: Pair
+
+
 class DataDoesNotPass(BatonError):
-    """The receiver was reached in words, and what was sent to it as data did not arrive: trying again is of no use."""
+    """The receiver answers calls, but data sent to it does not arrive: trying again does not help."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.PEER_UNREACHABLE, message)
 
 
-class LinkMaker(Protocol):
-    """Opens a data connection of the transport that the endpoint names. Raises BatonError, DataDoesNotPass."""
-
-    def __call__(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> Awaitable[WriterLink]: ...
+LinkMaker = Callable[[DataEndpoint, Pair, WriterEvents], Awaitable[WriterLink]]
+"""Opens a data connection of the transport that the endpoint names. Raises BatonError, DataDoesNotPass."""
 
 
 class PairLink:
-    """At most one connection at a time, tried by one task however many wait for it. Control thread only, but `posting`
-    and `not_posted`."""
+    """At most one connection at a time, opened by one task however many callers wait for it.
+
+    Control thread only, except `posting` and `not_posted`, which the engine thread calls.
+    """
 
     def __init__(
         self,
         *,
         address: PeerAddress,
-        calls: ReceiverCalls,
+        stub: transfer_pb2_grpc.TransferStub,
+        call_ms_max: int,
         request: transfer_pb2.ConnectRequest,
         make_link: LinkMaker,
         offers: Offers,
@@ -55,7 +65,7 @@ class PairLink:
         self.offers = offers
         self.now: WriterLink | None = None
         self.transport: TransportName | None = None
-        """Of the connection that is, or was last; so is `epoch`."""
+        """Of the current or the last connection; so is `epoch`."""
         self.epoch = Epoch(0)
         self.num_blocks = 0
         """Of the receiver's region."""
@@ -64,7 +74,8 @@ class PairLink:
         self.passed_over: tuple[PassedOver, ...] = ()
         """Better transports than the connection's, when it was made; not those that this side has given up."""
         self._address = address
-        self._calls = calls
+        self._stub = stub
+        self._call_s_max = call_ms_max / 1000
         self._request = request
         self._make_link = make_link
         self._events = events
@@ -90,7 +101,7 @@ class PairLink:
             self._connecting = self._loop.create_task(self._connect())
             self._connecting.add_done_callback(self._connect_over)
         connecting = self._connecting
-        await asyncio.wait([connecting])  # whoever waits may be cancelled without ending the others' try
+        await asyncio.wait([connecting])  # a cancelled caller must not end the others' try
         if not connecting.cancelled():
             connecting.result()
 
@@ -100,7 +111,7 @@ class PairLink:
             self._speed.posted(nbytes, self._loop.time())
 
     def not_posted(self, nbytes: int) -> None:
-        """It could not be. On the engine thread."""
+        """Posting it failed. On the engine thread."""
         with self._speed_lock:
             self._speed.completed(nbytes, self._loop.time(), copied=False)
 
@@ -120,7 +131,7 @@ class PairLink:
             return self._speed.in_all(now_s), self._speed.recent(now_s)
 
     def lost(self, reason: str) -> Epoch | None:
-        """The connection has ended by itself: its epoch. None: it was not in use any more."""
+        """The connection has ended by itself: its epoch. None: it was no longer in use."""
         link, self.now = self.now, None
         if link is None:
             return None
@@ -147,10 +158,10 @@ class PairLink:
     def _connect_over(self, task: asyncio.Task[None]) -> None:
         self._connecting = None
         if not task.cancelled():
-            task.exception()  # taken here too: those who waited may have gone away
+            task.exception()  # retrieved here too: those who waited may have gone away
 
     async def _connect(self) -> None:
-        """Where a transport's data does not pass the next best one is tried at once. Raises BatonError."""
+        """Where a transport's data does not pass, the next best one is tried at once. Raises BatonError."""
         while True:
             try:
                 await self._connect_once()
@@ -173,7 +184,8 @@ class PairLink:
         del self._request.transports[:]
         self._request.transports.extend(self.offers.names)
         try:
-            reply = await self._calls.connect(self._request)
+            with rpc_errors(self._address.endpoint):
+                reply: transfer_pb2.ConnectReply = await self._stub.Connect(self._request, timeout=self._call_s_max)
         except BatonError as error:
             if error.reason is Reason.INCARNATION_MISMATCH:
                 self._replaced()
@@ -199,7 +211,7 @@ class PairLink:
         log.info("data link", peer=self._address.name, transport=reply.transport, epoch=reply.epoch)
 
     def _note_passed_over(self, reply: transfer_pb2.ConnectReply) -> None:
-        """A fall back is told once, and again when it, or its reason, is another one."""
+        """Log a fall back once, and again when it, or its reason, changes."""
         before, given_up = self.passed_over, {transport.value for transport in self.offers.given_up}
         self.passed_over = tuple(
             PassedOver(transport=better.transport, why=better.why)
@@ -207,8 +219,8 @@ class PairLink:
             if better.transport not in given_up
         )
         if self.passed_over and self.passed_over != before:
-            tell = log.info if all(better.expected for better in self.passed_over) else log.warning
-            tell(
+            write = log.info if all(better.expected for better in self.passed_over) else log.warning
+            write(
                 "a better transport is not used",
                 peer=self._address.name,
                 transport=reply.transport,

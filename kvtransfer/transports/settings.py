@@ -1,0 +1,128 @@
+"""The settings of the transports: one name each, for the writer and the receiver, on every kind of node.
+
+Everything else that bounds a transport is fixed: `limits.py` has what ports and links share, and each transport keeps
+its own constants beside their use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.errors import InvalidField, check_positive
+from kvtransfer.transports import tcp_wire
+from kvtransfer.transports.rdma import QPS_MAX
+
+UNANSWERED_MS_MAX: Final = 30_000
+"""How long a packet may go without an acknowledgement before its queue pair fails, whatever is configured."""
+_ACK_TIMEOUT_UNIT_MS: Final = 4.096e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmConfig:
+    copy_threads: int = field(
+        default=1,
+        metadata={
+            "help": "threads of the process that copy at the same time, over all its links",
+            "when": "One thread does not fill the memory bandwidth. Count these threads with engine.compute_threads.",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "copy_threads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpConfig:
+    streams: int = field(
+        default=2,
+        metadata={
+            "help": "tcp connections to each receiver, with one sending thread each",
+            "when": "One connection does not fill the network. More streams cost a thread each on both sides.",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "streams")
+        if self.streams > tcp_wire.STREAMS_MAX:
+            raise InvalidField("streams", f"must not exceed {tcp_wire.STREAMS_MAX}, not {self.streams}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaConfig:
+    """The device and its queue pairs. The codes are those of the InfiniBand specification (IBTA vol. 1)."""
+
+    device: str = field(
+        default="",
+        metadata={
+            "help": "RDMA device to use, such as mlx5_0 or mlx5_0:1; empty: the first that works",
+            "when": "The machine has several devices, and one of them is in the network of the other nodes.",
+        },
+    )
+    qps: int = field(
+        default=2,
+        metadata={
+            "help": "queue pairs of each link",
+            "when": "A device needs several queue pairs to reach its full rate.",
+        },
+    )
+    traffic_class: int = field(
+        default=0,
+        metadata={
+            "help": "traffic class of the packets (DSCP and ECN bits), 0 to 255",
+            "when": "The switches of a RoCE network select lossless queues by DSCP.",
+        },
+    )
+    ack_timeout_code: int = field(
+        default=14,
+        metadata={
+            "help": "a packet waits 4.096 us times 2 to this power for its acknowledgement, 1 to 31",
+            "when": "Links fail under congestion (raise it), or a dead peer is noticed too late (lower it).",
+        },
+    )
+    retries_max: int = field(
+        default=7,
+        metadata={
+            "help": "how often a packet that is not acknowledged is sent again, 1 to 7",
+            "when": "As ack_timeout_code: both together decide when a link fails.",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        # Code 0 would be no timeout at all.
+        for name, least, most in (
+            ("qps", 1, QPS_MAX),
+            ("ack_timeout_code", 1, 31),
+            ("retries_max", 1, 7),
+            ("traffic_class", 0, 255),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise InvalidField(name, f"must be from {least} to {most}, not {value}")
+        if self.unanswered_ms > UNANSWERED_MS_MAX:
+            raise InvalidField(
+                "ack_timeout_code",
+                f"is {self.ack_timeout_code}, with retries_max {self.retries_max}: a write that nobody acknowledges "
+                f"would fail after {self.unanswered_ms:,.0f} ms; at most {UNANSWERED_MS_MAX:,} are allowed",
+            )
+
+    @property
+    def unanswered_ms(self) -> float:
+        """How long a packet goes unacknowledged before its queue pair fails; a device may take 4 times as long."""
+        return _ACK_TIMEOUT_UNIT_MS * (1 << self.ack_timeout_code) * (self.retries_max + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UcxConfig:
+    tls: str = field(
+        default="all",
+        metadata={
+            "help": "UCX transport to use: all, or one by name (tcp, rc, ...); UCX_TLS wins where it is set",
+            "when": "UCX picks a transport that does not work between the nodes, or one that is slower than another.",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        # NIXL takes its settings as one string with commas between them.
+        if not self.tls or not self.tls.replace("_", "").isalnum():
+            raise InvalidField("tls", f"must be one name of a UCX transport, got {self.tls!r}; for several set UCX_TLS")
