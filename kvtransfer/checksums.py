@@ -25,13 +25,13 @@ from batonpb import transfer_pb2
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, GrantId
 from baton.log import get_log
+from baton.tasks import call_loop
 from cachestore.layout import Layout
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.plan import Int64Array
 from kvtransfer.protocol.receiver import RecordsChecked, ReportCorrupt
 from kvtransfer.status import WriterPlace
 from kvtransfer.transport import WriteOps
-from kvtransfer.transports.loop_calls import call_loop
 
 log = get_log("receiver")
 

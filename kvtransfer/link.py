@@ -13,7 +13,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import Epoch, Pair
 from baton.log import get_log
 from baton.rpc_client import rpc_errors
-from kvtransfer.negotiation import Offers, PassedOver
+from kvtransfer.negotiation import Offers, RejectedTransport
 from kvtransfer.status import Moved, PairSpeed
 from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
 
@@ -71,7 +71,7 @@ class PairLink:
         """Of the receiver's region."""
         self.failures = 0
         """Connections that broke or could not be made."""
-        self.passed_over: tuple[PassedOver, ...] = ()
+        self.rejected_transports: tuple[RejectedTransport, ...] = ()
         """Better transports than the connection's, when it was made; not those that this side has given up."""
         self._address = address
         self._stub = stub
@@ -207,24 +207,24 @@ class PairLink:
                 self._speed.restart(self._loop.time())
         self.transport, self.epoch = endpoint.transport, endpoint.epoch
         self._landed = self._lost_writes = False
-        self._note_passed_over(reply)
+        self._note_rejected(reply)
         log.info("data link", peer=self._address.name, transport=reply.transport, epoch=reply.epoch)
 
-    def _note_passed_over(self, reply: transfer_pb2.ConnectReply) -> None:
+    def _note_rejected(self, reply: transfer_pb2.ConnectReply) -> None:
         """Log a fall back once, and again when it, or its reason, changes."""
-        before, given_up = self.passed_over, {transport.value for transport in self.offers.given_up}
-        self.passed_over = tuple(
-            PassedOver(transport=better.transport, why=better.why)
-            for better in reply.passed_over
+        before, given_up = self.rejected_transports, {transport.value for transport in self.offers.given_up}
+        self.rejected_transports = tuple(
+            RejectedTransport(transport=better.transport, why=better.why)
+            for better in reply.rejected_transports
             if better.transport not in given_up
         )
-        if self.passed_over and self.passed_over != before:
-            write = log.info if all(better.expected for better in self.passed_over) else log.warning
+        if self.rejected_transports and self.rejected_transports != before:
+            write = log.info if all(better.expected for better in self.rejected_transports) else log.warning
             write(
                 "a better transport is not used",
                 peer=self._address.name,
                 transport=reply.transport,
-                instead_of="; ".join(map(str, self.passed_over)),
+                instead_of="; ".join(map(str, self.rejected_transports)),
             )
 
     def _count_failure(self, transport: TransportName, reason: str, *, worked: bool = True) -> None:

@@ -65,8 +65,7 @@ from kvtransfer.protocol.writer import (
     WritesPosted,
 )
 from kvtransfer.status import HandoffObserver, Moved
-from kvtransfer.transport import Seal, WriterLink
-from kvtransfer.transports.posted_writes import check_granted
+from kvtransfer.transport import Seal, WriterLink, check_granted
 
 log = get_log("writer")
 
@@ -345,7 +344,10 @@ class WriterPeer:
             link_open=link.now is not None,
             moved=_moved(in_all),
             moved_recently=_moved(recent),
-            passed_over=[common_pb2.PassedOver(transport=other.transport, why=other.why) for other in link.passed_over],
+            rejected_transports=[
+                common_pb2.RejectedTransport(transport=other.transport, why=other.why)
+                for other in link.rejected_transports
+            ],
         )
 
     async def reserve(

@@ -34,9 +34,8 @@ from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.receiver import Receiver
 from kvtransfer.writer import WriterPeer
 from mixed_node.node import MixedNode
-from prefill_node.node import PrefillNode
-from prefill_node.peers import Peers
-from prefill_node.posting import StepSink
+from node.peers import Peers
+from prefill_node.node import PrefillNode, StepSink
 from prefill_node.service import PrefillService
 from router.node import RouterNode
 from router.subscriptions import DecodeSubscription

@@ -12,7 +12,7 @@ from baton.ids import BlockId, ReserveNumber
 from cachestore.layout import kv_layout
 from kvtransfer.protocol.writer import WriterEvent, WritesPosted
 from kvtransfer.status import HandoffObserver
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transport import WriteOutOfBounds
 from kvtransfer.writer import StepWrites, WriterPeer
 
 

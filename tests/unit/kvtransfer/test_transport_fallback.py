@@ -14,7 +14,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
 from cachestore.layout import kv_layout
 from kvtransfer.link import DataDoesNotPass, PairLink, PeerAddress
-from kvtransfer.negotiation import ANOTHER_MACHINE, COOLDOWN_MS_MIN, FallbackConfig, Offers, PassedOver
+from kvtransfer.negotiation import ANOTHER_MACHINE, COOLDOWN_MS_MIN, FallbackConfig, Offers, RejectedTransport
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
 from kvtransfer.writer import WriterConfig, WriterPeer
@@ -37,13 +37,15 @@ class FakeChannel:
         self.answers.set()
 
     def unary_stream(self, path: str, **_: Any) -> None:
-        """Attend is not made by a `WriterPeer` itself."""
+        """Liveness is not made by a `WriterPeer` itself."""
 
     def unary_unary(self, path: str, **_: Any) -> Callable[..., Awaitable[Any]]:
         async def connect(request: transfer_pb2.ConnectRequest, **_: Any) -> transfer_pb2.ConnectReply:
             self.offered.append(list(request.transports))
-            better = [common_pb2.PassedOver(transport=name, why=why) for name, why in self.better.items()]
-            return transfer_pb2.ConnectReply(transport=request.transports[0], epoch=0, num_blocks=4, passed_over=better)
+            better = [common_pb2.RejectedTransport(transport=name, why=why) for name, why in self.better.items()]
+            return transfer_pb2.ConnectReply(
+                transport=request.transports[0], epoch=0, num_blocks=4, rejected_transports=better
+            )
 
         async def reserve(request: transfer_pb2.ReserveRequest, **_: Any) -> transfer_pb2.ReserveReply:
             await self.answers.wait()
@@ -190,7 +192,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
     async def test() -> None:
         peer, channel = make_peer(make_link, (TCP,))
         told: list[tuple[str, str]] = []
-        seen: list[tuple[PassedOver, ...]] = []
+        seen: list[tuple[RejectedTransport, ...]] = []
         for better in (
             {"shm": ANOTHER_MACHINE},
             {"shm": ANOTHER_MACHINE, "rdma": "its device there is lost"},
@@ -206,7 +208,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
                 for record in caplog.records
                 if record.getMessage() == "a better transport is not used"
             ]
-            seen.append(peer.link.passed_over)
+            seen.append(peer.link.rejected_transports)
             peer.link_lost(PAIR, "broken")
         machine = "shm (another machine)"
         assert told == [
@@ -214,10 +216,10 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
             ("WARNING", f"{machine}; rdma (its device there is lost)"),
             ("INFO", machine),
         ]
-        assert [len(passed_over) for passed_over in seen] == [1, 2, 2, 0, 1]
+        assert [len(rejected_transports) for rejected_transports in seen] == [1, 2, 2, 0, 1]
         status = peer.status()
         assert (status.transport, status.link_open) == ("tcp", False)
-        assert [(other.transport, other.why) for other in status.passed_over] == [("shm", ANOTHER_MACHINE)]
+        assert [(other.transport, other.why) for other in status.rejected_transports] == [("shm", ANOTHER_MACHINE)]
 
         peer.link.offers = Offers((SHM, TCP), FallbackConfig())
         for _ in range(2):
@@ -225,7 +227,11 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
         channel.better = {"shm": "not offered here"}
         assert await ask(peer) is Reason.DECODE_FULL
         status = peer.status()
-        assert (status.link_open, list(status.passed_over), list(status.transports_given_up)) == (True, [], ["shm"])
+        assert (status.link_open, list(status.rejected_transports), list(status.transports_given_up)) == (
+            True,
+            [],
+            ["shm"],
+        )
         await peer.close()
 
     with caplog.at_level(logging.INFO):

@@ -16,10 +16,10 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
-from kvtransfer.attendance import WriterAttendance
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.link import DataDoesNotPass, PeerAddress
+from kvtransfer.liveness_stream import LivenessStream
 from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.status import HandoffObserver
@@ -34,10 +34,9 @@ from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import usable
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 from kvtransfer.writer import WriterPeer
-from node.engine_report import add_fact
-from node.pool import DevicePool
+from node.config import WriterNodeConfig
+from node.pool import DevicePool, add_fact
 from node.regions import checksum_thread, offered, rdma_region
-from prefill_node.config import PrefillConfig
 
 log = get_log("prefill")
 
@@ -54,7 +53,7 @@ class Peers:
         self,
         *,
         runtime: NodeRuntime,
-        config: PrefillConfig,
+        config: WriterNodeConfig,
         pool: DevicePool,
         observer: HandoffObserver | None = None,
         lent: LentRegistration | None = None,
@@ -81,7 +80,7 @@ class Peers:
         """Offered to decode nodes, best first."""
         check_some_work(self.transports)  # none: nothing has been registered either
         self._peers: dict[Incarnation, WriterPeer] = {}
-        self._attendances: dict[Incarnation, WriterAttendance] = {}
+        self._liveness: dict[Incarnation, LivenessStream] = {}
         self._closing_peers: set[Incarnation] = set()
         self._machines: OrderedDict[Incarnation, WriterMachine] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
@@ -99,7 +98,7 @@ class Peers:
             raise BatonError(
                 Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
             )
-        if peer is not None and self._attendances[record.incarnation].out_of_reach:
+        if peer is not None and self._liveness[record.incarnation].out_of_reach:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
         if peer is None:
             pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
@@ -126,16 +125,16 @@ class Peers:
                 observer=self._observer,
             )
             self._peers[record.incarnation] = peer
-            self._attendances[record.incarnation] = self._attend(peer)
+            self._liveness[record.incarnation] = self._watch(peer)
         return peer
 
-    def _attend(self, peer: WriterPeer) -> WriterAttendance:
+    def _watch(self, peer: WriterPeer) -> LivenessStream:
         address = peer.address
-        return WriterAttendance(
+        return LivenessStream(
             name=address.name,
             endpoint=address.endpoint,
             stub=transfer_pb2_grpc.TransferStub(self._runtime.channels.get(address.endpoint)),
-            request=transfer_pb2.AttendRequest(
+            request=transfer_pb2.LivenessRequest(
                 header={"sender": address.pair.writer, "receiver": address.pair.receiver}
             ),
             lost=peer.receiver_lost,
@@ -167,11 +166,11 @@ class Peers:
         )
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
-        """Tell of each pair, and of the transports given up and passed over."""
+        """Add each pair, and how many transports are given up or rejected."""
         message.pairs.extend(peer.status() for peer in self._peers.values())
         message.counters.add(name="transports given up", value=self.transports_given_up)
-        passed_over = sum(bool(peer.link.passed_over) for peer in self._peers.values())
-        message.counters.add(name="pairs that do not use a better transport", value=passed_over)
+        rejecting = sum(bool(peer.link.rejected_transports) for peer in self._peers.values())
+        message.counters.add(name="pairs that do not use a better transport", value=rejecting)
         if self._rdma is not None:
             add_fact(message, TransportName.RDMA.value, self._rdma.describe())
         in_doubt = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
@@ -186,16 +185,16 @@ class Peers:
     @property
     def out_of_reach(self) -> int:
         """Receivers that live as far as is known, and where nothing is placed until they are reached again."""
-        return sum(not peer.gone and self._attendances[i].out_of_reach for i, peer in self._peers.items())
+        return sum(not peer.gone and self._liveness[i].out_of_reach for i, peer in self._peers.items())
 
     def add_load(self, load: NodeLoad) -> NodeLoad:
-        """What the directory is told, and the router's metrics with it."""
+        """What the directory reports, and the router's metrics with it."""
         return dataclasses.replace(load, transports_given_up=self.transports_given_up)
 
     def follow_directory(self) -> None:
         """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
 
-        Being wrong costs the handoffs under way there and nothing else: whoever asks for them is told they are over.
+        Being wrong costs the handoffs under way there and nothing else: whoever asks for them learns of their end.
         """
         if self._runtime.membership.stale:
             return
@@ -218,7 +217,7 @@ class Peers:
     async def _close_peer(self, incarnation: Incarnation, peer: WriterPeer) -> None:
         """Whatever the closing raises, which is logged, the next writer to that process goes on with its numbering."""
         try:
-            await self._attendances.pop(incarnation).close()
+            await self._liveness.pop(incarnation).close()
             await peer.close()
         finally:
             del self._peers[incarnation]
@@ -232,7 +231,7 @@ class Peers:
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
-        await asyncio.gather(*(attendance.close() for attendance in self._attendances.values()))
+        await asyncio.gather(*(stream.close() for stream in self._liveness.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), self._closing.drain())
         if self._poster is not None:
             self._poster.close()

@@ -15,8 +15,9 @@ from cachestore.host_blocks import HostBlockId, HostBlocks
 from cachestore.layout import Layout, kv_layout
 from cachestore.ledger import ConservationError
 from engine.build import EngineConfig, EngineKind
-from node.host_tier import BlockCopy, BlockPlaces, RegionCopier, SpillConfig, ThreadCopier
+from node.copiers import BlockCopy, BlockPlaces, RegionCopier, ThreadCopier
 from node.pool import open_device_pool
+from node.spill import SpillConfig
 from tests.support.spill_bench import Bytes
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype="uint8", dtype_bytes=1)

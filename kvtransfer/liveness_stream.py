@@ -1,7 +1,7 @@
-"""Each end of a pair watches the other by one long call, from writer to receiver, open while both live and connect.
+"""The liveness stream of a pair: one long call from writer to receiver, open while both live and reach each other.
 
-Whoever is believed lost here may come back: nothing is freed by it. The receiver starts a fence, which ends with its
-own evidence; the writer gives handoffs up, which drain as ever.
+Each end watches the other by it. A peer that is believed lost may come back, so nothing is freed: the receiver starts a
+fence, which ends with its own evidence; the writer gives its handoffs up, which drain as usual.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from baton.liveness import LivenessConfig, Reach
 from baton.log import get_log
 from baton.rpc_client import rpc_errors
 
-log = get_log("attendance")
+log = get_log("liveness")
 
 
-class ReceiverAttendance:
-    """The receiver's end: which writers have their call open. Lives on one event loop.
+class LivenessStreams:
+    """The receiver's end: which writers have their stream open. Lives on one event loop.
 
-    `lost` is called for a pair whose call has ended and was not made again within `reconnect_ms_max`.
+    `lost` is called for a pair whose stream has ended and was not opened again within `reconnect_ms_max`.
     """
 
     def __init__(self, *, lost: Callable[[Pair], None], liveness: LivenessConfig) -> None:
@@ -34,14 +34,14 @@ class ReceiverAttendance:
         self._timers: dict[Pair, asyncio.TimerHandle] = {}
         self._closing = asyncio.Event()
 
-    async def attend(self, pair: Pair) -> AsyncGenerator[transfer_pb2.AttendReply, None]:
-        """The handler of one call. Ends with `close`, or by being cancelled when the connection does."""
+    async def serve(self, pair: Pair) -> AsyncGenerator[transfer_pb2.LivenessReply, None]:
+        """The handler of one stream. Ends with `close`, or by being cancelled when the connection does."""
         self._calls[pair] = self._calls.get(pair, 0) + 1
         timer = self._timers.pop(pair, None)
         if timer is not None:
             timer.cancel()
         try:
-            yield transfer_pb2.AttendReply()
+            yield transfer_pb2.LivenessReply()
             await self._closing.wait()
         finally:
             self._calls[pair] -= 1
@@ -52,7 +52,7 @@ class ReceiverAttendance:
                     self._timers[pair] = loop.call_later(self._wait_s, self._overdue, pair)
 
     def close(self) -> None:
-        """End all calls: this node is stopping. Idempotent."""
+        """End all streams: this node is stopping. Idempotent."""
         self._closing.set()
         for timer in self._timers.values():
             timer.cancel()
@@ -63,7 +63,7 @@ class ReceiverAttendance:
         self._lost(pair)
 
 
-class WriterAttendance:
+class LivenessStream:
     """The writer's end, for one receiver process: made on a running loop, ended by `close`.
 
     `lost` is called each time the receiver is believed lost, `gone` when another process is at its address.
@@ -75,7 +75,7 @@ class WriterAttendance:
         name: str,
         endpoint: str,
         stub: transfer_pb2_grpc.TransferStub,
-        request: transfer_pb2.AttendRequest,
+        request: transfer_pb2.LivenessRequest,
         lost: Callable[[], None],
         gone: Callable[[], None],
         liveness: LivenessConfig,
@@ -92,7 +92,7 @@ class WriterAttendance:
         self._clock = clock
         self._pause_s = liveness.reconnect_ms_max / 1000
         self._stays_s = liveness.barren_ms_max / 1000
-        self._task = asyncio.create_task(self._run(), name=f"attend-{name}")
+        self._task = asyncio.create_task(self._run(), name=f"liveness-{name}")
 
     async def close(self) -> None:
         self._task.cancel()
@@ -125,7 +125,7 @@ class WriterAttendance:
         staying: asyncio.TimerHandle | None = None
         try:
             with rpc_errors(self._name):
-                call = self._stub.Attend(self._request)
+                call = self._stub.Liveness(self._request)
                 await self._reach.connected(call)
                 if self._reach.doubted:
                     staying = asyncio.get_running_loop().call_later(self._stays_s, self._stayed)

@@ -1,11 +1,11 @@
-"""prefill_node.asking: what is told where several decode nodes have refused a request."""
+"""prefill_node.decode_nodes: what is told where several decode nodes have refused a request."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton.errors import BatonError, Reason
-from prefill_node.asking import most_hopeful
+from prefill_node.decode_nodes import most_hopeful
 
 
 def refusal(reason: Reason, retry_after_ms: int | None = None) -> BatonError:

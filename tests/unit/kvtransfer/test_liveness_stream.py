@@ -13,7 +13,7 @@ from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
-from kvtransfer.attendance import WriterAttendance
+from kvtransfer.liveness_stream import LivenessStream
 from tests.support.cluster_harness import wait_for
 from tests.support.still_clock import StillClock
 
@@ -40,7 +40,7 @@ class Receiver:
         self.ends = asyncio.Event()
         self.calls = 0
 
-    def Attend(self, _request: transfer_pb2.AttendRequest) -> Any:
+    def Liveness(self, _request: transfer_pb2.LivenessRequest) -> Any:
         self.calls += 1
         bug, self.bug = self.bug, None
         if bug is not None:
@@ -56,8 +56,8 @@ class Call:
         if not self._receiver.reached:
             raise BatonError(Reason.PEER_UNREACHABLE, "Nobody is there.")
 
-    async def __aiter__(self) -> AsyncIterator[transfer_pb2.AttendReply]:
-        yield transfer_pb2.AttendReply()
+    async def __aiter__(self) -> AsyncIterator[transfer_pb2.LivenessReply]:
+        yield transfer_pb2.LivenessReply()
         if self._receiver.failing:
             raise BatonError(Reason.INTERNAL, "A bug in the decode node.")
         await self._receiver.ends.wait()
@@ -68,11 +68,11 @@ class Scene:
     def __init__(self, endpoint: str) -> None:
         self.receiver, self.clock, self.lost = Receiver(), YieldingClock(), 0
         self.fails = False
-        self.attendance = WriterAttendance(
+        self.stream = LivenessStream(
             name="decode-0",
             endpoint=endpoint,
             stub=self.receiver,  # type: ignore[arg-type]
-            request=transfer_pb2.AttendRequest(),
+            request=transfer_pb2.LivenessRequest(),
             lost=self._lost,
             gone=lambda: None,
             liveness=LIVENESS,
@@ -95,7 +95,7 @@ def play(scene: Callable[[Scene], Any]) -> None:
                 try:
                     await scene(one)
                 finally:
-                    await one.attendance.close()
+                    await one.stream.close()
 
     asyncio.run(limited())
 
@@ -116,9 +116,9 @@ def test_a_receiver_that_answers_once_and_fails_is_left_alone_for_longer_and_lon
         await until(lambda: len(one.clock.slept) >= 12)
         assert one.clock.slept[:5] == [0.05, 0.05, 0.1, 0.2, 0.4]
         assert one.clock.slept[5:12] == [1, 2, 4, 5, 5, 5, 5]
-        assert (one.lost, one.attendance.out_of_reach) == (1, True)
+        assert (one.lost, one.stream.out_of_reach) == (1, True)
         one.receiver.failing = False
-        await until(lambda: not one.attendance.out_of_reach)
+        await until(lambda: not one.stream.out_of_reach)
         calls, pauses = one.receiver.calls, len(one.clock.slept)
         one.receiver.ends.set()
         await until(lambda: one.receiver.calls > calls)
@@ -132,11 +132,11 @@ def test_a_receiver_that_was_away_is_trusted_at_once() -> None:
 
     async def scene(one: Scene) -> None:
         one.receiver.reached = False
-        await until(lambda: one.attendance.out_of_reach)
+        await until(lambda: one.stream.out_of_reach)
         assert (one.lost, max(one.clock.slept) <= 0.7) == (1, True)
         calls = one.receiver.calls
         one.receiver.reached = True
-        await until(lambda: not one.attendance.out_of_reach)
+        await until(lambda: not one.stream.out_of_reach)
         assert one.receiver.calls == calls + 1
 
     play(scene)
@@ -151,10 +151,10 @@ def test_a_bug_while_watching_is_logged_and_the_watch_goes_on(caplog: pytest.Log
         one.receiver.bug = ValueError("no such field")
         one.receiver.ends.set()
         await until(lambda: one.lost == 1)
-        await until(lambda: not one.attendance.out_of_reach)
+        await until(lambda: not one.stream.out_of_reach)
         assert (one.lost, one.receiver.calls) == (1, 3)
 
-    with caplog.at_level(logging.INFO, logger="baton.attendance"):
+    with caplog.at_level(logging.INFO, logger="baton.liveness"):
         play(scene)
     assert [record.getMessage() for record in caplog.records] == [
         "watching a receiver failed", "receiver lost", "receiver reached again",
@@ -170,9 +170,9 @@ def test_a_handler_of_a_loss_that_fails_is_logged_and_the_watch_goes_on(caplog: 
         one.fails = True
         one.receiver.reached = False
         one.receiver.ends.set()
-        await until(lambda: one.attendance.out_of_reach)
+        await until(lambda: one.stream.out_of_reach)
         one.receiver.reached = True
-        await until(lambda: not one.attendance.out_of_reach)
+        await until(lambda: not one.stream.out_of_reach)
 
     play(scene)
     raised = [record.exc_info[1] for record in caplog.records if record.name == "asyncio" and record.exc_info]

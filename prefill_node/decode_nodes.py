@@ -17,9 +17,15 @@ from baton.wire import ModelInfo, NodeRecord
 from cachestore.block_manager import BlockManager
 from kvtransfer.negotiation import differences
 from kvtransfer.writer import Handoff, WriterPeer
-from prefill_node.affinity import DecodeAffinity
 from prefill_node.job import Job
-from prefill_node.placement import NOBODY_TO_ASK, blocks_needed, may_hold, order_decode_nodes, ready_nodes
+from prefill_node.placement import (
+    NOBODY_TO_ASK,
+    DecodeAffinity,
+    blocks_needed,
+    may_hold,
+    order_decode_nodes,
+    ready_nodes,
+)
 
 log = get_log("prefill")
 

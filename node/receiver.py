@@ -15,7 +15,6 @@ from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.rpc_client import Channels
-from decode_node.config import DecodeConfig
 from kvtransfer.checksums import RecordChecks
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.protocol.receiver import ReceiverMachine
@@ -32,15 +31,15 @@ from kvtransfer.transports.tcp import TcpReceiverPort
 from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS
 from kvtransfer.transports.ucx import usable
 from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS, UcxReceiverPort
-from node.engine_report import add_fact
-from node.pool import DevicePool
+from node.config import ReceiverNodeConfig
+from node.pool import DevicePool, add_fact
 from node.regions import checksum_thread, offered, rdma_region
 
 LimitsT = TypeVar("LimitsT", bound=PortLimits)
 
 
 def make_receiver(
-    config: DecodeConfig, pool: DevicePool, *, host: ReceiverHost, own: Incarnation, channels: Channels
+    config: ReceiverNodeConfig, pool: DevicePool, *, host: ReceiverHost, own: Incarnation, channels: Channels
 ) -> Receiver:
     """A receiver without ports: `open_ports` opens them."""
     receiver = Receiver(
@@ -63,7 +62,7 @@ def make_receiver(
 
 
 def open_ports(
-    config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts, lent: LentRegistration | None = None
+    config: ReceiverNodeConfig, pool: DevicePool, ports: ReceiverPorts, lent: LentRegistration | None = None
 ) -> None:
     """Listen for data connections on each transport; `ports.close` ends it, after a failure too. The region is
     registered for rdma here, unless that is `lent`.
@@ -119,7 +118,9 @@ def _ms(age_s: float | None) -> int:
     return 0 if age_s is None else max(1, round(age_s * 1000))
 
 
-def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts) -> ReceiverPort:
+def _open_port(
+    transport: TransportName, config: ReceiverNodeConfig, pool: DevicePool, ports: ReceiverPorts
+) -> ReceiverPort:
     loop, events = asyncio.get_running_loop(), ports.port_events(transport)
     if transport is TransportName.CUDA_IPC:
         return CudaIpcReceiverPort(
@@ -153,7 +154,7 @@ def _open_port(transport: TransportName, config: DecodeConfig, pool: DevicePool,
 
 
 def _open_rdma_port(
-    config: DecodeConfig,
+    config: ReceiverNodeConfig,
     pool: DevicePool,
     ports: ReceiverPorts,
     serving: Sequence[TransportName],
@@ -186,7 +187,7 @@ def _open_rdma_port(
 
 
 def _open_ucx_port(
-    config: DecodeConfig, pool: DevicePool, ports: ReceiverPorts, serving: Sequence[TransportName]
+    config: ReceiverNodeConfig, pool: DevicePool, ports: ReceiverPorts, serving: Sequence[TransportName]
 ) -> None:
     """Only where NIXL is there. What its links have to say goes to a port of its own, on the host of tcp's."""
     if not usable(serving, config.ucx.tls):
@@ -207,12 +208,12 @@ def _open_ucx_port(
     ports.add(port)
 
 
-def _limits(config: DecodeConfig, limits: LimitsT) -> LimitsT:
+def _limits(config: ReceiverNodeConfig, limits: LimitsT) -> LimitsT:
     """Those of a transport's ports, with what is set for all of them."""
     return replace(limits, connections_max=config.receiver.connections_max, pairs_max=config.receiver.pairs_max)
 
 
-def _advertise_host(config: DecodeConfig) -> str | None:
+def _advertise_host(config: ReceiverNodeConfig) -> str | None:
     if config.data_advertise_host is None and config.advertise is not None:
         host, _ = split_endpoint(config.advertise)
         return host

@@ -1,12 +1,9 @@
-"""Copies of blocks between a region on a device and pinned host memory, on a side stream of the device.
+"""Copies of whole blocks (their records of every layer) between a region and the host memory below it.
 
-What `host_tier.ThreadCopier` is where the region lies in host memory. The device copies; a thread of the copier's own
-queues the copies and polls for their ends, so neither the control thread nor the engine's waits for anything.
+Whoever asks for a copy has made sure that no step touches its blocks. Where the region is host memory too, a thread
+copies, outside of the interpreter's lock (`ThreadCopier`). Where it is on a device, the device copies (`StreamCopier`).
 
-A copy begins behind all that the control thread's stream, which is the one that computes, had been given when it was
-asked for. It has ended when the thread has seen the device pass the event behind it, and only then is anybody told. So
-what a copy out has read may be anybody's from then on, a writer's in another process too, whom no stream orders behind
-ours; and what a copy back has written is read by steps that are launched later.
+Shape suffix: B = one entry for each record, of every layer of each block.
 """
 
 from __future__ import annotations
@@ -16,20 +13,122 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from baton.ids import BlockId
 from baton.log import get_log
+from baton.tasks import call_loop
 from cachestore.host_blocks import HostBlockId
+from cachestore.layout import Layout
 from kvtransfer.device.driver import DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceMemory
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
-from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import check_ops
-from node.host_tier import BlockCopy, BlockPlaces
-from node.opening import let_go
+from kvtransfer.native.copy import copy_records
+from kvtransfer.transport import WriteOps, check_ops
+from node.regions import let_go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Blocks to copy, pairwise: device to host when `out`, else host to device."""
+
+    out: bool
+    device: tuple[BlockId, ...]
+    host: tuple[HostBlockId, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.device) == len(self.host) > 0, self
+
+
+class BlockCopier(Protocol):
+    """Carries copies out, in the order of `start`."""
+
+    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
+        """Returns at once. `done` is called later, on the control thread, with what went wrong or None."""
+        ...
+
+
+class Memory(Protocol):
+    """A region: `kvtransfer.region.Region`, or an array in tests."""
+
+    @property
+    def array_U8(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlaces:
+    """Where blocks lie on either side."""
+
+    layout: Layout
+    device_blocks: int
+    host_blocks: int
+
+    def ops(self, copy: BlockCopy) -> WriteOps:
+        """The copy of every layer's record of each block."""
+        device_B = self._offsets(copy.device, self.device_blocks)
+        host_B = self._offsets(copy.host, self.host_blocks)
+        src_B, dst_B = (device_B, host_B) if copy.out else (host_B, device_B)
+        return WriteOps(src=src_B, dst=dst_B, nbytes=np.full(len(src_B), self.layout.record_bytes, dtype=np.int64))
+
+    def _offsets(self, blocks: Sequence[int], num_blocks: int) -> np.ndarray:
+        layers_L1 = np.arange(self.layout.num_layers, dtype=np.int64)[:, None]
+        records_LN = layers_L1 * num_blocks + np.asarray(blocks, dtype=np.int64)
+        return records_LN.ravel() * self.layout.record_bytes
+
+
+class RegionCopier:
+    """Copies between two regions of records in host memory, on the calling thread."""
+
+    def __init__(self, places: BlockPlaces, *, device: Memory, host: Memory) -> None:
+        """The regions stay the caller's, who closes them after the last copy."""
+        self._places = places
+        self._device, self._host = device, host
+
+    def run(self, copy: BlockCopy) -> None:
+        """Blocks until done. No view of a region is kept."""
+        src, dst = (self._device, self._host) if copy.out else (self._host, self._device)
+        copy_records(dst.array_U8, src.array_U8, self._places.ops(copy))
+
+
+class ThreadCopier:
+    """Runs a `RegionCopier` on a thread of its own, first in, first out. Control thread only."""
+
+    def __init__(self, copier: RegionCopier, *, name: str) -> None:
+        self._copier = copier
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"spill-{name}")
+        self._closed = False
+
+    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
+        """See `BlockCopier.start`. The queue is bounded by the blocks of the tier: each is in one copy at most."""
+        loop = asyncio.get_running_loop()
+
+        def tell(error: BaseException | None) -> None:
+            if not self._closed:
+                done(error)
+
+        def ended(future: Future[None]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            try:
+                loop.call_soon_threadsafe(tell, error)
+            except RuntimeError:
+                # At the end of the process the loop may be closed first; then there is nobody left to tell.
+                if not loop.is_closed():
+                    raise
+
+        self._thread.submit(self._copier.run, copy).add_done_callback(ended)
+
+    def close(self) -> None:
+        """Wait for the copy under way; no `done` is called any more, and the regions may be closed."""
+        self._closed = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
 
 log = get_log("spill")
 

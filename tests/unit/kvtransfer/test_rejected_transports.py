@@ -1,4 +1,4 @@
-"""Why a pair does not use a better transport: told of each that one of the two sides offers."""
+"""Why a pair does not use a better transport: a reason for each that one of the two sides offers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtransfer.negotiation import (
     host_difference,
     host_identity,
     host_parts,
-    passed_over,
+    rejected_transports,
 )
 from kvtransfer.transport import RegionKind, TransportName
 
@@ -37,7 +37,7 @@ PIDS = "another PID namespace"
         ("shm tcp", (TCP,), (), "", TCP, {"shm": NOT_THERE}),
         ("tcp", (SHM, TCP), (), "", TCP, {"shm": NOT_HERE}),
         ("tcp", (SHM, TCP), (), ANOTHER_MACHINE, TCP, {"shm": ANOTHER_MACHINE}),
-        # What is offered by neither is nothing that was passed over.
+        # What neither offers is not rejected.
         ("tcp", (TCP,), (), "", TCP, {}),
         ("shm rdma tcp", (SHM, TCP), (), ANOTHER_MACHINE, TCP, {"shm": ANOTHER_MACHINE, "rdma": NOT_THERE}),
         ("shm rdma tcp", (SHM, TCP), (RDMA,), ANOTHER_MACHINE, TCP, {"shm": ANOTHER_MACHINE, "rdma": LOST_THERE}),
@@ -61,7 +61,7 @@ def test_each_better_transport_has_a_reason(
 ) -> None:
     names = offered.split()
     assert choose(names, own, same_host=not apart) is chosen
-    found = passed_over(chosen, names, own, withdrawn=withdrawn, apart=apart)
+    found = rejected_transports(chosen, names, own, withdrawn=withdrawn, apart=apart)
     assert {other.transport: other.why for other in found} == told
     assert len(found) == len(told)
 
@@ -79,15 +79,15 @@ def test_whatever_is_offered_all_that_is_better_is_told_once_and_nothing_else() 
         chosen = choose([t.value for t in writer], receiver, same_host=not apart)
         if chosen is None:
             continue
-        found = passed_over(chosen, [t.value for t in writer], receiver, apart=apart)
+        found = rejected_transports(chosen, [t.value for t in writer], receiver, apart=apart)
         order = list(TransportName)
         better = {t.value for t in {*writer, *receiver} if order.index(t) < order.index(chosen)}
         assert sorted(other.transport for other in found) == sorted(better), (writer, receiver, apart)
 
 
 def test_only_what_nobody_can_mend_is_expected() -> None:
-    (machine,) = passed_over(TCP, ["shm", "tcp"], (SHM, TCP), apart=ANOTHER_MACHINE)
-    (pids,) = passed_over(TCP, ["shm", "tcp"], (SHM, TCP), apart=PIDS)
+    (machine,) = rejected_transports(TCP, ["shm", "tcp"], (SHM, TCP), apart=ANOTHER_MACHINE)
+    (pids,) = rejected_transports(TCP, ["shm", "tcp"], (SHM, TCP), apart=PIDS)
     assert (machine.expected, pids.expected) == (True, False)
     assert str(pids) == "shm (another PID namespace)"
 

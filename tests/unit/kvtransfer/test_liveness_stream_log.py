@@ -12,14 +12,14 @@ from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
-from kvtransfer.attendance import WriterAttendance
+from kvtransfer.liveness_stream import LivenessStream
 
 HANG_S = 30.0
 LIVENESS = LivenessConfig(heartbeat_ms=50, answer_ms_max=200, reconnect_ms_max=300, reconnect_pause_ms=100)
 
 
 class Call:
-    """One Attend call to a receiver that says something on it, once, and keeps it open until `broken`."""
+    """One Liveness call to a receiver that says something on it, once, and keeps it open until `broken`."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -32,13 +32,13 @@ class Call:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> transfer_pb2.AttendReply:
+    async def __anext__(self) -> transfer_pb2.LivenessReply:
         if self._said:
             self._receiver.watched.set()
             await self._receiver.broken.wait()
             raise BatonError(Reason.PEER_UNREACHABLE, "It broke.")
         self._said = True
-        return transfer_pb2.AttendReply()
+        return transfer_pb2.LivenessReply()
 
 
 class Receiver:
@@ -50,7 +50,7 @@ class Receiver:
         """The writer has heard from it, and goes on listening."""
         self.broken = asyncio.Event()
 
-    def Attend(self, _request: object) -> Any:
+    def Liveness(self, _request: object) -> Any:
         return Call(self)
 
     def cut(self) -> None:
@@ -99,11 +99,11 @@ def test_a_receiver_is_lost_once_and_reached_again_once(caplog: pytest.LogCaptur
         told: list[str] = []
         clock, receiver = Clock(), Receiver()
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            attendance = WriterAttendance(
+            stream = LivenessStream(
                 name="decode-0",
                 endpoint=f"127.0.0.1:{listener.getsockname()[1]}",
                 stub=receiver,  # type: ignore[arg-type]
-                request=transfer_pb2.AttendRequest(),
+                request=transfer_pb2.LivenessRequest(),
                 lost=lambda: told.append("lost"),
                 gone=lambda: told.append("gone"),
                 liveness=LIVENESS,
@@ -111,23 +111,23 @@ def test_a_receiver_is_lost_once_and_reached_again_once(caplog: pytest.LogCaptur
             )
             async with asyncio.timeout(HANG_S):
                 await receiver.watched.wait()
-                assert (told, attendance.out_of_reach) == ([], False)
+                assert (told, stream.out_of_reach) == ([], False)
                 receiver.cut()
                 await clock.paused.wait()
-                assert (told, attendance.out_of_reach) == (["lost"], True)
+                assert (told, stream.out_of_reach) == (["lost"], True)
                 await clock.tried()
-                assert (told, attendance.out_of_reach) == (["lost"], True)
+                assert (told, stream.out_of_reach) == (["lost"], True)
                 receiver.heal()
                 clock.go_on.set()
                 await receiver.watched.wait()
-                assert (told, attendance.out_of_reach) == (["lost"], False)
+                assert (told, stream.out_of_reach) == (["lost"], False)
                 clock.paused.clear()
                 receiver.cut()
                 await clock.paused.wait()
-                assert (told, attendance.out_of_reach) == (["lost", "lost"], True)
-                await attendance.close()
+                assert (told, stream.out_of_reach) == (["lost", "lost"], True)
+                await stream.close()
 
-    with caplog.at_level(logging.INFO, logger="baton.attendance"):
+    with caplog.at_level(logging.INFO, logger="baton.liveness"):
         asyncio.run(scene())
     assert [record.getMessage() for record in caplog.records] == [
         "receiver lost", "receiver reached again", "receiver lost",
