@@ -11,10 +11,10 @@ from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
 from engine.gpu.runner import ROWS_AHEAD_MAX, GpuRunner
-from engine.loop import EngineLoop
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
+from node.engine_loop import EngineLoop
 
 
 class _Host:

@@ -196,7 +196,7 @@ class Decoder:
         kv_size = self.config.num_kv_heads * head_dim
 
         normed_TE = self.norm(x_TE, w.input_norm, eps)
-        widths = (self.config.num_heads * head_dim, kv_size, kv_size)
+        widths = [self.config.num_heads * head_dim, kv_size, kv_size]
         q_TX, k_TX, v_TX = torch.split(w.qkv(normed_TE), widths, dim=-1)
         q_THD = q_TX.view(num_tokens, self.config.num_heads, head_dim)
         k_TKD = k_TX.view(num_tokens, self.config.num_kv_heads, head_dim)

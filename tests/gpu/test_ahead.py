@@ -256,7 +256,7 @@ def test_a_launch_that_fails_leaves_the_runner_as_it_was(monkeypatch: pytest.Mon
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine.gpu.runner.sample", broken)
+        patch.setattr("engine.runner.sample", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             runner.launch(Batch(slices=(seq.slice(),)), NullSink())
     assert len(runner.run(Batch(slices=(seq.slice(),)), NullSink()).sampled) == 1

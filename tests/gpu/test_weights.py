@@ -137,7 +137,7 @@ def test_joined_products_are_those_of_each_matrix(quantisation: Quantisation, bi
         for seed, width in enumerate((32, 16, 8))
     ]
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
-    together = torch.split(makers.matmul("qkv", *parts)(x), (32, 16, 8), dim=-1)
+    together = torch.split(makers.matmul("qkv", *parts)(x), [32, 16, 8], dim=-1)
     for out, part in zip(together, parts, strict=True):
         alone = makers.matmul("one", part)(x)
         assert torch.allclose(out.float(), alone.float(), rtol=2.0**-7, atol=1e-3)

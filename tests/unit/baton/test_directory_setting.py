@@ -15,7 +15,8 @@ from baton.clock import SystemClock
 from baton.config import ConfigError
 from baton.directory_client import EmbeddedDirectory
 from baton.directory_redis import RedisDirectory
-from baton.directory_setting import RedisAddress, describe_directory, open_directory, parse_directory
+from baton.directory_setting import describe_directory, open_directory, parse_directory
+from baton.endpoint import RedisAddress
 from baton.errors import BatonError, Reason
 from baton.ids import NodeName
 from baton.liveness import LivenessConfig
