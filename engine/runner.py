@@ -254,7 +254,7 @@ class LaunchedStep:
         on_gpu, packed_P, done = device.type == "cuda", None, None
         if tokens_B is not None:
             drawn_P = tokens_B if scored is None else torch.cat([tokens_B, scored.packed()])
-            packed_P = torch.empty(drawn_P.shape, dtype=torch.int64, pin_memory=on_gpu)
+            packed_P = torch.empty(drawn_P.shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
             packed_P.copy_(drawn_P, non_blocking=on_gpu)
         if on_gpu:
             done = torch.cuda.Event()
