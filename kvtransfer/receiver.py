@@ -19,7 +19,6 @@ from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import RecordChecks, RecordChecksums
-from kvtransfer.plan import RecordRanges
 from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
@@ -58,7 +57,7 @@ from kvtransfer.protocol.receiver import (
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.revoke_calls import RevokeCalls
 from kvtransfer.status import WriterHoldings, WriterPlace
-from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
+from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName, WriteRanges
 from kvtransfer.waiters import Waiters
 
 log = get_log("receiver")
@@ -358,7 +357,7 @@ class Receiver:
         answer = None
         for instruction in instructions:
             if isinstance(instruction, AnswerGranted):
-                ranges = RecordRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
+                ranges = WriteRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
                 self.ports.allow(instruction.pair, instruction.epoch, instruction.grant, ranges)
             if isinstance(instruction, _ANSWERS):
                 answer = instruction
