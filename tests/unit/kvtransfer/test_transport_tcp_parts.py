@@ -11,7 +11,7 @@ from baton.errors import InvalidField
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from cachestore.layout import kv_layout
 from kvtransfer.negotiation import FallbackConfig, Offers, check_transports, choose, host_identity
-from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.receiver import ReceiverPorts
 from kvtransfer.transport import (
     LOOPED_SEGMENTS_MAX,
     DataEndpoint,
