@@ -21,9 +21,11 @@ from cachestore.layout import kv_layout
 from kvtransfer.plan import RecordRanges
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriterLink
+from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.shm import ShmConfig, ShmReceiverPort, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConfig, TcpReceiverPort, TcpWriterLink
-from kvtransfer.transports.ucx import UcxConfig, UcxReceiverPort, UcxWriterLink
+from kvtransfer.transports.ucx_receiver import UcxReceiverPort
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 EPOCH = Epoch(1)

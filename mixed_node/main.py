@@ -16,7 +16,7 @@ from baton.wire import NodeRecord, Role
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService
 from kvtransfer.liveness_stream import LivenessStreams
-from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from mixed_node.service import TransferService

@@ -25,13 +25,14 @@ from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
-from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_connect import RdmaUnproved
+from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.shm import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.ucx import UcxWriterLink
-from kvtransfer.transports.ucx_offer import usable
+from kvtransfer.transports.ucx import usable
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 from kvtransfer.writer import WriterPeer
 from node.config import WriterNodeConfig
 from node.pool import DevicePool, add_fact

@@ -17,6 +17,7 @@ from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.region import Region
 from kvtransfer.transport import (
+    ConnectError,
     DataEndpoint,
     ReceiverEvents,
     ReceiverPort,
@@ -27,29 +28,21 @@ from kvtransfer.transport import (
 )
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.rdma import (
-    DeviceBytes,
-    HostBytes,
-    RdmaConfig,
-    RdmaConnectError,
-    RdmaLinkLimits,
-    RdmaMemory,
-    RdmaReceiverPort,
-    RdmaWriterLink,
-)
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes
+from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.settings import RdmaConfig, UcxConfig
 from kvtransfer.transports.shm import ShmConnectError, ShmLinkLimits, ShmReceiverPort, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConfig, TcpConnectError, TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.ucx import (
-    UcxConfig,
-    UcxConnectError,
-    UcxReceiverPort,
-    UcxWriterLink,
-)
 from kvtransfer.transports.ucx_nixl import destruction_fences
+from kvtransfer.transports.ucx_receiver import UcxReceiverPort
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
-ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError, UcxConnectError)
+ConnectErrors = (ShmConnectError, TcpConnectError, ConnectError, ConnectError)
 
 
 class OwningPort(RdmaReceiverPort):

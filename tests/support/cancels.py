@@ -1,15 +1,17 @@
-"""What the cancel tests share: stages at which a request is held, the victim's call, and that all lets go of it."""
+"""What the cancel tests share: stages at which a request is held, the victim's call, and that every node frees it."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from cli.supervisor import ClusterSpec
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     Client,
@@ -20,7 +22,7 @@ from tests.support.cluster_harness import (
     random_prompt,
 )
 from tests.support.cluster_harness import wait_for as wait_until
-from tests.support.inprocess_cluster import InProcessCluster, Point
+from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
 
 PROMPT_TOKENS = 1500
 """Three chunks of 512."""
@@ -124,3 +126,74 @@ async def leave(cluster: InProcessCluster, stage: Stage, prompt: list[int], othe
     again = await cluster.client.generate(prompt, max_tokens=8)
     assert again.ids == mock_tokens(prompt, 8), "what the victim left in the prefix caches is not exact"
     await assert_conserved(cluster)
+
+
+Make = Callable[[], AbstractAsyncContextManager[InProcessCluster]]
+
+
+def play_cancel(make: Make, stage: Stage, *, seed: int, others_first: bool) -> None:
+    """The client cancels at this stage. With `others_first` other requests run before it comes, else from then on."""
+
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        prompt = [MARK, *random_prompt(rng, PROMPT_TOKENS - 1)]
+        async with make() as cluster:
+            for point in stage.closed:
+                cluster.gates[point].close()
+            others = bystanders(cluster, rng) if others_first else []
+            victim = Victim(cluster.client, prompt, stage, REACHED_S_MAX)
+            assert await at_stage(cluster, victim, stage), "ended before its stage"
+            others = others or bystanders(cluster, rng)
+            assert victim.ids == mock_tokens(prompt, len(victim.ids))
+            victim.call.cancel()
+            since_s = cluster.loop.time()
+            if stage.engine_held:
+                cluster.gates[Point.LAYER].open()
+            print(f"freed after {await freed_after_s(cluster, since_s):.3f} s")
+            assert await victim.ended is grpc.StatusCode.CANCELLED
+            await leave(cluster, stage, prompt, others)
+
+    asyncio.run(scenario())
+
+
+def play_deadline(make: Make, stage: Stage, *, seed: int, others_first: bool) -> None:
+    """The client's deadline passes at this stage; `others_first` as in `play_cancel`."""
+
+    async def scenario(deadline_s: float) -> bool:
+        rng = random.Random(seed)
+        prompt = [MARK, *random_prompt(rng, PROMPT_TOKENS - 1)]
+        async with make() as cluster:
+            for point in stage.closed:
+                cluster.gates[point].close()
+            others = bystanders(cluster, rng) if others_first else []
+            victim = Victim(cluster.client, prompt, stage, deadline_s)
+            arrived = await at_stage(cluster, victim, stage)
+            others = others or bystanders(cluster, rng)
+            assert await victim.ended is grpc.StatusCode.DEADLINE_EXCEEDED
+            if stage.engine_held:
+                cluster.gates[Point.LAYER].open()
+            seconds = await freed_after_s(cluster, victim.deadline_s)
+            if arrived:
+                print(f"freed {seconds:.3f} s after the deadline")
+            await leave(cluster, stage, prompt, others)
+        return arrived
+
+    assert any(asyncio.run(scenario(deadline_s)) for deadline_s in DEADLINES_S), "never came to its stage in time"
+
+
+def play_random_leaves(spec: ClusterSpec, *, seed: int) -> None:
+    """Sixty requests, two thirds of which are cancelled after a random number of their events."""
+
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        async with inprocess(spec) as cluster:
+
+            async def ask(index: int) -> None:
+                prompt = random_prompt(rng, rng.choice([3, 40, 130, 600, 1100]))
+                leave_after = rng.randrange(0, 12) if index % 3 else None
+                await ask_or_leave(cluster, prompt, max_tokens=25, leave_after=leave_after)
+
+            await asyncio.gather(*(ask(index) for index in range(60)))
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
