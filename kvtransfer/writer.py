@@ -436,7 +436,7 @@ class WriterPeer:
         return step
 
     def step_finished(self, step: StepWrites, missing: int) -> None:
-        """So many of its writes were never posted."""
+        """The step is over; `missing` of its writes were never posted."""
         step.handoff.steps.discard(step)
         if missing:
             self._completed(step.handoff, missing, missing * self.layout.record_bytes)
@@ -470,7 +470,7 @@ class WriterPeer:
         return await waiter
 
     def peer_gone(self) -> None:
-        """The receiver process is known to have ended: give everything up, tell nobody."""
+        """The receiver process is known to have ended: give everything up, and call nobody."""
         if not self._gone:
             self._gone = True
             self._repeats.over(self.address.name, "nothing more is asked of it")
@@ -601,7 +601,7 @@ class WriterPeer:
         if handoff.link is not None:
             handoff.link.abandon(instruction.grant)
         for step in handoff.steps:
-            # What an engine step has not posted yet it never will: the writer's answer need not wait for its end.
+            # The step posts nothing more, so the answer to the receiver need not wait for its end.
             self._loop.call_soon(step.finish)
 
     def _release_sources(self, instruction: ReleaseSources) -> None:
