@@ -283,7 +283,7 @@ class RecordChecks:
         self._sent.pop(grant, None)
         self._found.pop(grant, None)
 
-    async def run(self, grant: GrantId, then: Callable[[RecordsChecked], None]) -> None:
+    async def run(self, grant: GrantId, then: Callable[[RecordsChecked], object]) -> None:
         """Compare, then call `then`. Nothing is called, or kept, for a grant that is forgotten before or meanwhile."""
         sent = self._sent.get(grant)
         if sent is None:

@@ -16,7 +16,7 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
-from kvtransfer.device.event_poster import EventPostedLink, EventPoster
+from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.link import DataDoesNotPass, PeerAddress
 from kvtransfer.liveness_stream import LivenessStream
@@ -273,12 +273,7 @@ class Peers:
         """Raises ConnectError."""
         memory = self._rdma
         assert memory is not None
-
-        async def connect(events: WriterEvents) -> RdmaWriterLink:
-            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
-
-        if self._poster is None:
-            return await connect(events)
-        return await EventPostedLink.over(
-            connect, events, src_nbytes=self._pool.region.nbytes, poster=self._poster, loop=self._loop
-        )
+        link = await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
+        if self._poster is not None:
+            link.post_behind(self._poster)
+        return link

@@ -18,8 +18,7 @@ from baton.rpc_client import Channels
 from kvtransfer.checksums import RecordChecks
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.protocol.receiver import ReceiverMachine
-from kvtransfer.receiver import Receiver, ReceiverHost
-from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.receiver import Receiver, ReceiverHost, ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits

@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.ids import Epoch, Pair
 from kvtransfer.device.driver import DeviceDriver
-from kvtransfer.device.event_poster import EventPostedLink, EventPoster
+from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.host_driver import HostDriver, HostStream
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
@@ -80,12 +80,14 @@ class OwningStagedLink(StagedTcpLink):
         self._source.close()
 
 
-class OwningPostedLink(EventPostedLink):
+class OwningPostedLink(TcpWriterLink):
     """With a poster of its own."""
+
+    poster: EventPoster
 
     async def close(self) -> None:
         await super().close()
-        self._poster.close()
+        self.poster.close()
 
 
 def staged(region: Any) -> StagedRegion:
@@ -128,15 +130,15 @@ class ComputedSource(FakeDeviceRegion):
         super().close()
 
 
-class OwningPostedRdmaLink(EventPostedLink):
+class OwningPostedRdmaLink(OwningLink):
     """With a poster, a registration and a source of its own."""
 
-    memory: RdmaMemory
+    poster: EventPoster
     source: ComputedSource
 
     async def close(self) -> None:
-        await super().close()
-        self._poster.close()
+        await RdmaWriterLink.close(self)
+        self.poster.close()
         await self.memory.close()
         self.source.close()
 
@@ -240,16 +242,14 @@ class Kit:
         if self.behind_events:
             poster = EventPoster(streams=FakeStreams(), name="event-poster")
             try:
-                return await OwningPostedLink.over(
-                    lambda events: TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp, short),
-                    events,
-                    src_nbytes=len(source_U8),
-                    poster=poster,
-                    loop=loop,
-                )
+                posted = await OwningPostedLink.connect(endpoint, pair, source_U8, events, loop, tcp, short)
             except BaseException:
                 poster.close()
                 raise
+            assert isinstance(posted, OwningPostedLink)
+            posted.post_behind(poster)
+            posted.poster = poster
+            return posted
         return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp, short)
 
 
@@ -266,19 +266,15 @@ async def rdma_from_device(
     memory = RdmaMemory(region=DeviceBytes(source), config=config, loop=loop, remote_writes=False)
     poster = EventPoster(streams=source.driver.streams, name="event-poster")
     try:
-        link = await OwningPostedRdmaLink.over(
-            lambda events: RdmaWriterLink.connect(endpoint, pair, memory, events, loop, limits),
-            events,
-            src_nbytes=source.nbytes,
-            poster=poster,
-            loop=loop,
-        )
+        link = await OwningPostedRdmaLink.connect(endpoint, pair, memory, events, loop, limits)
     except BaseException:
         poster.close()
         await memory.close()
         source.close()
         raise
-    link.memory, link.source = memory, source
+    assert isinstance(link, OwningPostedRdmaLink)
+    link.post_behind(poster)
+    link.memory, link.source, link.poster = memory, source, poster
     return link
 
 

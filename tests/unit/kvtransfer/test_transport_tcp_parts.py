@@ -12,7 +12,7 @@ from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from cachestore.layout import kv_layout
 from kvtransfer.negotiation import FallbackConfig, Offers, check_transports, choose, host_identity
 from kvtransfer.plan import LOOPED_SEGMENTS_MAX, RecordRanges
-from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.receiver import ReceiverPorts
 from kvtransfer.transport import (
     DataEndpoint,
     PairBeingFenced,
