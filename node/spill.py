@@ -6,8 +6,8 @@ swapped-out sequence is in a step, so its blocks can be copied beside the steps 
 
 The table of a swapped-out sequence is a list of `_Unit`s: one block's worth of content, on the device or in host
 memory, with all the swapped-out sequences that hold it. A unit is copied out only when nobody else holds its block:
-what a running sequence shares stays. A unit that comes back comes back for all its holders. A full block whose content the
-prefix cache still has (or has again) is taken from there instead of being copied.
+what a running sequence shares stays. A unit that comes back comes back for all its holders. A full block whose content
+the prefix cache still has (or has again) is taken from there instead of being copied.
 
 A copy under way owns its block on either side, as a remote writer does: a sequence that ends meanwhile leaves its
 references behind, to be dropped when the copy has ended.
