@@ -10,7 +10,7 @@ from random import Random
 from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 
 from baton.clock import SystemClock
-from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.runtime import NodeRuntime, Progress
 from baton.wire import Role
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
@@ -41,8 +41,7 @@ async def serve(
             records = runtime.membership.nodes(Role.PREFILL)
             node.receiver.writers_seen({record.endpoint: record.incarnation for record in records})
 
-    settings = NodeSettings.of(config, Role.DECODE, pod=config.pod)
-    runtime = NodeRuntime(settings, clock=SystemClock(), rng=rng, on_change=follow_directory)
+    runtime = NodeRuntime(config, Role.DECODE, pod=config.pod, clock=SystemClock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
     pool = await open_device_pool(
         config.engine,
@@ -88,7 +87,7 @@ async def _run(
     spill = None if pool.host is None else pool.host.spill
     watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
     receiver = node.receiver
-    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.settings.liveness)
+    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.config.liveness)
 
     def upkeep() -> None:
         watch.check_sometimes()
@@ -128,7 +127,7 @@ async def _run(
         await node.close()
         node.streams.close_all()
         attendance.close()
-        await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
+        await runtime.server.stop(runtime.config.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await receiver.close()
         await receiver.ports.close()

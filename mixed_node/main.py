@@ -11,7 +11,7 @@ from batonpb import decode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc, tr
 
 from baton.clock import SystemClock
 from baton.rpc_client import Channels
-from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.runtime import NodeRuntime, Progress
 from baton.wire import NodeRecord, Role
 from decode_node.node import DecodeNode
 from decode_node.receiving import add_status, make_receiver, open_ports
@@ -51,8 +51,7 @@ async def serve(
         node.prefill.look_again()  # a decode node that has come or gone may be what the queue waits for
 
     rng = Random(secrets.randbits(64))
-    settings = NodeSettings.of(config, Role.MIXED, pod=config.pod)
-    runtime = NodeRuntime(settings, clock=SystemClock(), rng=rng, on_change=follow_directory)
+    runtime = NodeRuntime(config, Role.MIXED, pod=config.pod, clock=SystemClock(), rng=rng, on_change=follow_directory)
     # Of the receiver alone: each half drops the channels of peers that are gone for it, whatever they are to the other.
     channels = runtime.make_channels()
     await runtime.check_listen()
@@ -64,7 +63,7 @@ async def serve(
         peers = Peers(runtime=runtime, config=config.prefill_half(), pool=pool, lent=lent)
         node = _make_node(config, runtime, pool, peers, channels)
         try:
-            open_ports(config.decode_half(), pool, node.decode.receiver.ports, lent)
+            open_ports(config, pool, node.decode.receiver.ports, lent)
             await _run(runtime, node, peers, pool, channels, stop, drain, on_ready)
         finally:
             await node.decode.receiver.ports.close()
@@ -98,7 +97,7 @@ def _make_node(
         )
 
     decode = DecodeNode(
-        config=config.decode_half(),
+        config=config,
         runner=pool.runner,
         engine=pool.engine,
         ledger=pool.ledger,
@@ -107,7 +106,7 @@ def _make_node(
         loop=loop,
         randomness=secrets.token_bytes,
     )
-    decode.receiver = make_receiver(config.decode_half(), pool, host=decode, own=runtime.incarnation, channels=channels)
+    decode.receiver = make_receiver(config, pool, host=decode, own=runtime.incarnation, channels=channels)
     node = MixedNode(
         policy=config.policy(),
         decode=decode,
@@ -118,8 +117,9 @@ def _make_node(
         loop=loop,
         randomness=secrets.token_bytes,
     )
+    prefill = config.prefill_half()
     node.prefill = PrefillNode(
-        config=config.prefill_half(),
+        config=prefill,
         runner=pool.runner,
         engine=pool.engine,
         ledger=pool.ledger,
@@ -129,8 +129,8 @@ def _make_node(
             records=others,
             peer_for=peers.for_record,
             blocks=pool.blocks,
-            tries_max=config.decode_tries_max,
-            affinity_blocks_max=config.affinity_blocks_max,
+            tries_max=prefill.decode_tries_max,
+            affinity_blocks_max=prefill.affinity_blocks_max,
             loop=loop,
             rng=runtime.rng,
         ),
@@ -154,7 +154,7 @@ async def _run(
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
     receiver = node.decode.receiver
-    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.settings.liveness)
+    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.config.liveness)
 
     def upkeep() -> None:
         watch.check_sometimes()
@@ -183,7 +183,7 @@ async def _run(
         await node.decode.close()
         node.decode.streams.close_all()
         attendance.close()
-        await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
+        await runtime.server.stop(runtime.config.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await peers.close()
         await receiver.close()

