@@ -8,6 +8,8 @@ READY := $(VENV)/.ready
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
+# Compiled modules are kept beside their sources, whatever the environment says: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 

@@ -35,7 +35,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from baton.clock import Clock
 from baton.directory import DirectoryLimits, check_push, directory_full, incarnation_gone, name_in_use
 from baton.directory_client import Snapshot, apply_event, readable_records, snapshot_of
-from baton.directory_setting import RedisAddress
+from baton.endpoint import RedisAddress
 from baton.errors import BatonError, Reason, check_positive
 from baton.ids import Incarnation, NodeName
 from baton.log import get_log

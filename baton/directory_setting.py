@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from baton.clock import Clock
 from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
-from baton.endpoint import check_reachable, join_endpoint
+from baton.endpoint import REDIS_PORT, RedisAddress, check_reachable
 from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc_client import Channels
 
-REDIS_PORT: Final = 6379
 DIRECTORY_HELP: Final = "host:port of the directory, or redis://[user:password@]host:port/number (rediss:// for TLS)"
 
 
@@ -29,23 +27,6 @@ _TLS_OPTIONS: Final[Mapping[str, Callable[[str], Any]]] = {
     "ssl_keyfile": str,
     "ssl_check_hostname": _boolean,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisAddress:
-    """Where a Redis server is and how to get in. Its text has no password."""
-
-    host: str
-    port: int = REDIS_PORT
-    database: int = 0
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    tls: bool = False
-    tls_options: Mapping[str, Any] = field(default_factory=dict)
-    """Files and switches by the names that the `redis` package gives them."""
-
-    def __str__(self) -> str:
-        return f"redis{'s' if self.tls else ''}://{join_endpoint(self.host, self.port)}/{self.database}"
 
 
 def parse_directory(setting: str) -> RedisAddress | str:

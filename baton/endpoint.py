@@ -1,13 +1,33 @@
-"""`host:port` as text, the way it appears in configuration and in node records."""
+"""Where something is reached: `host:port` as text, as in configuration and node records, or a Redis server."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from baton.errors import BatonError, Reason
 
 PORT_MAX: Final = 65535
+REDIS_PORT: Final = 6379
 _WILDCARDS: Final = frozenset({"", "0.0.0.0", "::", "*"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisAddress:
+    """Where a Redis server is and how to get in. Its text has no password."""
+
+    host: str
+    port: int = REDIS_PORT
+    database: int = 0
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: bool = False
+    tls_options: Mapping[str, Any] = field(default_factory=dict)
+    """Files and switches by the names that the `redis` package gives them."""
+
+    def __str__(self) -> str:
+        return f"redis{'s' if self.tls else ''}://{join_endpoint(self.host, self.port)}/{self.database}"
 
 
 def split_endpoint(text: str) -> tuple[str, int]:

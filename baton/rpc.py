@@ -48,7 +48,7 @@ UNTIMED_METHODS: Final = frozenset(
     {
         "/baton.v1.Directory/Watch",
         "/baton.v1.Decode/Subscribe",
-        "/baton.v1.Transfer/Attend",
+        "/baton.v1.Transfer/Liveness",
         f"/{HEALTH_SERVICE}/Check",
         f"/{HEALTH_SERVICE}/Watch",
         f"/{REFLECTION_SERVICE}/ServerReflectionInfo",

@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
+class ProcessConfig:
     """What the configurations of routers and of serving nodes have in common. Raises InvalidField."""
 
     name: str = field(
@@ -96,7 +96,7 @@ class NodeRuntime:
 
     def __init__(
         self,
-        config: NodeConfig,
+        config: ProcessConfig,
         role: Role,
         *,
         pod: PodConfig | None = None,

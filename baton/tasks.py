@@ -1,10 +1,11 @@
-"""Background tasks of one owner: kept until they end, told to the log when they break, ended together."""
+"""Background tasks of one owner: kept until they end, logged when they break, ended together. And calls from a thread
+to a loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from baton.log import Log
@@ -56,3 +57,13 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._log.error(self._broken, **self._fields, exc_info=task.exception())
+
+
+def call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:
+    """Call on the loop's thread, in the order of these calls. From any thread; dropped if the loop has been closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        # At the end of the process the loop may be closed first; then there is nobody left to tell.
+        if not loop.is_closed():
+            raise

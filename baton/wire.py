@@ -80,6 +80,7 @@ class NodeLoad:
     waiting_requests: int = 0
     running_requests: int = 0
     waiting_tokens: int = 0
+    """Of prompts, still to compute: cached and computed ones are not counted."""
     blocks: BlockLoad = BlockLoad()
     prefill_tokens_per_s: float = 0.0
     """Measured; 0 while unknown."""

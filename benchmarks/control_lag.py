@@ -23,10 +23,10 @@ from baton.ids import Attempt, RequestId, RequestKey
 from engine.build import EngineConfig
 from engine.core import TokenEvent
 from engine.demo_model import write_demo_model
-from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
 from node.conservation import ConservationWatch
+from node.engine_loop import EngineLoop
 from node.pool import DevicePool, open_device_pool
 
 PROMPT_TOKENS = 128

@@ -12,10 +12,10 @@ from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
 from engine.gpu.in_flight import ROWS_AHEAD_MAX
 from engine.gpu.runner import GpuRunner
-from engine.loop import EngineLoop
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
+from node.engine_loop import EngineLoop
 
 
 class _Host:

@@ -16,8 +16,8 @@ from cachestore.host_blocks import HostBlockId
 from cachestore.layout import kv_layout
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
-from node.host_tier import BlockCopy, BlockPlaces, SpillConfig
-from node.stream_copier import StreamCopier
+from node.copiers import BlockCopy, BlockPlaces, StreamCopier
+from node.spill import SpillConfig
 
 if TYPE_CHECKING:
     from benchmarks.gpu_bench import Bench

@@ -43,6 +43,7 @@ from cli.services import Service, load_config
 from engine.core import Engine
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.types import Batch, KvSink, StepResult
+from kvtransfer.status import HandoffObserver
 from prefill_node.main import serve
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -55,8 +56,8 @@ BLOCK = 16
 VOCAB = 2048
 
 
-class Recorder:
-    """Takes the time at every trace point (a `kvtransfer.observer.HandoffObserver`). Appends, safe on any thread."""
+class Recorder(HandoffObserver):
+    """Takes the time at every trace point. Appends, safe on any thread."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

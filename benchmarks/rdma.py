@@ -38,7 +38,7 @@ from kvtransfer.transports.rdma import (
 )
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
 from kvtransfer.transports.rdma_poster import Addresses, NativePoster, rdma_library
-from kvtransfer.transports.rdma_queue import Chain, ChainQueue, QueueLimits
+from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits, SealPart
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 GRANT = GrantId(bytes(16))
@@ -205,21 +205,22 @@ def _post_queued(native: NativePoster, ops: WriteOps, chain: int) -> float:
         qps=1, send_wrs_max=chain + 1, chain_wrs_max=chain, chain_bytes_max=1 << 30, wr_bytes_max=1 << 20,
         on_the_way_bytes_max=1 << 40, abandoned_grants_max=1,
     )  # fmt: skip
-    queue = ChainQueue(
+    lanes = ChainLanes(
         limits=limits,
         src_nbytes=POSTER_REGION_BYTES,
         dst_nbytes=POSTER_REGION_BYTES,
         loop=loop,
         completed=lambda *_: None,
-        adrift=lambda _: None,
+        in_doubt=lambda _: None,
         wake=lambda: None,
     )
     began = time.thread_time()
-    queue.post(GRANT, ops)
-    while (taken := queue.take()) is not None:
-        assert isinstance(taken, Chain)
-        native.post_writes(0, taken.ops.src, taken.ops.dst, taken.ops.nbytes, taken.number)
-        queue.completed(taken.number)
+    lanes.queue.post(GRANT, ops)
+    while (taken := lanes.take()) is not None:
+        assert not isinstance(taken, SealPart)
+        chain_ops = taken.part.ops
+        native.post_writes(0, chain_ops.src, chain_ops.dst, chain_ops.nbytes, taken.number)
+        lanes.completed(taken.number)
     seconds = time.thread_time() - began
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()

@@ -221,6 +221,10 @@ class PrefixCache:
             digests.append(parent)
         return tuple(digests)
 
+    def indexed(self, digest: bytes) -> bool:
+        """Whether the block of this digest is here, and so all before it in its chain. Not counted as a use."""
+        return digest in self._entries
+
     def pin(self, chain: Sequence[bytes]) -> None:
         """Keep these blocks from eviction, those that are here and those that will be, until `unpin` of the same chain.
 

@@ -15,7 +15,7 @@ reserve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -269,3 +269,23 @@ class SpillPolicy:
     def _copy_back(self, key: RequestKey, blocks: int) -> None:
         self._move(key, SpillCause.ROOM, _S.RETURNING)
         self._out.append(CopyBack(key=key, blocks=blocks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One request that has been granted, or would be."""
+
+    footprint: int
+    """Blocks that it may come to hold in all."""
+    immovable: int
+    """Blocks that it has and that cannot be moved now; 0 once it runs."""
+
+
+def each_fits(claims: Iterable[Claim], *, others_immovable: int, blocks_usable: int) -> bool:
+    """`others_immovable` blocks are in nobody's claim: those of revoked grants whose writer has not let go.
+
+    `blocks_usable` are those of the device, less what pins and the engine's padding keep.
+    """
+    known = list(claims)
+    immovable = others_immovable + sum(claim.immovable for claim in known)
+    return all(immovable - claim.immovable + claim.footprint <= blocks_usable for claim in known)

@@ -123,7 +123,7 @@ def _pair_row(pair: node_pb2.PairStatus) -> list[str]:
         str(pair.link_failures),
         _given_up(pair) or "-",
         str(pair.handoffs_corrupt or "-"),
-        "; ".join(f"{other.transport} ({other.why})" for other in pair.passed_over) or "-",
+        "; ".join(f"{other.transport} ({other.why})" for other in pair.rejected_transports) or "-",
     ]
 
 

@@ -73,7 +73,7 @@ _RECEIVER: Final[Mapping[str, Mapping[str, int]]] = {
         **_SOCKET,
         "handshake_ms_max": 2000,
         "SEALS_PARTIAL_MAX": 4096,
-        "stream.frame_bytes_max=FRAME_BYTES_MAX": 1 << 20,
+        "stream.frame_bytes_max=FRAME_BYTES_MAX": 1 << 25,
         "stream.frame_segments_max": 1024,
         "stream.ack_frames_max": 16,
         "stream.outbox_bytes_max": 1 << 16,

@@ -132,7 +132,7 @@ def _pair_data(pair: node_pb2.PairStatus) -> dict[str, Any]:
         "link_open": pair.link_open,
         "moved": _moved_data(pair.moved),
         "moved_recently": _moved_data(pair.moved_recently),
-        "passed_over": [{"transport": other.transport, "why": other.why} for other in pair.passed_over],
+        "rejected_transports": [{"transport": other.transport, "why": other.why} for other in pair.rejected_transports],
     }
 
 

@@ -50,16 +50,22 @@ class SamplingChoice:
 _OPTIONS: Final = (
     click.option("--max-tokens", type=_UINT32, help="Tokens of the answer, at most.  [default: the router's]"),
     click.option("--min-tokens", type=_UINT32, help="Tokens before the answer may end.  [default: 0]"),
-    click.option("--temperature", type=Number(), help="0 always takes the best token.  [default: 1]"),
-    click.option("--top-k", type=_UINT32, help="Draw from the K best tokens only; 0 is off.  [default: 0]"),
-    click.option("--top-p", type=Number(), help="Draw from the best tokens of this total probability.  [default: 1]"),
+    click.option("--temperature", type=Number(), help="0 always takes the best token.  [default: the model's, or 1]"),
+    click.option(
+        "--top-k", type=_UINT32,
+        help="Draw from the K best tokens only; 0 is off.  [default: the model's, or 0]",
+    ),
+    click.option(
+        "--top-p", type=Number(),
+        help="Draw from the best tokens of this total probability.  [default: the model's, or 1]",
+    ),
     click.option(
         "--min-p", type=Number(),
-        help="Leave out tokens less probable than this fraction of the best one's.  [default: 0]",
+        help="Leave out tokens less probable than this fraction of the best one's.  [default: the model's, or 0]",
     ),
     click.option(
         "--repetition-penalty", type=Number(),
-        help="Above 1: tokens of prompt and answer come again less often.  [default: 1]",
+        help="Above 1: tokens of prompt and answer come again less often.  [default: the model's, or 1]",
     ),
     click.option(
         "--presence-penalty", type=Number(),

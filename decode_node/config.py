@@ -7,29 +7,13 @@ from dataclasses import dataclass, field
 from baton.config import fixed
 from baton.errors import InvalidField, check_positive
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
-from kvtransfer.receiver import ReceiverConfig
-from node.config import ServingNodeConfig
-from node.host_tier import SpillConfig
+from node.config import ReceiverNodeConfig
+from node.spill import SpillConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeConfig(ServingNodeConfig):
+class DecodeConfig(ReceiverNodeConfig):
     spill: SpillConfig = field(default_factory=SpillConfig)
-    receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
-    data_listen: str | None = field(
-        default=None,
-        metadata={
-            "help": "host:port of tcp data connections; none: any port of the host in listen, as for rdma and ucx",
-            "when": "Data goes through a network of its own, or firewalls need a fixed port.",
-        },
-    )
-    data_advertise_host: str | None = field(
-        default=None,
-        metadata={
-            "help": "host that writers reach for data; none: the host in advertise",
-            "when": "Data goes through a network of its own.",
-        },
-    )
     requests_max: int = field(
         default=64,
         metadata={
@@ -59,7 +43,7 @@ class DecodeConfig(ServingNodeConfig):
     """How long they do so at most for one that asks again and again, from its first try."""
 
     def __post_init__(self) -> None:
-        ServingNodeConfig.__post_init__(self)
+        ReceiverNodeConfig.__post_init__(self)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
         check_positive(self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms")

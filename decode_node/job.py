@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from batonpb import common_pb2, transfer_pb2
 
+from baton.errors import Reason, bad_field
 from baton.ids import BlockId, GrantId, Incarnation, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from decode_node.streams import RequestOutput
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Runner, SamplingParams
-from engine.wire import key_from_proto, params_from_proto
+from engine.wire import key_from_proto, params_from_proto, sampling_problem
 from kvtransfer.protocol.receiver import AnswerGranted
 
 
@@ -146,11 +146,32 @@ def why_never(
         return f"token id {max(tokens)} is outside the vocabulary of {runner.vocab_size}"
     if sampling.max_tokens <= len(tokens) - prompt_len:
         return "its answer has max_tokens tokens already"
-    if not math.isfinite(sampling.temperature) or not 0 < sampling.top_p <= 1:
-        return "its sampling parameters are out of range"
+    problem = sampling_problem(sampling, vocab_size=runner.vocab_size)
+    if problem is not None:
+        return problem
     if len(tokens) >= runner.context_len_max:
         return f"its {len(tokens)} tokens leave no room in a context of {runner.context_len_max}"
     need = blocks.blocks_for(len(tokens)) + answer_growth(runner, tokens, prompt_len, sampling.max_tokens)
     if need > blocks.blocks_usable:
         return f"prompt and answer need {need} blocks, the region has {blocks.ledger.num_blocks}{blocks.less_others}"
     return None
+
+
+def check_first_token(request: transfer_pb2.CommitRequest, *, vocab_size: int) -> None:
+    """The engine continues with this token, and the router reads its log-probabilities.
+
+    Raises BatonError TOKEN_OUT_OF_RANGE or BAD_FIELD.
+    """
+    logprobs = request.first_logprobs
+    outside = [token for token in (request.first_token, *logprobs.top_ids) if token >= vocab_size]
+    if outside:
+        raise bad_field(
+            "first_token",
+            f"Token id {outside[0]} is outside the vocabulary of {vocab_size}.",
+            reason=Reason.TOKEN_OUT_OF_RANGE,
+        )
+    if len(logprobs.top_ids) != len(logprobs.top_logprobs):
+        raise bad_field(
+            "first_logprobs",
+            f"{len(logprobs.top_ids)} token ids come with {len(logprobs.top_logprobs)} log-probabilities.",
+        )

@@ -14,14 +14,13 @@ from baton.runtime import NodeRuntime, Progress
 from baton.wire import Role
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
-from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService, ReceiverService
-from engine.loop import EngineLoop, done_or_broken
-from kvtransfer.attendance import ReceiverAttendance
+from kvtransfer.liveness_stream import LivenessStreams
 from node.conservation import ConservationWatch
-from node.engine_report import report_engine
-from node.pool import DevicePool, open_device_pool
+from node.engine_loop import EngineLoop, done_or_broken
+from node.pool import DevicePool, open_device_pool, report_engine
 from node.prefix_service import serve_prefixes
+from node.receiver import add_status, make_receiver, open_ports
 
 
 async def serve(
@@ -87,7 +86,7 @@ async def _run(
     spill = None if pool.host is None else pool.host.spill
     watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
     receiver = node.receiver
-    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.config.liveness)
+    liveness_streams = LivenessStreams(lost=receiver.writer_lost, liveness=runtime.config.liveness)
 
     def upkeep() -> None:
         watch.check_sometimes()
@@ -110,7 +109,7 @@ async def _run(
         "baton.v1.Transfer",
         transfer_pb2_grpc.add_TransferServicer_to_server,
         ReceiverService(
-            node, receiver, attendance, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests
+            node, receiver, liveness_streams, runtime.incarnation, pool.model, lambda: runtime.lifecycle.takes_requests
         ),
     )
     runtime.server.add(
@@ -126,7 +125,7 @@ async def _run(
         await runtime.leave()
         await node.close()
         node.streams.close_all()
-        attendance.close()
+        liveness_streams.close()
         await runtime.server.stop(runtime.config.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await receiver.close()

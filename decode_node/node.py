@@ -12,6 +12,7 @@ from collections.abc import Callable
 from batonpb import transfer_pb2
 
 from baton.drain import Holdings
+from baton.errors import BatonError, Code, Reason
 from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
@@ -20,19 +21,18 @@ from baton.wire import NodeLoad
 from cachestore.block_manager import BlockManager
 from cachestore.ledger import Ledger
 from decode_node.config import DecodeConfig
-from decode_node.job import Job, granted_job, kept_job
-from decode_node.overcommit import Admission
-from decode_node.reserving import Reserving
+from decode_node.job import Job, check_first_token, granted_job, kept_job
+from decode_node.reserving import Admission, Reserving
 from decode_node.streams import TokenStreams
 from engine.core import Engine, TokenEvent
-from engine.loop import EngineLoop
 from engine.sequence import Sequence
 from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
-from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
+from engine.wire import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, logprobs_to_proto
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
-from kvtransfer.report import block_load
+from kvtransfer.status import block_load
+from node.engine_loop import EngineLoop
 from node.spill import Spill
 
 log = get_log("decode")
@@ -41,7 +41,7 @@ log = get_log("decode")
 class DecodeNode:
     """State of one decode node; control thread only.
 
-    Implements kvtransfer.receiver.ReceiverHost and engine.loop.StepHost.
+    Implements kvtransfer.receiver.ReceiverHost and node.engine_loop.StepHost.
     """
 
     receiver: Receiver
@@ -63,6 +63,7 @@ class DecodeNode:
         self.ledger = ledger
         self.streams = TokenStreams(loop)
         self._engine = engine
+        self._vocab_size = runner.vocab_size
         self._blocks = blocks
         self._spill = spill
         self._loop = loop
@@ -168,27 +169,35 @@ class DecodeNode:
         )
 
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
-        """The prefill node's word. Returns when the seals are here too, or the grant is revoked.
+        """The prefill node commits. Returns when the seal is here too, or the grant is revoked.
 
-        Raises BatonError as `Receiver.commit` does.
+        Raises BatonError as `Receiver.commit` does, and TOKEN_OUT_OF_RANGE or BAD_FIELD for a Commit that cannot be of
+        this request. That ends the request: one bad token would end every sequence of its batch.
         """
         grant = GrantId(request.grant)
         job = self._jobs.get(grant)
-        checksums = checksums_from_proto(request)
-        if job is not None and not job.committed.done():
-            job.first_token = request.first_token
-            if request.HasField("first_logprobs"):
-                job.first_logprobs = request.first_logprobs
-        return await self.receiver.commit(
-            CommitAsked(
-                pair=pair,
-                grant=grant,
-                writes=request.writes,
-                bytes_written=request.bytes_written,
-                sampled=checksums is not None,
-            ),
-            checksums,
-        )
+        is_open = job is not None and not job.committed.done()
+        try:
+            if job is not None and is_open:
+                check_first_token(request, vocab_size=self._vocab_size)
+                job.first_token = request.first_token
+                if request.HasField("first_logprobs"):
+                    job.first_logprobs = request.first_logprobs
+            checksums = checksums_from_proto(request)
+            return await self.receiver.commit(
+                CommitAsked(
+                    pair=pair,
+                    grant=grant,
+                    writes=request.writes,
+                    bytes_written=request.bytes_written,
+                    sampled=checksums is not None,
+                ),
+                checksums,
+            )
+        except BatonError as error:
+            if job is not None and is_open and error.code is Code.INVALID_ARGUMENT:
+                self.cancel(job.key, f"its Commit is refused: {error.message}", tell_router=True)
+            raise
 
     # What a mixed node asks, for requests that it keeps.
 
@@ -306,6 +315,8 @@ class DecodeNode:
                 job.output.append(event.token, logprobs_to_proto(event.logprobs) if event.logprobs else None)
             if event.finish is FinishReason.ABORTED:
                 job.output.end(error="the engine gave the request up")
+            elif event.finish is FinishReason.NOT_FINITE:
+                job.output.end(error=NOT_FINITE_MESSAGE, reason=Reason.SCORES_NOT_FINITE)
             elif event.finish is not None:
                 job.output.end(finish=FINISH_TO_PROTO[event.finish])
         for router in routers:

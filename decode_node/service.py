@@ -14,8 +14,15 @@ from baton.ids import GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.wire import ModelInfo, check_header, model_from_proto
 from decode_node.node import DecodeNode
 from engine.wire import key_from_proto
-from kvtransfer.attendance import ReceiverAttendance
-from kvtransfer.negotiation import check_compatible, choose, host_difference, host_identity, host_parts, passed_over
+from kvtransfer.liveness_stream import LivenessStreams
+from kvtransfer.negotiation import (
+    check_compatible,
+    choose,
+    host_difference,
+    host_identity,
+    host_parts,
+    rejected_transports,
+)
 from kvtransfer.receiver import Receiver
 
 
@@ -26,7 +33,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         self,
         node: DecodeNode,
         receiver: Receiver,
-        attendance: ReceiverAttendance,
+        liveness_streams: LivenessStreams,
         own: Incarnation,
         model: ModelInfo,
         takes_requests: Callable[[], bool],
@@ -34,7 +41,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         self._takes_requests = takes_requests
         self._node = node
         self._receiver = receiver
-        self._attendance = attendance
+        self._liveness_streams = liveness_streams
         self._own = own
         self._model = model
         self._host, self._host_parts = host_identity(), host_parts()
@@ -62,9 +69,9 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             secret=endpoint.secret,
             epoch=endpoint.epoch,
             num_blocks=self._node.ledger.num_blocks,
-            passed_over=[
-                common_pb2.PassedOver(transport=other.transport, why=other.why)
-                for other in passed_over(
+            rejected_transports=[
+                common_pb2.RejectedTransport(transport=other.transport, why=other.why)
+                for other in rejected_transports(
                     transport,
                     request.transports,
                     own,
@@ -74,10 +81,10 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             ],
         )
 
-    async def Attend(
-        self, request: transfer_pb2.AttendRequest, context: Any
-    ) -> AsyncIterator[transfer_pb2.AttendReply]:
-        async with aclosing(self._attendance.attend(self._pair(request.header))) as replies:
+    async def Liveness(
+        self, request: transfer_pb2.LivenessRequest, context: Any
+    ) -> AsyncIterator[transfer_pb2.LivenessReply]:
+        async with aclosing(self._liveness_streams.serve(self._pair(request.header))) as replies:
             async for reply in replies:
                 yield reply
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from batonpb import common_pb2, decode_pb2
 
+from baton.errors import Reason
 from baton.ids import Incarnation, RequestKey
 from baton.log import get_log
 
@@ -32,6 +33,8 @@ class RequestOutput:
     """One for each token where the request asks for them, else empty."""
     finish: common_pb2.FinishReason | None = None
     error: str | None = None
+    error_reason: Reason | None = None
+    """Of an error that is for the client; None where the router may try elsewhere."""
     opened: bool = False
     """The router's stream carries it (or did)."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -44,10 +47,16 @@ class RequestOutput:
             self.logprobs.append(logprobs)
             assert len(self.logprobs) == len(self.tokens), self.key
 
-    def end(self, *, finish: common_pb2.FinishReason | None = None, error: str | None = None) -> None:
+    def end(
+        self,
+        *,
+        finish: common_pb2.FinishReason | None = None,
+        error: str | None = None,
+        reason: Reason | None = None,
+    ) -> None:
         """Idempotent: the first end counts."""
         if not self.ended.is_set():
-            self.finish, self.error = finish, error
+            self.finish, self.error, self.error_reason = finish, error, reason
             self.ended.set()
 
 
@@ -177,4 +186,6 @@ class TokenStreams:
                     message.finish = output.finish
                 else:
                     message.error = output.error or "unknown"
+                    if output.error_reason is not None:
+                        message.error_reason = output.error_reason.value
         return batch

@@ -1,7 +1,7 @@
 """State diagrams of the grant machines and of spilled sequences, from their transition tables, as Mermaid text.
 
 python docs/generate_state_diagrams.py            prints them
-python docs/generate_state_diagrams.py --write    puts them between the markers of ARCHITECTURE.md
+python docs/generate_state_diagrams.py --write    puts them between the markers of docs/handoff.md and docs/memory.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from kvtransfer.protocol.writer import WRITER_TRANSITIONS, WriterState
 _State = TypeVar("_State", bound=Enum)
 _Step = TypeVar("_Step", bound=Enum)
 
-ARCHITECTURE = Path(__file__).parents[1] / "ARCHITECTURE.md"
+PAGES = {"receiver-states": "handoff.md", "writer-states": "handoff.md", "spill-states": "memory.md"}
+"""Which page of this folder has which diagram, between its markers."""
 
 
 def diagrams() -> dict[str, str]:
@@ -54,23 +55,27 @@ def _diagram(
     )
 
 
-def replaced(text: str) -> str:
-    """`text` with each diagram between its markers; raises ValueError where a marker is missing."""
+def renewed() -> dict[Path, str]:
+    """The text of each page with its diagrams renewed; raises ValueError where a marker is missing."""
+    texts: dict[Path, str] = {}
     for name, diagram in diagrams().items():
+        page = Path(__file__).with_name(PAGES[name])
+        text = texts.get(page) or page.read_text(encoding="utf-8")
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         before, found_begin, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found_begin and found_end):
-            raise ValueError(f"the markers {begin} and {end} are not there, in this order")
-        text = f"{before}{begin}\n{diagram}\n{end}{after}"
-    return text
+            raise ValueError(f"{page.name} lacks the markers {begin} and {end}, in this order")
+        texts[page] = f"{before}{begin}\n{diagram}\n{end}{after}"
+    return texts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Generate the state diagrams of the grant machines.")
-    parser.add_argument("--write", action="store_true", help="put them into ARCHITECTURE.md")
+    parser = argparse.ArgumentParser(description="Generate the state diagrams of the grant machines and of spilling.")
+    parser.add_argument("--write", action="store_true", help="put them into the pages of this folder")
     if parser.parse_args().write:
-        ARCHITECTURE.write_text(replaced(ARCHITECTURE.read_text()))
+        for page, text in renewed().items():
+            page.write_text(text, encoding="utf-8")
     else:
         for name, diagram in diagrams().items():
             print(f"{name}\n{diagram}\n")

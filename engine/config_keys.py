@@ -39,6 +39,15 @@ class Keys:
             raise ConfigFileError(f"{self.source}: {key} must be a positive number, found {value!r}")
         return float(value)
 
+    def number(self, key: str, *, default: float, low: float, high: float, above_low: bool = False) -> float:
+        """From `low` to `high`; with `above_low` not `low` itself."""
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ConfigFileError(f"{self.source}: {key} must be a number from {low:g} to {high:g}, found {value!r}")
+        if above_low and value == low:
+            raise ConfigFileError(f"{self.source}: {key} must be above {low:g}")
+        return float(value)
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         value = self._present(key, default)
         if not isinstance(value, bool):

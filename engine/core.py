@@ -22,6 +22,7 @@ from engine.overcommit import Overcommit
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import After, Sequence, SequenceMode
 from engine.types import (
+    NO_TOKEN,
     STEPS_IN_FLIGHT_MAX,
     AheadRunner,
     Batch,
@@ -68,6 +69,8 @@ class EngineCounters:
     tokens_surplus: int
     """Drawn for sequences that had ended, and dropped."""
     tokens_cached: int
+    not_finite: int
+    """Sequences that ended because their scores were not numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +101,7 @@ class Engine:
         self._aborting: set[RequestKey] = set()
         self._events: list[TokenEvent] = []
         self._steps = self._steps_ahead = self._steps_held_back = 0
-        self._tokens_computed = self._tokens_drawn = self._tokens_surplus = 0
+        self._tokens_computed = self._tokens_drawn = self._tokens_surplus = self._not_finite = 0
 
     @property
     def goes_ahead(self) -> bool:
@@ -135,14 +138,16 @@ class Engine:
             tokens_drawn=self._tokens_drawn,
             tokens_surplus=self._tokens_surplus,
             tokens_cached=self._blocks.prefix_cache.stats.hit_tokens,
+            not_finite=self._not_finite,
         )
 
     def describe(self) -> dict[str, str]:
-        """For people: how steps and the host's work overlap, where they may."""
+        """For people: how steps and the host's work overlap, where they may, and what the model failed at."""
+        facts = {"requests ended by scores that are not numbers": str(self._not_finite)}
         if self._ahead is None:
-            return {}
+            return facts
         counts = f"{self._steps_ahead} of {self._steps}, {self._steps_held_back} held back"
-        return {"steps launched ahead": f"{counts}, {self._tokens_surplus} surplus tokens"}
+        return {"steps launched ahead": f"{counts}, {self._tokens_surplus} surplus tokens", **facts}
 
     def submit(self, seq: Sequence) -> None:
         """Take a sequence to compute. Its blocks are held, its promise made (see `Scheduler.submit`).
@@ -355,6 +360,9 @@ class Engine:
         if not piece.sample:
             return None
         token = result.sampled[piece.key]
+        if token == NO_TOKEN:
+            self._not_finite += 1
+            return self._leave(seq, None, FinishReason.NOT_FINITE)
         seq.tokens.append(token)
         self._tokens_drawn += 1
         logprobs = result.logprobs.get(piece.key) if result.logprobs else None

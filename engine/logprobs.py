@@ -43,7 +43,7 @@ class ScoredRows:
         return cls(
             rows=rows,
             counts=counts,
-            drawn_R=(logits_RV.gather(-1, tokens_B[rows_R, None]) - total_R1)[:, 0],
+            drawn_R=(logits_RV.gather(-1, tokens_B[rows_R, None].clamp(min=0)) - total_R1)[:, 0],
             values_RC=values_RC - total_R1,
             ids_RC=ids_RC,
         )

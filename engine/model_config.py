@@ -34,15 +34,20 @@ __all__ = [
     "Quantisation",
     "QuantisedCheckpointError",
     "RopeConfig",
+    "SamplingDefaults",
     "UnsupportedActivationError",
     "UnsupportedArchitectureError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
     "UnsupportedRopeError",
     "load_model_config",
+    "load_sampling_defaults",
     "parse_model_config",
 ]
 
+GENERATION_CONFIG: Final = "generation_config.json"
+TEMPERATURE_MAX: Final = 100.0
+REPETITION_PENALTY_MAX: Final = 100.0
 MISTRAL_WINDOW_DEFAULT = 4096
 """Sliding window of a Mistral config that lacks the key; null means that there is none."""
 MAX_WINDOW_LAYERS_DEFAULT = 28
@@ -145,6 +150,44 @@ class ModelConfig:
         return self.family is ModelFamily.QWEN3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """How a request is sampled that names no values. These defaults leave the model's scores as they are."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def load_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Those that `generation_config.json` states; a key that is absent or null, or a missing file, is neutral.
+
+    Raises:
+        ConfigFileError: the file cannot be read, or a value is no number or out of the range that a client's may have.
+    """
+    path = folder / GENERATION_CONFIG
+    if not path.is_file():
+        return SamplingDefaults()
+    keys = Keys(read_json(path), str(path))
+    neutral = SamplingDefaults()
+    top_k = keys.values.get("top_k")
+    return SamplingDefaults(
+        temperature=keys.number("temperature", default=neutral.temperature, low=0.0, high=TEMPERATURE_MAX),
+        top_k=0 if top_k == -1 else keys.natural_int("top_k", default=neutral.top_k),  # some write -1 for "off"
+        top_p=keys.number("top_p", default=neutral.top_p, low=0.0, high=1.0, above_low=True),
+        min_p=keys.number("min_p", default=neutral.min_p, low=0.0, high=1.0),
+        repetition_penalty=keys.number(
+            "repetition_penalty",
+            default=neutral.repetition_penalty,
+            low=0.0,
+            high=REPETITION_PENALTY_MAX,
+            above_low=True,
+        ),
+    )
+
+
 def load_model_config(folder: Path) -> ModelConfig:
     """Read the model config of a checkpoint folder.
 
@@ -159,7 +202,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise ConfigFileError(f"{path} is missing: is {folder} a Hugging Face model folder?")
     config = read_json(path)
-    generation_path = folder / "generation_config.json"
+    generation_path = folder / GENERATION_CONFIG
     generation = read_json(generation_path) if generation_path.is_file() else {}
     return parse_model_config(config, source=str(path), generation=generation)
 

@@ -20,7 +20,7 @@ from engine.native.draw import draw_kernel
 from engine.native.kernels import native_kernels
 from engine.penalties import Adjusted, adjusted_scores, has_adjustment, has_penalty
 from engine.staging import to_device
-from engine.types import SamplingParams
+from engine.types import NO_TOKEN, SamplingParams
 
 __all__ = ["draws_blind", "filtered_scores", "gumbel_noise", "gumbel_noise_of", "noise_bits", "row_key", "sample"]
 
@@ -45,7 +45,10 @@ def sample(
     eos_token_ids: Collection[int] = (),
     blind: bool = False,
 ) -> torch.Tensor:
-    """Draw one token for each row -> int64 [B]. Mutates nothing.
+    """Draw one token for each row -> int64 [B], NO_TOKEN for a row without one. Mutates nothing.
+
+    A row has none where a score is NaN, or the highest score is infinite: weights or KV are broken, or have overflowed.
+    The other rows are drawn as ever.
 
     In this order: logit_bias, min_tokens, repetition, frequency and presence penalty; temperature; min_p, top_k, top_p;
     the draw. temperature 0 takes the highest score of the first group, the lowest id among equals. `tokens` are each
@@ -56,6 +59,20 @@ def sample(
     The tokens are the same.
     """
     assert len(params) == len(output_indices) == logits_BV.shape[0], (len(params), len(output_indices), logits_BV.shape)
+    tokens_B = _drawn(logits_BV, params, output_indices, tokens, eos_token_ids, blind)
+    scores_B = logits_BV.gather(1, tokens_B.clamp(min=0)[:, None])[:, 0]
+    return torch.where(scores_B.isfinite(), tokens_B, NO_TOKEN)
+
+
+def _drawn(
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    output_indices: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    eos_token_ids: Collection[int],
+    blind: bool,
+) -> torch.Tensor:
+    """As `sample`, which finds a row without a token by the score of what is drawn here: it is not finite."""
     adjusted = [has_adjustment(p, index) for p, index in zip(params, output_indices, strict=True)]
     if not any(adjusted) and all(p.temperature == 0 for p in params):
         return _highest(logits_BV)
@@ -111,7 +128,8 @@ def _draw(
     """`scores_BV` are the caller's to lose."""
     device, vocab_size = scores_BV.device, scores_BV.shape[1]
     # Greedy rows go through unscaled, unfiltered and without noise: subtracting the maximum keeps their argmax.
-    scores_BV -= scores_BV.amax(dim=-1, keepdim=True)
+    highest_B1 = scores_BV.amax(dim=-1, keepdim=True)  # NaN where any score of the row is
+    scores_BV -= highest_B1
     scores_BV /= to_device(np.array([p.temperature or 1.0 for p in params]), device)[:, None]
     keys = [row_key(p.seed, p.choice, index) for p, index in zip(params, output_indices, strict=True)]
     filtered = [i for i, p in enumerate(params) if p.temperature > 0 and has_filter(p)]
@@ -130,7 +148,7 @@ def _draw(
             noisy_RC = part.scores_RC + _gumbel(_noise_bits(keys_R[part.rows_R], part.ids_RC))
             best_R1 = noisy_RC.amax(dim=-1, keepdim=True)
             tokens_B[rows[part.rows_R]] = part.ids_RC.masked_fill(noisy_RC < best_R1, vocab_size).amin(dim=-1)
-    return tokens_B
+    return torch.where(highest_B1[:, 0].isfinite(), tokens_B, NO_TOKEN)
 
 
 def _rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:

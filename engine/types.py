@@ -25,6 +25,11 @@ class FinishReason(Enum):
     STOP = "stop"  # a stop token id of the request, or the model's end-of-sequence token
     LENGTH = "length"  # max_tokens, or the model's context, is used up
     ABORTED = "aborted"
+    NOT_FINITE = "not_finite"  # its scores were not numbers, so there is no token to draw
+
+
+NO_TOKEN = -1
+"""In the place of a drawn token: the row's scores are not finite numbers, and nothing can be drawn from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +138,7 @@ class StepResult:
     """One entry for each slice with `sample`, in batch order."""
 
     sampled: dict[RequestKey, int] = field(default_factory=dict)
+    """NO_TOKEN where nothing could be drawn."""
     logprobs: dict[RequestKey, TokenLogprobs] = field(default_factory=dict)
     """Of the sampled tokens, for the requests that ask."""
 

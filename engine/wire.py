@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from batonpb import common_pb2
 
 from baton.ids import Attempt, RequestId, RequestKey
@@ -11,6 +13,33 @@ FINISH_TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
+
+
+NOT_FINITE_MESSAGE = (
+    "The model's scores for the next token are not numbers (NaN, or infinite), so none can be drawn. The same request "
+    "may fail again: check the weights, and whether other requests fail on this node too."
+)
+"""Of an answer that ends by FinishReason.NOT_FINITE."""
+
+
+def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str | None:
+    """Why an engine of this vocabulary cannot draw by these parameters; None if it can.
+
+    The router checks the client's input against narrower limits. This is for a peer's mistake: one row that cannot be
+    drawn would end every sequence of its batch.
+    """
+    penalty = spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0
+    numbers = (spec.temperature, penalty, spec.presence_penalty, spec.frequency_penalty, *spec.logit_bias.values())
+    if not all(map(math.isfinite, numbers)):
+        return "a sampling parameter is not a finite number"
+    if spec.temperature < 0 or penalty <= 0 or not 0 < spec.top_p <= 1 or not 0 <= spec.min_p <= 1:
+        return "a sampling parameter is out of range"
+    if spec.logprobs > vocab_size or spec.min_tokens > spec.max_tokens:
+        return "a sampling parameter is out of range"
+    outside = [token for token in (*spec.logit_bias, *spec.stop_token_ids) if token >= vocab_size]
+    if outside:
+        return f"a sampling parameter names token id {outside[0]}, outside the vocabulary of {vocab_size}"
+    return None
 
 
 def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:

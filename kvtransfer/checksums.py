@@ -25,12 +25,13 @@ from batonpb import transfer_pb2
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, GrantId
 from baton.log import get_log
+from baton.tasks import call_loop
 from cachestore.layout import Layout
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.plan import Int64Array
 from kvtransfer.protocol.receiver import RecordsChecked, ReportCorrupt
-from kvtransfer.transport import TransportName, WriteOps
-from kvtransfer.transports.loop_calls import call_loop
+from kvtransfer.status import WriterPlace
+from kvtransfer.transport import WriteOps
 
 log = get_log("receiver")
 
@@ -233,15 +234,6 @@ class SourceSample:
 
 def _joined(parts: list[Uint32Array]) -> Uint32Array:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterPlace:
-    """A writer process, for people. `transport` is that of its newest connection."""
-
-    name: str
-    host: str
-    transport: TransportName
 
 
 def checksums_from_proto(request: transfer_pb2.CommitRequest) -> RecordChecksums | None:

@@ -19,7 +19,8 @@ from kvtransfer.transport import RegionKind, TransportName
 PROTOCOL_MIN = 3
 PROTOCOL_MAX = 3
 """Versions of the Transfer protocol that this build speaks. 2: `writes_in_doubt` of Release and Revoke, without which a
-receiver must not believe a writer's claim. 3: the call is named Release."""
+receiver must not believe a writer's claim. 3: two calls are named Release and
+Liveness."""
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
@@ -28,7 +29,7 @@ OTHER_MEMORY: Final = "one region is in host memory, the other on a device"
 NOT_THERE: Final = "not offered there"
 NOT_HERE: Final = "not offered here"
 LOST_THERE: Final = "its device there is lost"
-"""Why a pair does not use a transport. See `passed_over`."""
+"""Why a pair does not use a transport. See `rejected_transports`."""
 
 _HOST_PARTS: Final = ("machine", "user", "network namespace", "PID namespace")
 
@@ -46,7 +47,7 @@ where the card can register it (`rdma_regions`), tcp through pinned memory of th
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, without a word where there is no device,
 and with a warning where one cannot be used for the region (`rdma_offer`). ucx is used where a configuration names it
-(ARCHITECTURE.md says why)."""
+(docs/transports.md says why)."""
 
 
 COOLDOWN_MS_MIN: Final = 30_000
@@ -118,7 +119,7 @@ def check_transports(transports: Sequence[TransportName], region: RegionKind) ->
 
 
 def check_some_work(working: Sequence[TransportName]) -> None:
-    """Raises InvalidField where none is left of several that may be missing. Of one alone its own check tells why."""
+    """Raises InvalidField where none is left of several that may be missing. Its own check says why."""
     if not working:
         raise InvalidField("transports", "names none that works on this machine; `baton doctor` tells why")
 
@@ -163,7 +164,7 @@ def choose(offered: Iterable[str], own: Sequence[TransportName], *, same_host: b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassedOver:
+class RejectedTransport:
     """A better transport that a pair does not use, and why, as its writer sees it ("here")."""
 
     transport: str
@@ -174,19 +175,19 @@ class PassedOver:
 
     @property
     def expected(self) -> bool:
-        """Nothing that anybody could mend: the log tells of it without a warning."""
+        """Nothing that anybody could mend: the log reports it without a warning."""
         return self.why in (ANOTHER_MACHINE, OTHER_MEMORY)
 
 
-def passed_over(
+def rejected_transports(
     chosen: TransportName,
     offered: Sequence[str],
     own: Sequence[TransportName],
     *,
     withdrawn: Sequence[TransportName] = (),
     apart: str = "",
-) -> tuple[PassedOver, ...]:
-    """Why a pair uses none that is better than `chosen`: told of each that one of the two offers.
+) -> tuple[RejectedTransport, ...]:
+    """Why a pair uses none that is better than `chosen`: a reason for each that one of the two offers.
 
     `offered` and `own` as for `choose`; `withdrawn`: what the receiver would offer with its device at work; `apart`:
     the `host_difference` of the two. What the writer ranks below `chosen` is not better.
@@ -196,12 +197,12 @@ def passed_over(
     found = []
     for name in offered[: list(offered).index(chosen.value)]:
         why = _why_not(name, on_this_side=offered, on_the_other=there, apart=apart) or NOT_THERE
-        found.append(PassedOver(transport=name, why=LOST_THERE if name in lost else why))
+        found.append(RejectedTransport(transport=name, why=LOST_THERE if name in lost else why))
     order = [transport.value for transport in TransportName]
     for name in order[: order.index(chosen.value)]:
         if name in there | lost and name not in offered:
             why = _why_not(name, on_this_side=there, on_the_other=offered, apart=apart)
-            found.append(PassedOver(transport=name, why=why or NOT_HERE))
+            found.append(RejectedTransport(transport=name, why=why or NOT_HERE))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from baton.repeats import RepeatLog
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from cachestore.layout import Layout
-from kvtransfer.checksums import RecordChecks, RecordChecksums, WriterPlace
+from kvtransfer.checksums import RecordChecks, RecordChecksums
 from kvtransfer.plan import RecordRanges
 from kvtransfer.protocol.receiver import (
     AnswerCommit,
@@ -57,9 +57,9 @@ from kvtransfer.protocol.receiver import (
 )
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.revoke_calls import RevokeCalls
+from kvtransfer.status import WriterHoldings, WriterPlace
 from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
 from kvtransfer.waiters import Waiters
-from kvtransfer.writer_holdings import WriterHoldings
 
 log = get_log("receiver")
 
@@ -165,7 +165,7 @@ class Receiver:
             repeats=self._repeats,
             revoke_ms=config.revoke_ms,
             endpoint_of=lambda pair: self._writers.get(pair, ""),
-            told=self.holdings.told,
+            told=self.holdings.name_of,
             let_go=self._handle_event,
         )
         self._actions: dict[type, Callable[..., None]] = {
@@ -284,9 +284,9 @@ class Receiver:
     def writer_lost(self, pair: Pair) -> None:
         """The writer is out of reach, and may come back: what it has open here is taken back, with a fence."""
         if pair not in self._writers:  # its books are closed, so it has ended in order, or has never connected
-            log.info("writer gone", writer=self.holdings.told(pair))
+            log.info("writer gone", writer=self.holdings.name_of(pair))
             return
-        log.warning("writer lost", writer=self.holdings.told(pair))
+        log.warning("writer lost", writer=self.holdings.name_of(pair))
         if not self.grants.is_quiet(pair):
             self._handle(WriterSuspected(pair=pair))
 
@@ -315,7 +315,7 @@ class Receiver:
         )
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
-        writer = self.holdings.told(pair)
+        writer = self.holdings.name_of(pair)
         log.info("writer fenced", writer=writer, epoch=epoch, evidence=evidence)
         self._repeats.over(writer, "it is fenced")
         if pair not in self._writers:
@@ -393,7 +393,7 @@ class Receiver:
         grant, kind = key
         owner = self.grants.owner(grant)
         if owner is not None:
-            self._repeats.warning(_OVERDUE[kind], peer=self.holdings.told(owner[0]), grant=grant.hex())
+            self._repeats.warning(_OVERDUE[kind], peer=self.holdings.name_of(owner[0]), grant=grant.hex())
         self._handle(GrantTimerFired(grant=grant, kind=kind))
 
     def _stop_timers(self, instruction: StopGrantTimers) -> None:
@@ -415,7 +415,7 @@ class Receiver:
 
     def _count_refused(self, instruction: CountRefused) -> None:
         self.refused[instruction.what] = self.refused.get(instruction.what, 0) + 1
-        writer = self.holdings.told(instruction.pair)
+        writer = self.holdings.name_of(instruction.pair)
         self._repeats.warning(f"refused: {instruction.what}", peer=writer, detail=instruction.detail)
 
     def _drop_channel(self, endpoint: str) -> None:

@@ -1,18 +1,21 @@
 """The contract between the handoff and a transport. One writer side, one receiver side, the same for every transport.
 
+Shape suffix: B = one entry per write operation.
+
 Threads: `WriterLink.post` may be called from the engine thread and returns at once; everything else is called from the
 node's control thread (its asyncio loop). Callbacks are delivered on the control thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
 
-from baton.ids import Epoch, GrantId, Pair
+from baton.ids import BlockId, Epoch, GrantId, Pair
 
 
 class TransportName(Enum):
@@ -63,6 +66,47 @@ class WriteOps:
     @property
     def total_bytes(self) -> int:
         return int(self.nbytes.sum()) if len(self.nbytes) != 1 else int(self.nbytes[0])
+
+
+class WriteOutOfBounds(Exception):
+    """A write reaches outside the source region, the destination or its grant. Nothing of its batch is copied."""
+
+
+def check_granted(dst_blocks_B: np.ndarray, granted: Sequence[BlockId]) -> None:
+    """Make sure that every block is one of the grant's. Where the receiver takes no part in the writes, only this does.
+
+    Raises:
+        WriteOutOfBounds: naming the first that is not.
+    """
+    if not set(granted).issuperset(asked := dst_blocks_B.tolist()):
+        outside = next(block for block in asked if block not in granted)
+        raise WriteOutOfBounds(f"block {outside} is none of the {len(granted)} of the grant")
+
+
+def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
+    """Make sure that every op stays inside both regions.
+
+    Raises:
+        WriteOutOfBounds: naming the first op that does not.
+    """
+    src_B, dst_B, nbytes_B = ops.src, ops.dst, ops.nbytes
+    for array in (src_B, dst_B, nbytes_B):
+        assert array.dtype == np.int64, array.dtype
+        assert array.shape == src_B.shape == (len(src_B),), (array.shape, src_B.shape)
+    if len(src_B) == 1:
+        # What follows costs as much as sending a single record takes.
+        src, dst, nbytes = int(src_B[0]), int(dst_B[0]), int(nbytes_B[0])
+        if nbytes >= 0 and 0 <= src <= src_nbytes - nbytes and 0 <= dst <= dst_nbytes - nbytes:
+            return
+    # Compared so that no sum can overflow.
+    bad_B = (nbytes_B < 0) | (nbytes_B > min(src_nbytes, dst_nbytes))
+    bad_B |= (src_B < 0) | (src_B > src_nbytes - nbytes_B) | (dst_B < 0) | (dst_B > dst_nbytes - nbytes_B)
+    if bad_B.any():
+        i = int(bad_B.argmax())
+        raise WriteOutOfBounds(
+            f"write {i} of {len(src_B)}: {nbytes_B[i]} bytes from {src_B[i]} of {src_nbytes} "
+            f"to {dst_B[i]} of {dst_nbytes}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

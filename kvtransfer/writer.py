@@ -1,38 +1,56 @@
-"""The writer's shell: carries out what `WriterMachine` instructs, for one receiver process.
+"""The writer's shell, for one receiver process: carries out what `WriterMachine` instructs.
 
-Its calls are in `writer_calls` and `writer_errands`, its data connection in `writer_link`, what it hands out in
-`handoff` and `step_writes`, what it has handed out and is not over in `open_handoffs`. Everything runs on the node's
-control thread, but `StepWrites.layer_done`, which the engine thread calls.
+`WriterPeer` makes the calls to the receiver and changes the `Handoff`s that it gives out. The data connection is in
+`link`. Everything runs on the node's control thread, except `StepWrites.layer_done`, which the engine thread calls.
+
+Shape suffix: B = one entry per block.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
 
-from batonpb import transfer_pb2
+from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, transfer_pb2, transfer_pb2_grpc
 
-from baton.errors import BatonError, Reason
-from baton.ids import GrantId, Pair, RequestKey, ReserveNumber
+from baton.config import fixed
+from baton.errors import BatonError, InvalidField, Reason, bad_field
+from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.rpc_client import Channels
+from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import ChecksumThread, SourceSample
-from kvtransfer.handoff import Handoff, Metadata, WriterConfig
+from kvtransfer.link import LinkMaker, PairLink, PeerAddress
 from kvtransfer.negotiation import Offers
-from kvtransfer.observer import HandoffObserver
-from kvtransfer.open_handoffs import OpenHandoffs
+from kvtransfer.plan import Int64Array, RecordPlan
+from kvtransfer.protocol.receiver import Refusal
 from kvtransfer.protocol.writer import (
     AbandonWrites,
+    AllPosted,
     AnswerRevoke,
+    CommitAnswered,
+    CommitUnanswered,
     HandoffAsked,
+    HandoffCancelled,
     HandoffEnd,
+    LeaseLapsed,
     LinkLost,
     PeerGone,
+    ReleaseAnswered,
     ReleaseSources,
+    ReleaseUnanswered,
+    RenewRefused,
     ReportEnd,
+    ReserveGranted,
+    ReserveRefused,
+    ReserveUnanswered,
     RevokeAsked,
     SendCommit,
     SendRelease,
@@ -47,19 +65,189 @@ from kvtransfer.protocol.writer import (
     WritesInDoubt,
     WritesPosted,
 )
-from kvtransfer.transport import Seal
-from kvtransfer.writer_calls import PeerAddress, ReceiverCalls
-from kvtransfer.writer_errands import Errands
-from kvtransfer.writer_link import LinkMaker, PairLink
+from kvtransfer.status import HandoffObserver, Moved
+from kvtransfer.transport import Seal, WriterLink, check_granted
 
 log = get_log("writer")
 
+COMMIT_FAILED: Final = "commit call failed"
+RELEASE_FAILED: Final = "release call failed"
+
+Metadata = tuple[tuple[str, str], ...]
+
+_GRANT_REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
 _OF_SEVERAL = (HandoffAsked, LinkLost, PeerGone)
-"""Events that are not about one number; all others are."""
+"""Events about several handoffs; every other event names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterConfig:
+    """Times and limits of the writer's side of a handoff, for each receiver."""
+
+    reserve_ms_max: int = field(
+        default=1_000,
+        metadata={
+            "help": "how long a Reserve may go unanswered; a healthy node answers at once",
+            "when": "The network or the decode nodes stand still for longer without being dead.",
+        },
+    )
+    call_ms_max: int = field(
+        default=2_000,
+        metadata={
+            "help": "how long any other call to a receiver may go unanswered",
+            "when": "As reserve_ms_max.",
+        },
+    )
+    stall_ms_max: int = field(
+        default=10_000,
+        metadata={
+            "help": "a handoff whose posted writes make no progress for this long is given up",
+            "when": "The network stands still for longer, or other decode nodes should be tried sooner.",
+        },
+    )
+    checksum_fraction: float = field(
+        default=0.0,
+        metadata={
+            "help": "share of the records, 0 to 1, that the decode node compares with a checksum before it "
+            "takes a handoff; 0 compares none",
+            "when": "Bad hardware is suspected. It costs compute on both sides.",
+        },
+    )
+    retry_ms_min: int = fixed(20)
+    """First pause before an unanswered call is repeated."""
+    retry_ms_max: int = fixed(1_000)
+    """Longest such pause."""
+    drift_per_mille: int = fixed(20)
+    """Margin taken off a lease because two clocks run at different rates."""
+    unacked_bytes_max: int = fixed(1 << 30)
+    """Posted bytes to one receiver without an acknowledgement, beyond which nothing new goes there."""
+    pinned_blocks_max: int = fixed(65_536)
+    """Source blocks pinned for one receiver, beyond which nothing new goes there."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.checksum_fraction <= 1:
+            raise InvalidField("checksum_fraction", f"is {self.checksum_fraction}; must be between 0 and 1")
+        for name in self.__slots__:
+            if name != "checksum_fraction" and getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.drift_per_mille >= 1000:
+            raise ValueError("drift_per_mille must be under 1000")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Handoff:
+    """One handoff as the prefill node holds it, from Reserve to its end. Its `WriterPeer` alone changes it.
+
+    `granted` is set when writing may start (None), or to what says why not. `ended` is set once, with how it ended.
+    `sources_released` is called once if it was ever granted: the transport has let go of the source blocks.
+    """
+
+    peer: WriterPeer
+    number: ReserveNumber
+    key: RequestKey
+    granted: asyncio.Future[BatonError | None]
+    ended: asyncio.Future[HandoffEnd]
+    metadata: Metadata
+    """Request id and trace context, sent along with the calls of this handoff."""
+    sources_released: Callable[[], None] | None
+    """None once it has been called: what it refers to may in turn refer to this, and the two would be freed by the
+    collector only."""
+    request: transfer_pb2.ReserveRequest | None
+    """None once it is sent, so that the prompt is freed."""
+    first_token: int = -1
+    first_logprobs: common_pb2.TokenLogprobs | None = None
+    grant: GrantId = GrantId(b"")
+    epoch: Epoch = Epoch(0)
+    dst_blocks: list[BlockId] = field(default_factory=list)
+    prefix_skip: int = 0
+    lease_ends_s: float = 0.0
+    lease_ms: int = 0
+    renewal: asyncio.TimerHandle | None = None
+    """When the lease is first renewed."""
+    link: WriterLink | None = None
+    pinned_blocks: int = 0
+    writes_outstanding: int = 0
+    bytes_outstanding: int = 0
+    writes: int = 0
+    bytes_written: int = 0
+    progress_s: float = 0.0
+    seal: Seal | None = None
+    steps: set[StepWrites] = field(default_factory=set)
+    """Planned and not finished: an engine step may be posting them right now."""
+    retries: int = 0
+    sample: SourceSample | None = None
+    """What goes along with the Commit; None where nothing is sampled."""
+    revoke_waiters: list[asyncio.Future[bool]] = field(default_factory=list)
+
+    def may_post(self) -> bool:
+        return self.peer.machine.may_post(self.number)
+
+    def pin(self, blocks: int) -> None:
+        """So many source blocks are held for it until `sources_released`."""
+        self.peer.pinned(self, blocks)
+
+    def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
+        """See `WriterPeer.plan_step`."""
+        return self.peer.plan_step(self, src_blocks_B, dst_blocks_B, layers)
+
+    def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
+        """Seal and commit. Nothing is posted afterwards."""
+        self.peer.all_posted(self, first_token, first_logprobs)
+
+    def cancel(self) -> None:
+        """Give it up: drain, then tell the receiver. Idempotent; nothing happens once it has ended."""
+        self.peer.handle(HandoffCancelled(number=self.number))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StepWrites:
+    """The writes of one handoff in one engine step: the same blocks, layer after layer. Made by `Handoff.plan_step`."""
+
+    handoff: Handoff
+    link: WriterLink
+    src_blocks_B: Int64Array
+    dst_blocks_B: Int64Array
+    plan: RecordPlan
+    layers: range
+    posted: int = 0
+    _closed: bool = False
+    _posting: threading.Lock = field(default_factory=threading.Lock)
+    """Held for a post; once `finish` has had it, nothing is posted any more."""
+
+    def layer_done(self, layer: int) -> None:
+        """Post one layer's records, unless the step was finished meanwhile. On the engine thread; returns at once."""
+        with self._posting:
+            if not self._closed:
+                self._post(layer)
+
+    def _post(self, layer: int) -> None:
+        peer = self.handoff.peer
+        ops = self.plan.of_layer(layer)
+        nbytes = len(self.src_blocks_B) * peer.layout.record_bytes
+        peer.link.posting(nbytes)
+        try:
+            self.link.post(self.handoff.grant, ops)
+        except BaseException:
+            peer.link.not_posted(nbytes)
+            raise
+        self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
+        if self.handoff.sample is not None:
+            self.handoff.sample.take(layer, self.dst_blocks_B, ops)
+        peer.observer.layer_posted(self.handoff.key, layer, writes=len(self.src_blocks_B), nbytes=nbytes)
+
+    def finish(self) -> None:
+        """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
+        now on, and those that were not count as dropped. Idempotent.
+        """
+        with self._posting:
+            self._closed = True
+        missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
+        self.posted = len(self.layers)
+        self.handoff.peer.step_finished(self, missing)
 
 
 class WriterPeer:
-    """This process as writer towards one receiver process."""
+    """This process as writer towards one receiver process. Is its link's `kvtransfer.transport.WriterEvents`."""
 
     def __init__(
         self,
@@ -79,7 +267,7 @@ class WriterPeer:
     ) -> None:
         """`checksums` reads the source region, where records are sampled; the caller closes it after this."""
         self.address = address
-        self.observer = observer
+        self.observer = observer or HandoffObserver()
         self.machine = machine
         self.layout = layout
         self.src_num_blocks = src_num_blocks
@@ -89,15 +277,13 @@ class WriterPeer:
         self._checksums = checksums
         self._loop = loop
         self._config = config
-        calls = ReceiverCalls(
-            address=address,
-            channels=channels,
-            reserve_ms_max=config.reserve_ms_max,
-            call_ms_max=config.call_ms_max,
-        )
+        self._channels = channels
+        self._stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
+        self._header = common_pb2.Header(sender=address.pair.writer, receiver=address.pair.receiver)
         self.link = PairLink(
             address=address,
-            calls=calls,
+            stub=self._stub,
+            call_ms_max=config.call_ms_max,
             request=connect_request,
             make_link=make_link,
             offers=offers,
@@ -107,21 +293,20 @@ class WriterPeer:
             loop=loop,
         )
         self._repeats = RepeatLog(log, loop.time)
-        self._errands = Errands(
-            address=address, calls=calls, host=self, loop=loop, config=config, repeats=self._repeats
-        )
-        self._handoffs = OpenHandoffs()
-        self._requests: dict[ReserveNumber, transfer_pb2.ReserveRequest] = {}
+        self._handoffs: dict[ReserveNumber, Handoff] = {}
+        """Those that are not over; `_granted` has those of them that have a grant."""
+        self._granted: dict[GrantId, Handoff] = {}
+        self._fewer = asyncio.Event()
         self._tasks = Tasks(loop, log, peer=address.name)
         self._gone = False
         self._actions: dict[type, Callable[..., None]] = {
-            SendReserve: lambda i: self._tasks.spawn(self._errands.reserve(i, self._requests.pop(i.number))),
+            SendReserve: lambda i: self._tasks.spawn(self._reserve(i)),
             StartWriting: self._start_writing,
             SendSeal: self._send_seal,
-            SendCommit: lambda i: self._tasks.spawn(self._errands.commit(i)),
+            SendCommit: lambda i: self._tasks.spawn(self._commit(i)),
             AbandonWrites: self._abandon,
             ReleaseSources: self._release_sources,
-            SendRelease: lambda i: self._tasks.spawn(self._errands.release(i)),
+            SendRelease: lambda i: self._tasks.spawn(self._release(i)),
             AnswerRevoke: self._answer_revoke,
             ReportEnd: self._report_end,
         }
@@ -130,7 +315,11 @@ class WriterPeer:
 
     async def settle(self, timeout_ms: int) -> None:
         """Wait until every handoff is over and the receiver has been told, at most this long."""
-        await self._handoffs.wait_until_over(timeout_ms)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_ms / 1000):
+                while self._handoffs:
+                    self._fewer.clear()
+                    await self._fewer.wait()
 
     @property
     def gone(self) -> bool:
@@ -139,10 +328,36 @@ class WriterPeer:
 
     def has_room(self) -> bool:
         """Within the limits of unacknowledged bytes and pinned blocks; beyond them nothing new is placed here."""
+        handoffs = self._handoffs.values()
         return (
             self.machine.can_ask
-            and self._handoffs.bytes_outstanding < self._config.unacked_bytes_max
-            and self._handoffs.pinned_blocks < self._config.pinned_blocks_max
+            and sum(handoff.bytes_outstanding for handoff in handoffs) < self._config.unacked_bytes_max
+            and sum(handoff.pinned_blocks for handoff in handoffs) < self._config.pinned_blocks_max
+        )
+
+    def status(self) -> node_pb2.PairStatus:
+        """What the node reports of this pair: its path, whether that is open, how fast it is, what it does not use."""
+        link, now_s = self.link, self._loop.time()
+        in_all, recent = link.moved()
+        given_up = link.offers.given_up
+        return node_pb2.PairStatus(
+            peer=self.address.name,
+            peer_incarnation=self.address.pair.receiver,
+            epoch=link.epoch,
+            transport=link.transport.value if link.transport is not None else "",
+            bytes_moved=self.bytes_moved,
+            transports_given_up=[transport.value for transport in given_up],
+            given_up_left_ms=[round(link.offers.cooldown_left_s(transport, now_s) * 1e3) for transport in given_up],
+            link_failures=link.failures,
+            handoffs_corrupt=self.handoffs_corrupt,
+            records_checksummed=self.records_checksummed,
+            link_open=link.now is not None,
+            moved=_moved(in_all),
+            moved_recently=_moved(recent),
+            rejected_transports=[
+                common_pb2.RejectedTransport(transport=other.transport, why=other.why)
+                for other in link.rejected_transports
+            ],
         )
 
     async def reserve(
@@ -170,9 +385,9 @@ class WriterPeer:
             ended=self._loop.create_future(),
             metadata=metadata,
             sources_released=sources_released,
+            request=request,
         )
-        self._handoffs.enter(handoff)
-        self._requests[number] = request
+        self._handoffs[number] = handoff
         self.handle(HandoffAsked(key=key))
         try:
             refusal = await handoff.granted
@@ -189,6 +404,64 @@ class WriterPeer:
     def _check_here(self) -> None:
         if self._gone:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{self.address.name} is gone.")
+
+    def pinned(self, handoff: Handoff, blocks: int) -> None:
+        """So many source blocks are held for it until its sources are released."""
+        handoff.pinned_blocks = blocks
+
+    def plan_step(
+        self, handoff: Handoff, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range
+    ) -> StepWrites:
+        """What the handoff writes in one engine step. From here on the writes are outstanding, and only
+        `StepWrites.finish` takes back those that were not posted: they count as completed.
+
+        Raises WriteOutOfBounds: a block that the grant does not open.
+        """
+        assert handoff.link is not None, handoff
+        check_granted(dst_blocks_B, handoff.dst_blocks)
+        plan = RecordPlan(
+            self.layout,
+            src_blocks_B,
+            dst_blocks_B,
+            src_num_blocks=self.src_num_blocks,
+            dst_num_blocks=self.link.num_blocks,
+        )
+        writes = len(layers) * len(src_blocks_B)
+        nbytes = writes * self.layout.record_bytes
+        self.handle(WritesPosted(number=handoff.number, writes=writes, bytes_written=nbytes))
+        handoff.writes += writes
+        handoff.bytes_written += nbytes
+        handoff.writes_outstanding += writes
+        handoff.bytes_outstanding += nbytes
+        handoff.progress_s = self._loop.time()
+        self.observer.planned(handoff.key, layers=len(layers), writes=writes)
+        step = StepWrites(
+            handoff=handoff,
+            link=handoff.link,
+            src_blocks_B=src_blocks_B,
+            dst_blocks_B=dst_blocks_B,
+            plan=plan,
+            layers=layers,
+        )
+        handoff.steps.add(step)
+        return step
+
+    def step_finished(self, step: StepWrites, missing: int) -> None:
+        """So many of its writes were never posted."""
+        step.handoff.steps.discard(step)
+        if missing:
+            self._completed(step.handoff, missing, missing * self.layout.record_bytes)
+
+    def all_posted(self, handoff: Handoff, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None) -> None:
+        """Seal and commit. Nothing is posted afterwards."""
+        handoff.first_token, handoff.first_logprobs = first_token, first_logprobs
+        self.observer.all_posted(handoff.key)
+        self.handle(AllPosted(number=handoff.number))
+
+    def cancel_request(self, key: RequestKey) -> None:
+        """Have the receiver not run this attempt, whatever became of its Commit. One call, best effort."""
+        if not self._gone:
+            self._tasks.spawn(self._cancel(key))
 
     async def revoked(self, number: ReserveNumber) -> bool:
         """The receiver takes a grant back: returns when nothing is written under this number any more.
@@ -216,14 +489,16 @@ class WriterPeer:
 
     def receiver_lost(self) -> None:
         """The receiver is out of reach, and may come back: handoffs end as when the link is lost."""
-        for handoff in self._handoffs:
-            self.handle(WritesDropped(number=handoff.number))
+        for number in list(self._handoffs):
+            self.handle(WritesDropped(number=number))
 
     def upkeep(self) -> None:
         """Give up handoffs that stand still. Called every second by the node's reaper."""
-        for handoff in self._handoffs.stalled(self._loop.time(), self._config.stall_ms_max):
-            self._repeats.warning("handoff stalled", peer=self.address.name, request=handoff.key.request)
-            handoff.cancel()
+        latest_s = self._loop.time() - self._config.stall_ms_max / 1000
+        for handoff in list(self._handoffs.values()):
+            if handoff.writes_outstanding and handoff.progress_s < latest_s:
+                self._repeats.warning("handoff stalled", peer=self.address.name, request=handoff.key.request)
+                handoff.cancel()
         self._repeats.upkeep()
 
     async def close(self) -> None:
@@ -234,20 +509,20 @@ class WriterPeer:
         await self.link.close()
         self._repeats.close()
 
-    # What the link tells (kvtransfer.transport.WriterEvents).
+    # What the link reports (kvtransfer.transport.WriterEvents).
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
-        handoff = self._handoffs.of_grant(grant)
+        handoff = self._granted[grant]
         self.link.completed(bytes_written, copied=copied)
         if copied:
             self.bytes_moved += bytes_written
         else:
             # Before the last completion is counted, or a seal would vouch for bytes that were never copied.
             self.handle(WritesDropped(number=handoff.number))
-        self.completed(handoff, writes, bytes_written)
+        self._completed(handoff, writes, bytes_written)
 
     def writes_in_doubt(self, grant: GrantId) -> None:
-        self.handle(WritesInDoubt(number=self._handoffs.of_grant(grant).number))
+        self.handle(WritesInDoubt(number=self._granted[grant].number))
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         assert pair == self.address.pair, (pair, self.address)
@@ -255,59 +530,40 @@ class WriterPeer:
         epoch = self.link.lost(reason)
         if epoch is not None:
             self.handle(LinkLost(epoch=epoch))
-            for handoff in self._handoffs:
+            for handoff in self._handoffs.values():
                 if self.machine.state_of(handoff.number) is WriterState.COMMITTING:
-                    self._tasks.spawn(self._errands.await_commit(handoff))
+                    self._tasks.spawn(self._await_commit(handoff))
 
-    def cancel_request(self, key: RequestKey) -> None:
-        """See to it that the receiver does not run this attempt, whatever became of its Commit. One call, at best."""
-        if not self._gone:
-            self._tasks.spawn(self._errands.cancel(key))
-
-    def planned(self, handoff: Handoff, writes: int, nbytes: int) -> None:
-        """They are about to be posted. What never will be is told as `completed`, like all that was."""
-        self.handle(WritesPosted(number=handoff.number, writes=writes, bytes_written=nbytes))
-        handoff.writes += writes
-        handoff.bytes_written += nbytes
-        handoff.writes_outstanding += writes
-        handoff.bytes_outstanding += nbytes
-        handoff.progress_s = self._loop.time()
-
-    def completed(self, handoff: Handoff, writes: int, nbytes: int) -> None:
+    def _completed(self, handoff: Handoff, writes: int, nbytes: int) -> None:
         handoff.writes_outstanding -= writes
         handoff.bytes_outstanding -= nbytes
         handoff.progress_s = self._loop.time()
-        if self.observer is not None:
-            self.observer.completed(handoff.key, writes=writes)
+        self.observer.completed(handoff.key, writes=writes)
         if handoff.writes_outstanding == 0 and handoff.seal is not None:
             self._seal_now(handoff)
         self.handle(WritesCompleted(number=handoff.number, writes=writes))
-
-    def handoff(self, number: ReserveNumber) -> Handoff | None:
-        return self._handoffs.get(number)
 
     # Carrying out.
 
     def handle(self, event: WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             self._actions[type(instruction)](instruction)
-        if isinstance(event, _OF_SEVERAL):
-            for handoff in self._handoffs:
-                self._forget_if_over(handoff.number)
-        else:
-            self._forget_if_over(event.number)
+        for number in list(self._handoffs) if isinstance(event, _OF_SEVERAL) else [event.number]:
+            self._forget_if_over(number)
 
     def _forget_if_over(self, number: ReserveNumber) -> None:
         handoff = self._handoffs.get(number)
         if handoff is None or handoff.writes_outstanding or self.machine.state_of(number) is not WriterState.DONE:
             return
-        self._handoffs.strike_out(handoff)
+        del self._handoffs[number]
+        self._granted.pop(handoff.grant, None)
+        self._fewer.set()
 
     def _start_writing(self, instruction: StartWriting) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.epoch = instruction.epoch
         handoff.progress_s = self._loop.time()
-        self._handoffs.granted(handoff)
+        self._granted[handoff.grant] = handoff
         link = self.link.now
         if link is None or link.epoch != instruction.epoch:
             # The pair was fenced between Connect and Reserve: the next request reconnects.
@@ -321,15 +577,13 @@ class WriterPeer:
                 fraction=self._config.checksum_fraction,
                 records=self.layout.num_layers * len(handoff.dst_blocks),
             )
-        if self.observer is not None:
-            self.observer.granted(handoff.key, prefix_skip=handoff.prefix_skip)
+        self.observer.granted(handoff.key, prefix_skip=handoff.prefix_skip)
         # Most handoffs are over before it is time to renew: those that are not get a task then.
-        handoff.renewal = self._loop.call_later(handoff.lease_ms / 3000, self._keep_lease, handoff)
+        handoff.renewal = self._loop.call_later(
+            handoff.lease_ms / 3000, lambda: self._tasks.spawn(self._keep_lease(handoff))
+        )
         if not handoff.granted.done():
             handoff.granted.set_result(None)
-
-    def _keep_lease(self, handoff: Handoff) -> None:
-        self._tasks.spawn(self._errands.keep_lease(handoff))
 
     def _send_seal(self, instruction: SendSeal) -> None:
         handoff = self._handoffs[instruction.number]
@@ -348,8 +602,7 @@ class WriterPeer:
         seal, handoff.seal = handoff.seal, None
         if handoff.link is self.link.now:
             handoff.link.seal(seal)
-            if self.observer is not None:
-                self.observer.sealed(handoff.key)
+            self.observer.sealed(handoff.key)
         else:
             self.handle(WritesDropped(number=handoff.number))
 
@@ -359,7 +612,7 @@ class WriterPeer:
         if handoff.link is not None:
             handoff.link.abandon(instruction.grant)
         for step in handoff.steps:
-            # What an engine step has not posted yet it never will: the writer's word need not wait for its end.
+            # What an engine step has not posted yet it never will: the writer's answer need not wait for its end.
             self._loop.call_soon(step.finish)
 
     def _release_sources(self, instruction: ReleaseSources) -> None:
@@ -368,10 +621,10 @@ class WriterPeer:
             handoff.link.forget(handoff.grant)
 
         def released() -> None:
-            tell, handoff.sources_released = handoff.sources_released, None
-            assert tell is not None, handoff
+            sources_released, handoff.sources_released = handoff.sources_released, None
+            assert sources_released is not None, handoff
             handoff.pinned_blocks = 0
-            tell()
+            sources_released()
 
         if handoff.sample is None:
             released()
@@ -395,8 +648,190 @@ class WriterPeer:
         handoff.ended.set_result(instruction.end)
         if handoff.renewal is not None:
             handoff.renewal.cancel()
-        if self.observer is not None:
-            self.observer.ended(handoff.key, committed=instruction.end is HandoffEnd.COMMITTED)
+        self.observer.ended(handoff.key, committed=instruction.end is HandoffEnd.COMMITTED)
+
+    # Calls to the receiver: each a task, whose outcome becomes an event. None raises, all have their deadlines.
+
+    async def _cancel(self, key: RequestKey) -> None:
+        request = decode_pb2.CancelRequest(header=self._header, reason="the prefill node gave the request up")
+        request.key.request, request.key.attempt = key.request, key.attempt
+        try:
+            with rpc_errors(self.address.endpoint):
+                stub = decode_pb2_grpc.DecodeStub(self._channels.get(self.address.endpoint))
+                await stub.Cancel(request, timeout=self._config.call_ms_max / 1000)
+        except BatonError as error:
+            self._repeats.info("cancel unanswered", peer=self.address.name, request=key.request, error=error.message)
+
+    async def _await_commit(self, handoff: Handoff) -> None:
+        """The link ended behind a Commit: if the seal still arrived, the Commit is answered within one call's time."""
+        await asyncio.wait([handoff.ended], timeout=self._config.call_ms_max / 1000)
+        if not handoff.ended.done():
+            self.handle(WritesDropped(number=handoff.number))
+
+    async def _reserve(self, instruction: SendReserve) -> None:
+        """Ask once, and resolve `granted` with what came of it."""
+        number = instruction.number
+        handoff = self._handoffs.get(number)
+        if handoff is None:
+            return  # given up before it was sent
+        request, handoff.request = handoff.request, None
+        assert request is not None
+        request.number, request.lowest_live = number, instruction.lowest_live
+        request.header.CopyFrom(self._header)
+        sent_s = self._loop.time()
+        try:
+            with rpc_errors(self.address.endpoint):
+                reply: transfer_pb2.ReserveReply = await self._stub.Reserve(
+                    request, timeout=self._config.reserve_ms_max / 1000, metadata=handoff.metadata
+                )
+        except BatonError as error:
+            _fail_grant(handoff, error)
+            if error.reason is Reason.INCARNATION_MISMATCH:
+                self.peer_gone()
+            self.handle(ReserveUnanswered(number=number))
+            return
+        if reply.WhichOneof("answer") != "granted":
+            _fail_grant(handoff, _refusal_error(reply, self.address.name))
+            self.handle(ReserveRefused(number=number))
+        elif number in self._handoffs:
+            grant = reply.granted
+            handoff.grant = GrantId(grant.grant)
+            handoff.dst_blocks = [BlockId(b) for b in grant.blocks]
+            handoff.prefix_skip = grant.prefix_skip
+            self._set_lease(handoff, sent_s, grant.lease_ms)
+            self.handle(ReserveGranted(number=number, grant=handoff.grant, epoch=Epoch(grant.epoch)))
+
+    async def _keep_lease(self, handoff: Handoff) -> None:
+        """Renew, the first time at once, until the handoff has ended; report the lease lapsed when no renewal was
+        answered in time."""
+        while not handoff.ended.done():
+            sent_s = self._loop.time()
+            left_s = max(handoff.lease_ends_s - sent_s, 0.001)
+            request = transfer_pb2.RenewRequest(header=self._header, grant=handoff.grant)
+            try:
+                with rpc_errors(self.address.endpoint):
+                    reply: transfer_pb2.RenewReply = await self._stub.Renew(
+                        request, timeout=min(left_s, handoff.lease_ms / 3000)
+                    )
+            except BatonError as error:
+                if error.reason is Reason.INCARNATION_MISMATCH:
+                    self.peer_gone()
+                elif self._loop.time() >= handoff.lease_ends_s:
+                    self.handle(LeaseLapsed(number=handoff.number))
+            else:
+                if reply.renewed:
+                    self._set_lease(handoff, sent_s, reply.lease_ms)
+                else:
+                    self.handle(RenewRefused(number=handoff.number))
+            if not handoff.ended.done():
+                await asyncio.wait([handoff.ended], timeout=handoff.lease_ms / 3000)
+
+    async def _commit(self, instruction: SendCommit) -> None:
+        """Ask once; the machine asks again where there was no answer, after a pause. So with `_release`."""
+        number = instruction.number
+        handoff = self._handoffs.get(number)
+        if handoff is None:
+            return  # given up before it was sent
+        request = transfer_pb2.CommitRequest(
+            header=self._header,
+            grant=instruction.grant,
+            writes=instruction.writes,
+            bytes_written=instruction.bytes_written,
+            first_token=handoff.first_token,
+            first_logprobs=handoff.first_logprobs,
+        )
+        if handoff.sample is not None:
+            checksums = await handoff.sample.checksums()
+            request.checksum_layers.extend(checksums.layers_R.tolist())
+            request.checksum_blocks.extend(checksums.blocks_R.tolist())
+            request.checksums.extend(checksums.crcs_R.tolist())
+        if handoff.ended.done():
+            return  # given up meanwhile
+        try:
+            with rpc_errors(self.address.endpoint):
+                reply: transfer_pb2.CommitReply = await self._stub.Commit(
+                    request, timeout=self._config.call_ms_max / 1000, metadata=handoff.metadata
+                )
+        except BatonError as error:
+            if error.reason is Reason.DATA_CORRUPT:
+                self._log_corrupt(handoff, error)
+                self.handle(CommitAnswered(number=number, committed=False, corrupt=True))
+                return
+            await self._after_failed_call(COMMIT_FAILED, error, number)
+            self.handle(CommitUnanswered(number=number))
+            return
+        self._repeats.over(self.address.name, "it has answered", what=COMMIT_FAILED)
+        self.handle(CommitAnswered(number=number, committed=reply.committed))
+
+    def _log_corrupt(self, handoff: Handoff, error: BatonError) -> None:
+        """As loud as at the receiver: either machine may be the one that is failing."""
+        transport = self.link.transport
+        log.error(
+            "CORRUPT RECORDS",
+            request=handoff.key.request,
+            attempt=handoff.key.attempt,
+            peer=self.address.name,
+            peer_host=error.metadata.get("host", ""),
+            host=socket.gethostname(),
+            pair=f"{self.address.pair.writer:x}>{self.address.pair.receiver:x}",
+            transport=transport.value if transport is not None else "",
+            corrupt=error.metadata.get("corrupt", ""),
+            layer_block=error.metadata.get("layer_block", ""),
+        )
+
+    async def _release(self, instruction: SendRelease) -> None:
+        request = transfer_pb2.ReleaseRequest(
+            header=self._header,
+            number=instruction.number,
+            lowest_live=instruction.lowest_live,
+            writes_in_doubt=instruction.in_doubt,
+        )
+        try:
+            with rpc_errors(self.address.endpoint):
+                await self._stub.Release(request, timeout=self._config.call_ms_max / 1000)
+        except BatonError as error:
+            await self._after_failed_call(RELEASE_FAILED, error, instruction.number)
+            self.handle(ReleaseUnanswered(number=instruction.number))
+            return
+        self._repeats.over(self.address.name, "it has answered", what=RELEASE_FAILED)
+        self.handle(ReleaseAnswered(number=instruction.number))
+
+    async def _after_failed_call(self, what: str, error: BatonError, number: ReserveNumber) -> None:
+        """Notice a receiver that is another process by now; otherwise pause before the machine asks again."""
+        if error.reason is Reason.INCARNATION_MISMATCH:
+            self.peer_gone()
+        handoff = self._handoffs.get(number)
+        if handoff is None:
+            return
+        self._repeats.warning(what, peer=self.address.name, request=handoff.key.request, error=error.message)
+        pause_ms = min(self._config.retry_ms_max, self._config.retry_ms_min << min(handoff.retries, 16))
+        handoff.retries += 1
+        await asyncio.sleep(pause_ms / 1000)
+
+    def _set_lease(self, handoff: Handoff, sent_s: float, lease_ms: int) -> None:
+        handoff.lease_ms = lease_ms
+        handoff.lease_ends_s = sent_s + lease_ms / 1000 * (1 - self._config.drift_per_mille / 1000)
 
 
-__all__ = ["Handoff", "LinkMaker", "Metadata", "PeerAddress", "WriterConfig", "WriterPeer"]
+def _fail_grant(handoff: Handoff, error: BatonError) -> None:
+    if not handoff.granted.done():
+        handoff.granted.set_result(error)
+
+
+def _refusal_error(reply: transfer_pb2.ReserveReply, name: str) -> BatonError:
+    """What an answer to Reserve other than a grant means to whoever asked."""
+    if reply.WhichOneof("answer") == "busy":
+        return BatonError(
+            Reason.DECODE_FULL,
+            f"{name} has no room: {reply.busy.reason}.",
+            retry_after_ms=reply.busy.retry_after_ms,
+        )
+    if reply.reject.reason in _GRANT_REFUSALS:
+        return BatonError(Reason.INCOMPATIBLE_NODE, f"{name} refused: {reply.reject.reason}.")
+    return bad_field("prompt", f"{name} refused: {reply.reject.reason}.", reason=Reason.PROMPT_TOO_LONG)
+
+
+def _moved(moved: Moved) -> node_pb2.MovedBytes:
+    return node_pb2.MovedBytes(
+        nbytes=moved.nbytes, moving_us=round(moved.moving_s * 1e6), bytes_per_s=moved.bytes_per_s
+    )

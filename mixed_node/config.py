@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from baton.errors import InvalidField
 from decode_node.config import DecodeConfig
 from kvtransfer.writer import WriterConfig
-from node.host_tier import SpillConfig
+from node.spill import SpillConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy
 

@@ -14,22 +14,21 @@ from baton.rpc_client import Channels
 from baton.runtime import NodeRuntime, Progress
 from baton.wire import NodeRecord, Role
 from decode_node.node import DecodeNode
-from decode_node.receiving import add_status, make_receiver, open_ports
 from decode_node.service import DecodeService
-from engine.loop import EngineLoop, done_or_broken
-from kvtransfer.attendance import ReceiverAttendance
+from kvtransfer.liveness_stream import LivenessStreams
 from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from mixed_node.service import TransferService
 from node.conservation import ConservationWatch
-from node.engine_report import report_engine
-from node.pool import DevicePool, open_device_pool
+from node.engine_loop import EngineLoop, done_or_broken
+from node.peers import Peers
+from node.pool import DevicePool, open_device_pool, report_engine
 from node.prefix_service import serve_prefixes
+from node.receiver import add_status, make_receiver, open_ports
 from node.regions import offered, rdma_region
-from prefill_node.asking import DecodeNodes
+from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.node import PrefillNode
-from prefill_node.peers import Peers
 from prefill_node.service import PrefillService, WriterService
 
 
@@ -154,7 +153,7 @@ async def _run(
 ) -> None:
     watch = ConservationWatch(pool.ledger, runtime.clock)
     receiver = node.decode.receiver
-    attendance = ReceiverAttendance(lost=receiver.writer_lost, liveness=runtime.config.liveness)
+    liveness_streams = LivenessStreams(lost=receiver.writer_lost, liveness=runtime.config.liveness)
 
     def upkeep() -> None:
         watch.check_sometimes()
@@ -173,7 +172,7 @@ async def _run(
     runtime.holds = lambda: node.holds(peers.holds())
     serve_prefixes(runtime, pool)
     report_engine(runtime, pool)
-    _add_services(runtime, node, peers, attendance, pool)
+    _add_services(runtime, node, peers, liveness_streams, pool)
     stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
     try:
         on_ready(await runtime.open())
@@ -182,7 +181,7 @@ async def _run(
         await runtime.leave()
         await node.decode.close()
         node.decode.streams.close_all()
-        attendance.close()
+        liveness_streams.close()
         await runtime.server.stop(runtime.config.stop_grace_ms / 1000)
         await node.engine_loop.stop(stepping)
         await peers.close()
@@ -193,7 +192,7 @@ async def _run(
 
 
 def _add_services(
-    runtime: NodeRuntime, node: MixedNode, peers: Peers, attendance: ReceiverAttendance, pool: DevicePool
+    runtime: NodeRuntime, node: MixedNode, peers: Peers, liveness_streams: LivenessStreams, pool: DevicePool
 ) -> None:
     own, server = runtime.incarnation, runtime.server
 
@@ -202,7 +201,7 @@ def _add_services(
 
     prefill = PrefillService(node.prefill, own, takes_requests, runtime.rng)
     server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, prefill)
-    transfer = TransferService(node.decode, node.decode.receiver, attendance, own, pool.model, takes_requests)
+    transfer = TransferService(node.decode, node.decode.receiver, liveness_streams, own, pool.model, takes_requests)
     transfer.writer = WriterService(own, peers.find)
     server.add("baton.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfer)
     server.add("baton.v1.Decode", decode_pb2_grpc.add_DecodeServicer_to_server, DecodeService(node.decode, own))

@@ -2,7 +2,7 @@
 
 - **Handed over**, from here or to here: the one half's life, as on a node of its own (`PrefillNode.prefill`,
   `DecodeNode.live`). This node never asks itself for a grant.
-- **Kept**: `PrefillNode.prefill` queues the request, finds by `prefill_node.local` that it is to run here, and calls
+- **Kept**: `PrefillNode.prefill` queues the request, finds by `prefill_node.job` that it is to run here, and calls
   `MixedNode.start`. There the prompt's blocks are held and the answer's growth is promised, by the one ledger that
   grants are given from too; the sequence enters the engine to stay until its end, and `DecodeNode.live` begins.
   Nothing is granted, written or sealed. The first token goes to the router by the prefill call, which commits the
@@ -30,12 +30,11 @@ from cachestore.block_manager import BlockManager, prefix_blocks_max
 from decode_node.job import answer_growth, why_never
 from decode_node.node import DecodeNode
 from engine.core import Engine, TokenEvent
-from engine.loop import EngineLoop
 from engine.scheduler import EngineFullError
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, Runner
-from prefill_node.job import Job
-from prefill_node.local import LocalRun
+from node.engine_loop import EngineLoop
+from prefill_node.job import Job, LocalRun
 from prefill_node.local_policy import LocalPolicy
 from prefill_node.node import PrefillNode
 
@@ -45,8 +44,8 @@ log = get_log("mixed")
 class MixedNode:
     """What the two halves are to each other; control thread only.
 
-    Implements engine.loop.StepHost (each event goes to the half whose sequence it is about) and
-    prefill_node.local.LocalRunner. `prefill` is set once, before the first call.
+    Implements node.engine_loop.StepHost (each event goes to the half whose sequence it is about) and
+    prefill_node.job.LocalRunner. `prefill` is set once, before the first call.
     """
 
     prefill: PrefillNode

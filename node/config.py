@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from baton.config import fixed
 from baton.errors import check_positive
 from baton.pod import PodConfig
-from baton.runtime import NodeConfig
+from baton.runtime import ProcessConfig
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
+from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
+from kvtransfer.writer import WriterConfig
 from node.regions import region_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingNodeConfig(NodeConfig):
+class NodeConfig(ProcessConfig):
     """Raises InvalidField for values that do not fit each other."""
 
     engine: EngineConfig
@@ -38,6 +40,35 @@ class ServingNodeConfig(NodeConfig):
     """A full queue or node is worth another try after this at least."""
 
     def __post_init__(self) -> None:
-        NodeConfig.__post_init__(self)
+        ProcessConfig.__post_init__(self)
         check_transports(self.transports, region_kind(self.engine))
         check_positive(self, "busy_retry_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterNodeConfig(NodeConfig):
+    """Of a node that writes to others."""
+
+    writer: WriterConfig = field(default_factory=WriterConfig)
+    fallback: FallbackConfig = field(default_factory=FallbackConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverNodeConfig(NodeConfig):
+    """Of a node that others write to."""
+
+    receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
+    data_listen: str | None = field(
+        default=None,
+        metadata={
+            "help": "host:port of tcp data connections; none: any port of the host in listen, as for rdma and ucx",
+            "when": "Data goes through a network of its own, or firewalls need a fixed port.",
+        },
+    )
+    data_advertise_host: str | None = field(
+        default=None,
+        metadata={
+            "help": "host that writers reach for data; none: the host in advertise",
+            "when": "Data goes through a network of its own.",
+        },
+    )

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
+from batonpb import node_pb2
 
 from baton.cores import Cores, own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
-from baton.runtime import Progress
+from baton.runtime import NodeRuntime, Progress
 from baton.wire import ModelInfo
 from cachestore.block_manager import BlockManager
 from cachestore.layout import Layout, kv_layout
@@ -23,13 +24,14 @@ from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import DeviceRunner, KvSpec, Runner
 from kvtransfer.device.staging import StagedRegion, StagingConfig
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN
+from kvtransfer.native.copy import copies_by
+from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
-from node.host_memory import HostMemory, open_host_memory
-from node.host_tier import SpillConfig
-from node.opening import let_go, on_thread
-from node.regions import PoolRegion, open_pool_region, pin_staging
+from kvtransfer.transports.rdma_poster import posts_by
+from kvtransfer.transports.tcp_payload import moved_by
+from node.regions import PoolRegion, let_go, on_thread, open_pool_region, pin_staging
+from node.spill import HostMemory, SpillConfig, open_host_memory
 
 # NumPy has no bfloat16; a transfer needs its size only.
 _DTYPE_BYTES = {"bfloat16": 2}
@@ -87,7 +89,9 @@ class DevicePool:
             facts["below the region"] = self.host.describe()
         if self.arithmetic:
             facts["arithmetic"] = self.arithmetic
-        return facts if self.on_device is None else facts | self.on_device.describe() | self.engine.describe()
+        if self.on_device is not None:
+            facts |= self.on_device.describe()
+        return facts | self.engine.describe()
 
     def close(self) -> None:
         if self.host is not None:
@@ -292,3 +296,39 @@ def _model_info(built: BuiltEngine, layout: Layout) -> ModelInfo:
         quantisation=built.quantisation,
         quantisation_must_agree=built.quantisation_must_agree,
     )
+
+
+def report_engine(runtime: NodeRuntime, pool: DevicePool) -> None:
+    """Tell of it in the node's status. Called once, when the node's own `status` is set, and what it offers."""
+    own_status = runtime.status
+    moving = transport_facts(pool.transports, pool.region.kind, runtime.transports)
+
+    def status(message: node_pb2.NodeStatus) -> None:
+        own_status(message)
+        message.engine.padding_blocks = pool.blocks.padding_blocks
+        for name, text in (*pool.describe().items(), *moving.items()):
+            message.engine.facts.add(name=name, text=text)
+
+    runtime.status = status
+
+
+def transport_facts(configured: Sequence[TransportName], region: RegionKind, offered: Sequence[str]) -> dict[str, str]:
+    """For people: by what this process moves bytes, and which transports of its configuration it cannot offer, though
+    they would serve its region. The native libraries that it asks about are loaded already."""
+    facts = {}
+    if region is RegionKind.HOST:
+        facts["copies by"] = copies_by()
+        if TransportName.TCP.value in offered:
+            facts["tcp moved by"] = moved_by()
+    if TransportName.RDMA.value in offered:
+        facts["rdma posted by"] = posts_by()
+    missing = [transport.value for transport in serving(configured, region) if transport.value not in offered]
+    if missing:
+        facts["not offered"] = f"{', '.join(missing)}: not to be used here, `baton doctor` tells why"
+    return facts
+
+
+def add_fact(message: node_pb2.NodeStatus, name: str, text: str) -> None:
+    """One more line for people, once, though both halves of a node may tell it."""
+    if all(fact.name != name for fact in message.engine.facts):
+        message.engine.facts.add(name=name, text=text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from baton.errors import BatonError, InvalidField, Reason
 from baton.log import get_log
@@ -132,3 +134,30 @@ def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_t
 def _driver(device: ComputeDevice) -> DeviceDriver:
     """Raises DeviceError."""
     return CudaDriver() if device.on_gpu else HostDriver()
+
+
+T = TypeVar("T")
+
+
+async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Run it to its end, also where the caller is cancelled: it uses the region, which is closed next. What it made is
+    dropped then."""
+    # A future of the thread, no task: what cancels every task does not cancel it. Whoever cancels again waits as well.
+    thread = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
+    cancelled: asyncio.CancelledError | None = None
+    while not thread.done():
+        try:
+            await asyncio.wait([thread])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        thread.exception()  # told to nobody: whoever asked has been cancelled
+        raise cancelled
+    return thread.result()
+
+
+def let_go(error: BaseException | None) -> None:
+    """The frames that an error came through may still look into memory, which then could not be given back."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

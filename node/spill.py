@@ -16,12 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.config import fixed
+from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import BlockId, RequestKey
+from baton.runtime import Progress
 from cachestore.block_manager import BlockManager
 from cachestore.host_blocks import HostBlockId, HostBlocks
+from cachestore.layout import Layout
 from cachestore.ledger import ConservationError, Ledger
 from cachestore.spill_policy import (
     CopiesDone,
@@ -38,7 +43,60 @@ from cachestore.spill_policy import (
 )
 from engine.core import Engine
 from engine.sequence import Sequence
-from node.host_tier import BlockCopier, BlockCopy, SpillConfig
+from kvtransfer.device.driver import DeviceError, PinnedMemory
+from kvtransfer.device.region import DeviceRegion
+from kvtransfer.region import Region
+from node.copiers import BlockCopier, BlockCopy, BlockPlaces, RegionCopier, StreamCopier, ThreadCopier
+from node.regions import PoolRegion, let_go, on_thread, open_host_region
+
+HOST_BLOCKS_MAX = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillConfig:
+    """Overcommit of the device pool, and the host memory behind it."""
+
+    host_blocks: int = field(
+        default=0,
+        metadata={
+            "help": "blocks of host memory that sequences of a decode node may be swapped out to; 0: no overcommit",
+            "when": "Answers are shorter than their limits, and more of them should run than fit in the worst case.",
+        },
+    )
+    headroom_blocks: int = field(
+        default=4,
+        metadata={
+            "help": "blocks that each running sequence should find free after one is swapped out, and before "
+            "one comes back",
+            "when": "Sequences are swapped out and in again all the time (raise it).",
+        },
+    )
+    pinned_bytes_max: int = field(
+        default=64 << 30,
+        metadata={
+            "help": "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, "
+            "for no other use",
+            "when": "host_blocks is refused although the machine has the memory.",
+        },
+    )
+    copy_blocks_max: int = fixed(64)
+    """Blocks of one copy; a longer one is cut."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "headroom_blocks", "copy_blocks_max", "pinned_bytes_max")
+        if not 0 <= self.host_blocks <= HOST_BLOCKS_MAX:
+            raise InvalidField("host_blocks", f"is {self.host_blocks}; must be 0 (off) to {HOST_BLOCKS_MAX}")
+        if self.host_blocks and self.host_blocks <= self.reserve_blocks:
+            raise InvalidField(
+                "host_blocks",
+                f"is {self.host_blocks}; must be 0 (off) or more than headroom_blocks ({self.headroom_blocks}), which "
+                "are kept as a reserve to swap through",
+            )
+
+    @property
+    def reserve_blocks(self) -> int:
+        """Not admitted against: without it a full device and full host memory could not trade places."""
+        return self.headroom_blocks
 
 
 class _Way(Enum):
@@ -394,3 +452,98 @@ class Spill:
 
     def _promise_left(self, seq: Sequence) -> int:
         return self._ledger.promise_left(seq.promise_key) or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """The tier below the pool, and who moves blocks there and back. `close` comes before that of the pool's region."""
+
+    region: Region
+    pinned: PinnedMemory | None
+    """The same memory as the device's copies reach it; None where the pool's region is no device's."""
+    copier: ThreadCopier | StreamCopier
+    spill: Spill
+
+    def describe(self) -> str:
+        """For people: how large it is."""
+        return f"{self.region.nbytes:,} bytes of {'host' if self.pinned is None else 'pinned'} memory"
+
+    def close(self) -> None:
+        """Waits for the copies under way."""
+        self.copier.close()
+        if self.pinned is not None:
+            self.pinned.close()
+        self.region.close()
+
+
+async def open_host_memory(
+    config: SpillConfig,
+    *,
+    below: PoolRegion,
+    layout: Layout,
+    engine: Engine,
+    blocks: BlockManager,
+    ledger: Ledger,
+    name: str,
+    progress: Progress,
+) -> HostMemory:
+    """Make the tier, and put the engine under overcommit. `below` is the pool's region, of the ledger's blocks.
+
+    Raises BatonError BAD_CONFIG: there is not the memory, or it cannot be pinned.
+    """
+    if isinstance(below, DeviceRegion):
+        _check_pinned_bytes(config, layout.region_bytes(config.host_blocks))
+    region = await open_host_region(layout, config.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
+    places = BlockPlaces(layout=layout, device_blocks=ledger.num_blocks, host_blocks=config.host_blocks)
+    pinned = None
+    copier: ThreadCopier | StreamCopier
+    with ExitStack() as opened:
+        opened.callback(region.close)
+        if isinstance(below, DeviceRegion):
+            progress("pinning", 0, region.nbytes)
+            try:
+                pinned, copier = await on_thread(_pin, below, region, places, name, opened)
+            except BaseException as error:
+                let_go(error)
+                raise
+            progress("pinning", region.nbytes, region.nbytes)
+        else:
+            copier = ThreadCopier(RegionCopier(places, device=below, host=region), name=name)
+        opened.pop_all()
+    return HostMemory(
+        region=region,
+        pinned=pinned,
+        copier=copier,
+        spill=Spill(config=config, engine=engine, blocks=blocks, ledger=ledger, copier=copier),
+    )
+
+
+def _check_pinned_bytes(config: SpillConfig, nbytes: int) -> None:
+    if nbytes > config.pinned_bytes_max:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"spill.host_blocks is {config.host_blocks}, or {nbytes:,} bytes, all of them pinned since the region "
+            f"is on a device; spill.pinned_bytes_max is {config.pinned_bytes_max:,}. Set fewer blocks, or allow more "
+            "bytes if the machine can do without them.",
+            field="spill.host_blocks",
+        )
+
+
+def _pin(
+    below: DeviceRegion, region: Region, places: BlockPlaces, name: str, opened: ExitStack
+) -> tuple[PinnedMemory, StreamCopier]:
+    """Blocks. What it has made is in `opened` too, whoever still waits for it."""
+    try:
+        pinned = below.driver.register(region.array_U8)
+        opened.callback(pinned.close)
+        copier = StreamCopier(streams=below.driver.streams, places=places, device=below, host=pinned, name=name)
+        opened.callback(copier.close)
+        copier.rehearse()
+    except DeviceError as error:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"{region.nbytes:,} bytes of host memory below a region on a device are pinned: {error}. Set a smaller "
+            "spill.host_blocks.",
+            field="spill.host_blocks",
+        ) from error
+    return pinned, copier

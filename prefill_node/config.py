@@ -6,17 +6,13 @@ from dataclasses import dataclass, field
 
 from baton.config import fixed
 from baton.errors import InvalidField, check_positive
-from kvtransfer.negotiation import FallbackConfig
 from kvtransfer.transport import RegionKind
-from kvtransfer.writer import WriterConfig
-from node.config import ServingNodeConfig
+from node.config import WriterNodeConfig
 from node.regions import region_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillConfig(ServingNodeConfig):
-    writer: WriterConfig = field(default_factory=WriterConfig)
-    fallback: FallbackConfig = field(default_factory=FallbackConfig)
+class PrefillConfig(WriterNodeConfig):
     queue_max: int = field(
         default=256,
         metadata={
@@ -37,7 +33,7 @@ class PrefillConfig(ServingNodeConfig):
     """How long a measured rate is reported to the routers; afterwards it is unknown."""
 
     def __post_init__(self) -> None:
-        ServingNodeConfig.__post_init__(self)
+        WriterNodeConfig.__post_init__(self)
         if self.writer.checksum_fraction and region_kind(self.engine) is RegionKind.DEVICE:
             raise InvalidField(
                 "writer.checksum_fraction",

@@ -1,10 +1,10 @@
-"""One request in a prefill node, and what the router is told of it."""
+"""One request in a prefill node, what its router is told, and the other half of a mixed node, which may keep it."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from batonpb import common_pb2, prefill_pb2
 
@@ -17,7 +17,78 @@ from engine.types import SamplingParams
 from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
-from prefill_node.local import LocalRun
+from prefill_node.local_policy import LocalFallback, LocalPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRun:
+    """A request that the other half has taken on. `first` gets its first token, or the ABORTED event."""
+
+    seq: Sequence
+    first: asyncio.Future[TokenEvent]
+
+
+class LocalRunner(Protocol):
+    """The decode half of a mixed node, as its prefill half sees it: a request that it keeps is not handed over.
+
+    A node that only prefills has none. Control thread only.
+    """
+
+    policy: LocalPolicy
+
+    @property
+    def requests(self) -> int:
+        """Requests of that half, which have or will have a place in the engine; the kept ones are among them."""
+        ...
+
+    @property
+    def has_place(self) -> bool:
+        """Within its limit of requests."""
+        ...
+
+    def stands_back(self, job: Job) -> bool:
+        """Whether what room there is goes to requests in the middle of their answer before this one. It has an end,
+        which nobody tells: look again every second or so."""
+        ...
+
+    def avoided(self, job: Job) -> bool:
+        """Whether the request's router says that it does not get what this node writes."""
+        ...
+
+    def never(self, job: Job) -> str | None:
+        """Why the request can never run here, whatever is free. None: it can."""
+        ...
+
+    def growth(self, job: Job) -> int:
+        """Blocks to set aside for its answer, on top of the prompt's."""
+        ...
+
+    def granted(self) -> prefill_pb2.Granted:
+        """This node, as a router is told of a decode node."""
+        ...
+
+    def start(self, job: Job) -> LocalRun | None:
+        """Run it from its prompt on; holds its blocks and promises its growth. None: there is no room.
+
+        Raises BatonError CANCELLED where the router has let go of this attempt already.
+        """
+        ...
+
+    def commit(self, key: RequestKey) -> None:
+        """The first token is on its way to the router: from here on the request is the other half's."""
+        ...
+
+    def cancel(self, key: RequestKey) -> None:
+        """Give it up, wherever it is. Idempotent."""
+        ...
+
+
+def asks_avoided(local: LocalRunner | None, job: Job) -> bool:
+    """Whether the request is handed over even to a decode node that its router does not reach, where there is no other:
+    not where it may run here (`local`; None: a node that only prefills) and its router reaches this node."""
+    if local is None or local.policy.fallback is LocalFallback.NEVER:
+        return True
+    return local.avoided(job) or local.never(job) is not None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,6 +108,8 @@ class Job:
     turn: asyncio.Future[None]
     drawn: asyncio.Future[TokenEvent]
     """The first token, or the ABORTED event."""
+    chain: tuple[bytes, ...] | None = None
+    """Digests of the full blocks that may come from the prefix cache. Computed when first needed."""
     handoff: Handoff | None = None
     kept: bool = False
     """It is to run here: its promise has the answer's growth in it."""
@@ -48,7 +121,7 @@ class Job:
     next_block: int = 0
     """First block of the prompt that has not been posted (and that decode lacks)."""
     overtaken: int = 0
-    """See `prefill_node.waiting`."""
+    """See `prefill_node.request_queue`."""
     grant_slow: bool = False
     """Its grant has been asked for so long that nobody waits for it to be computed first."""
     computed_s: float = 0.0

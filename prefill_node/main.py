@@ -14,16 +14,15 @@ from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.runtime import NodeRuntime, Progress
 from baton.wire import Role
-from engine.loop import EngineLoop, done_or_broken
-from kvtransfer.observer import HandoffObserver
+from kvtransfer.status import HandoffObserver
 from node.conservation import ConservationWatch
-from node.engine_report import report_engine
-from node.pool import DevicePool, open_device_pool
+from node.engine_loop import EngineLoop, done_or_broken
+from node.peers import Peers
+from node.pool import DevicePool, open_device_pool, report_engine
 from node.prefix_service import serve_prefixes
-from prefill_node.asking import DecodeNodes
 from prefill_node.config import PrefillConfig
+from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.node import PrefillNode
-from prefill_node.peers import Peers
 from prefill_node.service import PrefillService, WriterService
 
 

@@ -7,42 +7,43 @@ are posted by the step's sink.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 from batonpb import prefill_pb2
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import Incarnation, RequestKey
+from baton.ids import BlockId, Incarnation, RequestKey
 from baton.retry_time import ROOM_SHARE, wait_s
 from baton.wire import NodeLoad
 from cachestore.block_manager import BlockManager, prefix_blocks_max
 from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
-from engine.loop import EngineLoop
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, KvSink, Runner
-from engine.wire import key_from_proto, params_from_proto
+from engine.types import Batch, FinishReason, KvSink, Runner, SequenceSlice
+from engine.wire import NOT_FINITE_MESSAGE, key_from_proto, params_from_proto
 from kvtransfer.protocol.writer import HandoffEnd
-from kvtransfer.report import block_load
-from kvtransfer.writer import Handoff, Metadata
-from prefill_node.asking import DecodeNodes
+from kvtransfer.status import block_load
+from kvtransfer.writer import Handoff, Metadata, StepWrites
+from node.engine_loop import EngineLoop
 from prefill_node.config import PrefillConfig
+from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.job import (
     NOBODY,
     Job,
+    LocalRunner,
+    asks_avoided,
     first_logprobs,
     first_token_event,
     granted_event,
     handed_off_event,
     handoff_failed,
 )
-from prefill_node.local import LocalRunner, asks_avoided
 from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, falls_back, is_kept
-from prefill_node.posting import Posting, StepSink
-from prefill_node.rate import PrefillRate
-from prefill_node.request import check_request, no_room, queue_full
-from prefill_node.waiting import WaitingLine
+from prefill_node.request_queue import PrefillRate, WaitingLine, check_request, no_room, queue_full
 
 STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
@@ -51,7 +52,7 @@ GRANT_WAIT_MS_MAX: Final = 50
 
 
 class PrefillNode:
-    """State of one prefill node; control thread only. Implements engine.loop.StepHost."""
+    """State of one prefill node; control thread only. Implements node.engine_loop.StepHost."""
 
     engine_loop: EngineLoop
 
@@ -309,6 +310,8 @@ class PrefillNode:
             assert job.handoff is not None
             raise handoff_failed(job.handoff, job.handoff.ended.result())
         event = job.drawn.result()
+        if event.finish is FinishReason.NOT_FINITE:
+            raise BatonError(Reason.SCORES_NOT_FINITE, NOT_FINITE_MESSAGE)
         if event.token is None and job.local is not None:
             raise BatonError(
                 Reason.HANDOFF_FAILED, "This node has given the request up; its log says why. Send the request again."
@@ -378,18 +381,99 @@ class PrefillNode:
         return NodeLoad(
             waiting_requests=len(self._queue),
             running_requests=sum(job.local is None for job in self._admitted.values()),
-            waiting_tokens=sum(len(job.tokens) for job in (*self._queue, *self._admitted.values())),
+            waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
             blocks=block_load(self.ledger),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
         )
 
+    def _tokens_left(self, jobs: Iterable[Job]) -> int:
+        """Tokens of these requests still to compute, in the order in which they will be. Cached and computed tokens do
+        not count, and a prefix that several of them share counts once: the first one leaves it cached for the others.
+        """
+        cache, size = self._blocks.prefix_cache, self._blocks.block_size
+        expected: set[bytes] = set()
+        left = 0
+        for job in jobs:
+            computed = 0 if job.seq is None else job.seq.computed
+            if computed >= len(job.tokens):
+                continue  # it is being handed over
+            if job.chain is None:
+                reusable = prefix_blocks_max(len(job.tokens), size) * size
+                job.chain = cache.chain(job.tokens[:reusable], job.cache_salt)
+            # What is here is the beginning of a chain, so the first block that is missing can be searched by halves.
+            missing = bisect_left(
+                job.chain, True, key=lambda digest: digest not in expected and not cache.indexed(digest)
+            )
+            expected.update(job.chain[missing:])
+            left += len(job.tokens) - (missing * size if job.seq is None else computed)
+        return left
+
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
         check_request(request, runner=self._runner, blocks=self._blocks)
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
         if alike >= self.config.queue_max:
-            tokens = sum(len(job.tokens) for job in self._queue)
-            room_s = wait_s(ROOM_SHARE * tokens, self._rate.last_per_s)
+            room_s = wait_s(ROOM_SHARE * self._tokens_left(self._queue), self._rate.last_per_s)
             raise queue_full(alike, room_s, retry_ms_min=self.config.busy_retry_ms, request=key.request)
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StepSink:
+    """Posts, after each layer, the records that this step finishes."""
+
+    tokens: int
+    began_s: float
+    writes: list[StepWrites] = field(default_factory=list)
+
+    def layer_done(self, layer: int) -> None:
+        for step_writes in self.writes:
+            step_writes.layer_done(layer)
+
+
+class Posting:
+    """Of one prefill node; control thread only. What is planned here the engine thread posts (`StepSink`)."""
+
+    def __init__(self, blocks: BlockManager, *, num_layers: int) -> None:
+        self._blocks = blocks
+        self._num_layers = num_layers
+
+    def post_cached(self, job: Job, handoff: Handoff, table: list[BlockId], cached_blocks: int) -> None:
+        """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
+        self._blocks.hold(table)
+        job.pinned = list(table)
+        handoff.pin(len(table))
+        job.next_block = handoff.prefix_skip
+        writes = self.plan(job, handoff, cached_blocks)
+        if writes is not None:
+            for layer in writes.layers:
+                writes.layer_done(layer)
+            writes.finish()
+
+    def sink(self, batch: Batch, jobs: Mapping[RequestKey, Job], *, now_s: float) -> StepSink:
+        """For the step that begins: what it finishes of each of these jobs that is handed over."""
+        tokens = sum(piece.stop - piece.start for piece in batch.slices if piece.output_index == 0)
+        sink = StepSink(tokens=tokens, began_s=now_s)
+        for piece in batch.slices:
+            job = jobs.get(piece.key)
+            if job is not None and job.handoff is not None and job.handoff.may_post():
+                writes = self.plan(job, job.handoff, self._finished_blocks(piece))
+                if writes is not None:
+                    sink.writes.append(writes)
+        return sink
+
+    def plan(self, job: Job, handoff: Handoff, end_block: int) -> StepWrites | None:
+        """Writes of the prompt's blocks from `next_block` to `end_block`, all layers. None if there are none."""
+        assert job.seq is not None
+        first, job.next_block = job.next_block, max(job.next_block, end_block)
+        if first >= job.next_block:
+            return None
+        src = job.seq.block_table[first : job.next_block]
+        dst = handoff.dst_blocks[first - handoff.prefix_skip : job.next_block - handoff.prefix_skip]
+        return handoff.plan_step(np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), range(self._num_layers))
+
+    def _finished_blocks(self, piece: SequenceSlice) -> int:
+        """How many of the prompt's records are finished by this slice: full ones, and the last one at the end."""
+        size = self._blocks.block_size
+        return self._blocks.blocks_for(piece.stop) if piece.sample else piece.stop // size

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from baton.config import fixed
 from baton.errors import InvalidField, check_positive
-from baton.runtime import NodeConfig
+from baton.runtime import ProcessConfig
 from router.pin_config import PinKeeperConfig, PinnedPrefix
 from router.retries import RetryConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig(NodeConfig):
+class RouterConfig(ProcessConfig):
     name: str = field(
         default="router-0",
         metadata={
@@ -50,12 +50,20 @@ class RouterConfig(NodeConfig):
     )
     http_body_ms_max: int = fixed(60_000)
     """How long the head of an HTTP call may take, and then its body."""
-    max_tokens_default: int = field(
-        default=256,
+    max_tokens_default: int | None = field(
+        default=None,
         metadata={
-            "help": "output tokens of a request that names no limit",
-            "when": "Clients expect longer answers without asking for them. Blocks for all of them are "
-            "promised at admission.",
+            "help": "output tokens of a request that names no limit; none: what the context leaves, at most so many "
+            "that prompt and answer take 1/32 of the smallest decode region, and no fewer than 256",
+            "when": "Answers are cut off, or fewer requests run together because each is promised too many blocks.",
+        },
+    )
+    generation_config: bool = field(
+        default=True,
+        metadata={
+            "help": "sampling values that a request does not name come from the model's generation_config.json; off: "
+            "temperature 1 and nothing else",
+            "when": "Clients count on the defaults of the API instead of those of the model.",
         },
     )
     prompt_chars_max: int = field(
@@ -117,15 +125,16 @@ class RouterConfig(NodeConfig):
     pins: PinKeeperConfig = field(default_factory=PinKeeperConfig)
 
     def __post_init__(self) -> None:
-        NodeConfig.__post_init__(self)
+        ProcessConfig.__post_init__(self)
         names = [prefix.name for prefix in self.pinned_prefixes]
         if len(set(names)) < len(names) or len(names) > self.pins.count_max:
             raise InvalidField(
                 "pinned_prefixes", f"must have names of their own, at most {self.pins.count_max} of them"
             )
+        if self.max_tokens_default is not None:
+            check_positive(self, "max_tokens_default")
         check_positive(
             self,
-            "max_tokens_default",
             "prompt_chars_max",
             "requests_max",
             "placement_wait_ms_max",

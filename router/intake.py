@@ -11,10 +11,13 @@ from batonpb import inference_pb2
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.tracing import Traceparent, new_request_id
+from baton.wire import ModelInfo, NodeRecord
+from engine.model_config import SamplingDefaults
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.job import Job
 from router.prefill_nodes import PrefillNodes
+from router.regions import answer_tokens
 from router.request import CheckedRequest, check_request
 from router.retries import Retries
 from router.stop_strings import StopStrings
@@ -38,17 +41,21 @@ class Intake:
         chats: ChatEncoder | None,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
+        sampling_defaults: SamplingDefaults,
+        records: Callable[[], Sequence[NodeRecord]],
         check_known: Callable[[], None],
         pause: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`check_known` raises BatonError while the nodes are not known well enough. `pause(looks)` comes between two
-        looks for a node that is ready."""
+        """`sampling_defaults` are the model's, `records` all known nodes. `check_known` raises BatonError while too
+        little is known of them. `pause(looks)` comes between two looks for a node that is ready."""
         self._config = config
         self._prefill_nodes = prefill_nodes
         self._codec = codec
         self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
         self._loop = loop
         self._rng = rng
+        self._sampling_defaults = sampling_defaults
+        self._records = records
         self._check_known = check_known
         self._pause = pause
 
@@ -69,13 +76,15 @@ class Intake:
                 break
             await self._pause(looks)
         encoded = await self._encode(request)
+        model = self._prefill_nodes.model()
         checked = check_request(
             request,
-            model=self._prefill_nodes.model(),
+            model=model,
             encode=(lambda _text: encoded) if self._codec is not None else None,
             chat=encoded,
-            max_tokens_default=self._config.max_tokens_default,
+            answer_tokens=lambda prompt_tokens: self._answer_tokens(prompt_tokens, model),
             rng=self._rng,
+            defaults=self._sampling_defaults,
             choice=choice,
         )
         return Job(
@@ -88,6 +97,10 @@ class Intake:
             retries=Retries(config=self._config.retries, give_up_s=give_up_s),
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
+
+    def _answer_tokens(self, prompt_tokens: int, model: ModelInfo) -> int:
+        default = self._config.max_tokens_default
+        return answer_tokens(prompt_tokens, self._records(), model) if default is None else default
 
     def answer_text(self, checked: CheckedRequest) -> AnswerText:
         """What the tokens of its answer go through."""

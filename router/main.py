@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from baton.runtime import NodeRuntime, Progress
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import NodeLoad, Role
 from engine.hub import resolve_model
-from engine.model_config import ModelError
+from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.node import RouterNode
@@ -31,6 +32,7 @@ from router.pin_service import PinsService
 from router.pins import PinKeeper
 from router.prefill_nodes import NOT_READY_RETRY_MS
 from router.prefix_text import PrefixEncoder
+from router.request import NEUTRAL
 from router.service import InferenceService
 from router.text import TextCodec
 
@@ -65,6 +67,7 @@ async def serve(
     folder = await asyncio.to_thread(_folder, config.model)
     codec = TextCodec.load(folder) if folder is not None else None
     template = _template(folder)
+    defaults = _sampling_defaults(folder) if config.generation_config else NEUTRAL
     chats = ChatEncoder(codec=codec, template=template, chars_max=config.prompt_chars_max)
     metrics = _metrics(runtime) if config.http_listen is not None else None
     if metrics is not None:
@@ -78,6 +81,7 @@ async def serve(
         chats=chats,
         loop=asyncio.get_running_loop(),
         rng=rng,
+        sampling_defaults=defaults,
         observer=metrics,
         check_known=runtime.membership.check_known,
     )
@@ -209,6 +213,21 @@ def _template(folder: Path | None) -> ChatTemplate | None:
         # Whoever sends plain prompts needs none.
         log.warning("chats are refused: the model's template is of no use", why=error.message)
         return None
+
+
+def _sampling_defaults(folder: Path | None) -> SamplingDefaults:
+    """Raises BatonError MODEL_BROKEN."""
+    if folder is None:
+        return NEUTRAL
+    try:
+        defaults = load_sampling_defaults(folder)
+    except ModelError as error:
+        raise BatonError(
+            Reason.MODEL_BROKEN, f"{error}. Mend it, or set generation_config to false.", field="generation_config"
+        ) from error
+    if defaults != NEUTRAL:
+        log.info("requests that name no sampling values get the model's", **asdict(defaults))
+    return defaults
 
 
 def _folder(model: str | None) -> Path | None:

@@ -23,6 +23,7 @@ from baton.rpc_client import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent
 from baton.wire import ModelInfo, NodeRecord, Role
+from engine.model_config import SamplingDefaults
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams
@@ -32,6 +33,7 @@ from router.observer import ObservedRequest, RequestObserver
 from router.prefill_calls import PrefillCalls
 from router.prefill_nodes import PrefillNodes
 from router.regions import RegionWatch, tokens_max
+from router.request import NEUTRAL
 from router.request_log import RequestLog
 from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Verdict, pause_ms
 from router.slow_client import unread_limit
@@ -61,6 +63,7 @@ class RouterNode:
         chats: ChatEncoder | None = None,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
+        sampling_defaults: SamplingDefaults = NEUTRAL,
         observer: RequestObserver | None = None,
         check_known: Callable[[], None] = lambda: None,
     ) -> None:
@@ -102,6 +105,8 @@ class RouterNode:
             chats=chats,
             loop=loop,
             rng=rng,
+            sampling_defaults=sampling_defaults,
+            records=lambda: self._records,
             check_known=check_known,
             pause=self._pause,
         )

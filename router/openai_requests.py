@@ -154,7 +154,9 @@ def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     for name in _FLOATS:
         if name in body:
             setattr(sampling, name, _number(body, name))
-    if body.get("top_k") != -1:  # what others write for "off"
+    if body.get("top_k") == -1:  # what others write for "off"
+        sampling.top_k = 0
+    else:
         _set_integer(sampling, body, "top_k")
     _set_integer(sampling, body, "min_tokens")
     if "seed" in body:

@@ -1,8 +1,8 @@
 """Which prefill node gets a request: the one with the smallest expected time to its first token. Pure.
 
-Expected TTFT = (tokens waiting there + tokens of this prompt that it has not cached) / its rate. What this router has
-sent and the node has not reported yet counts at once, or a burst would all go to the node that was idle at its last
-report.
+Expected TTFT = (tokens left to compute there + tokens of this prompt that it has not cached) / its rate. Cached and
+computed tokens are no load, neither in the node's report nor here. What this router has sent and the node has not
+reported yet counts at once, or a burst would all go to the node that was idle at its last report.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Node:
     sequence: int = -1
     reported_tokens: int = 0
     sent: dict[RequestKey, int] = field(default_factory=dict)
-    """Tokens of requests sent since the last report, and of those still to compute."""
+    """Tokens to compute of requests sent since the last report, less what the node probably has cached."""
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Prompt blocks sent there, least recently used first: an approximation of its prefix cache."""
 
@@ -82,9 +82,12 @@ class Placement:
     def _ttft_s(
         self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int, rate: float, backlog: int
     ) -> float:
+        return (backlog + self._uncached_tokens(record, hashes, prompt_tokens)) / rate
+
+    def _uncached_tokens(self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int) -> int:
+        """Tokens of a prompt that the node would have to compute. The last one is always computed."""
         block_size = record.model.block_size if record.model is not None else 1
-        uncached = prompt_tokens - self.cached_blocks(record.incarnation, hashes) * block_size
-        return (backlog + max(1, uncached)) / rate
+        return max(1, prompt_tokens - self.cached_blocks(record.incarnation, hashes) * block_size)
 
     def cached_blocks(self, incarnation: Incarnation, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt the node probably has."""
@@ -103,7 +106,7 @@ class Placement:
     ) -> Callable[[], None]:
         """Count a request as placed there; call the result when it has left the node's queue or failed."""
         node = self._nodes.setdefault(record.incarnation, _Node())
-        node.sent[key] = prompt_tokens
+        node.sent[key] = self._uncached_tokens(record, hashes, prompt_tokens)
         for digest in hashes:
             node.blocks[digest] = None
             node.blocks.move_to_end(digest)

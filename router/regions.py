@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.wire import ModelInfo, NodeRecord, Role
 
@@ -23,6 +24,28 @@ def region_tokens(record: NodeRecord) -> int:
 def may_hold(record: NodeRecord, tokens: int) -> bool:
     """Whether the node may be able to compute so many tokens at some time. One whose region is not known may."""
     return not 0 < region_tokens(record) < tokens
+
+
+ANSWERS_PER_REGION = 32
+"""So many requests that name no limit have room on a decode node at a time, whatever they come to."""
+ANSWER_TOKENS_MIN = 256
+"""A request that names no limit may have so many tokens, though fewer than `ANSWERS_PER_REGION` then have room."""
+
+
+def answer_tokens(prompt_tokens: int, records: Sequence[NodeRecord], model: ModelInfo) -> int:
+    """Output tokens of a request that names no limit: what the model's context leaves, within a share of the region.
+
+    A decode node promises an answer all the blocks that it may come to need (DESIGN I5). So prompt and answer together
+    take at most 1 / ANSWERS_PER_REGION of the smallest region of a decode node that is ready, less its pins and a block
+    of its engine's own, or a few chats would fill it; but an answer is never cut below ANSWER_TOKENS_MIN for it.
+    """
+    usable = [
+        record.load.blocks.total - record.load.blocks.pinned - 1
+        for record in records
+        if record.role.serves(Role.DECODE) and record.lifecycle is Lifecycle.READY and region_tokens(record)
+    ]
+    share = min(usable, default=0) // ANSWERS_PER_REGION * model.block_size
+    return min(max(share - prompt_tokens, ANSWER_TOKENS_MIN), model.context_len_max - prompt_tokens)
 
 
 def tokens_max(records: Sequence[NodeRecord], model: ModelInfo) -> int:

@@ -11,10 +11,9 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.wire import ModelInfo
+from engine.model_config import REPETITION_PENALTY_MAX, TEMPERATURE_MAX, SamplingDefaults
 
-TEMPERATURE_MAX = 100.0
 STOP_TOKEN_IDS_MAX = 64
-REPETITION_PENALTY_MAX = 100.0
 PENALTY_MAX = 2.0
 LOGIT_BIAS_MAX = 100.0
 LOGIT_BIAS_TOKENS_MAX = 1024
@@ -23,6 +22,7 @@ STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
 CACHE_SALT_BYTES_MAX = 256
 
+NEUTRAL = SamplingDefaults()
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -42,15 +42,18 @@ def check_request(
     *,
     model: ModelInfo,
     encode: Encode | None,
-    max_tokens_default: int,
+    answer_tokens: Callable[[int], int],
     rng: random.Random,
+    defaults: SamplingDefaults = NEUTRAL,
     choice: int = 0,
     chat: Sequence[int] = (),
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
     `chat` is the prompt that the messages of a conversation make. `choice` numbers the answers to one question with one
-    seed. `max_tokens` is cut to what the model's context leaves after the prompt. Raises BatonError naming the field.
+    seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it, from the
+    length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set; a zero
+    that is set counts. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         raise BatonError(
@@ -60,19 +63,20 @@ def check_request(
         )
     prompt = check_prompt(request, model, encode, chat)
     sampling = request.sampling
-    max_tokens = _max_tokens(sampling, max_tokens_default, model.context_len_max - len(prompt))
+    room = model.context_len_max - len(prompt)
+    max_tokens = min(_max_tokens(sampling) or answer_tokens(len(prompt)), room)
     return CheckedRequest(
         prompt=prompt,
         sampling=common_pb2.SamplingSpec(
-            temperature=_temperature(sampling),
-            top_k=_top_k(sampling, model),
-            top_p=_top_p(sampling),
+            temperature=_temperature(sampling, defaults),
+            top_k=_top_k(sampling, defaults, model),
+            top_p=_top_p(sampling, defaults),
             seed=sampling.seed if sampling.HasField("seed") else rng.getrandbits(64),
             max_tokens=max_tokens,
             stop_token_ids=_stop_token_ids(sampling, model),
             ignore_eos=sampling.ignore_eos,
-            min_p=_min_p(sampling),
-            repetition_penalty=_repetition_penalty(sampling),
+            min_p=_min_p(sampling, defaults),
+            repetition_penalty=_repetition_penalty(sampling, defaults),
             presence_penalty=_penalty("presence_penalty", sampling.presence_penalty),
             frequency_penalty=_penalty("frequency_penalty", sampling.frequency_penalty),
             logit_bias=_logit_bias(sampling, model),
@@ -140,33 +144,35 @@ def _out_of_range(name: str, value: object, allowed: str) -> BatonError:
     return bad_field(f"sampling.{name}", text, reason=Reason.SAMPLING_OUT_OF_RANGE)
 
 
-def _temperature(sampling: inference_pb2.Sampling) -> float:
-    value = sampling.temperature if sampling.HasField("temperature") else 1.0
+def _temperature(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float:
+    value = sampling.temperature if sampling.HasField("temperature") else defaults.temperature
     if not math.isfinite(value) or not 0 <= value <= TEMPERATURE_MAX:
         raise _out_of_range("temperature", value, f"from 0 (greedy) to {TEMPERATURE_MAX:g}")
     return value
 
 
-def _top_p(sampling: inference_pb2.Sampling) -> float:
-    value = sampling.top_p if sampling.HasField("top_p") else 1.0
+def _top_p(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float:
+    value = sampling.top_p if sampling.HasField("top_p") else defaults.top_p
     if not math.isfinite(value) or not 0 < value <= 1:
         raise _out_of_range("top_p", value, "above 0 and at most 1 (1 is off)")
     return value
 
 
-def _top_k(sampling: inference_pb2.Sampling, model: ModelInfo) -> int:
+def _top_k(sampling: inference_pb2.Sampling, defaults: SamplingDefaults, model: ModelInfo) -> int:
+    if not sampling.HasField("top_k"):
+        return min(defaults.top_k, model.vocab_size)
     value = sampling.top_k
     if value > model.vocab_size:
         raise _out_of_range("top_k", value, f"at most the vocabulary of {model.vocab_size} (0 is off)")
     return value
 
 
-def _max_tokens(sampling: inference_pb2.Sampling, default: int, room: int) -> int:
+def _max_tokens(sampling: inference_pb2.Sampling) -> int | None:
     if not sampling.HasField("max_tokens"):
-        return min(default, room)
+        return None
     if sampling.max_tokens < 1:
         raise _out_of_range("max_tokens", sampling.max_tokens, "at least 1")
-    return min(sampling.max_tokens, room)
+    return sampling.max_tokens
 
 
 def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[int]:
@@ -178,16 +184,17 @@ def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[
     return ids
 
 
-def _min_p(sampling: inference_pb2.Sampling) -> float:
-    value = sampling.min_p
+def _min_p(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float:
+    value = sampling.min_p if sampling.HasField("min_p") else defaults.min_p
     if not 0 <= value <= 1:
         raise _out_of_range("min_p", value, "from 0 (off) to 1")
     return value
 
 
-def _repetition_penalty(sampling: inference_pb2.Sampling) -> float | None:
+def _repetition_penalty(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float | None:
     """None where it is off."""
-    value = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    named = sampling.HasField("repetition_penalty")
+    value = sampling.repetition_penalty if named else defaults.repetition_penalty
     if not 0 < value <= REPETITION_PENALTY_MAX:
         raise _out_of_range("repetition_penalty", value, f"above 0 and at most {REPETITION_PENALTY_MAX:g} (1 is off)")
     return value if value != 1 else None

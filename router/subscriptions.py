@@ -277,7 +277,7 @@ class DecodeSubscription:
             if message.HasField("finish"):
                 inbox.end(message.finish)
             elif message.HasField("error"):
-                inbox.give_up(BatonError(Reason.HANDOFF_FAILED, f"{self.name} gave the request up: {message.error}."))
+                inbox.give_up(_given_up(self.name, message))
 
     async def _requests(self, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
         """What this router says on one stream, until another stream has taken over."""
@@ -300,6 +300,12 @@ class DecodeSubscription:
 
     def _header(self) -> common_pb2.Header:
         return common_pb2.Header(sender=self._own, receiver=self.incarnation)
+
+
+def _given_up(name: str, message: decode_pb2.RequestTokens) -> BatonError:
+    if message.error_reason == Reason.SCORES_NOT_FINITE.value:
+        return BatonError(Reason.SCORES_NOT_FINITE, message.error)
+    return BatonError(Reason.HANDOFF_FAILED, f"{name} gave the request up: {message.error}.")
 
 
 def _lost(name: str, why: str) -> BatonError:

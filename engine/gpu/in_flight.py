@@ -41,7 +41,8 @@ class FutureTokens:
         kept = slices[:ROWS_AHEAD_MAX]
         self._rows = {piece.key: row for row, piece in enumerate(kept)}
         if tokens_B is not None:
-            self.ids[: len(kept)].copy_(tokens_B[: len(kept)])
+            # A sequence without a token leaves with this step, and its surplus slice needs an id that exists.
+            self.ids[: len(kept)].copy_(tokens_B[: len(kept)].clamp(min=0))
 
 
 def pick(ids_B: torch.Tensor, rows_B: torch.Tensor, future_ids: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attrib
 #define BLOCK 512
 #define LANES 16
 #define NOISE_MAX 36.75 /* of 52 bits: 53 ln 2 is 36.74 */
+#define NO_TOKEN (-1)
 #define NO_WEIGHT (-60.0) /* e^-60 of any vocabulary is lost beside the best token's 1 in a double */
 
 /* Constants of splitmix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"). */
@@ -185,6 +186,12 @@ VECTORS static double weigh(const double *x, int64_t count, double top, double t
     return total;
 }
 
+VECTORS static int any_nan(const double *x, int64_t count) {
+    int found = 0;
+    for (int64_t i = 0; i < count; i++) found |= x[i] != x[i];
+    return found;
+}
+
 static double mass_before(const Row *r, Ranked end) {
     double x[BLOCK], total = 0.0;
     for (int64_t first = 0; first < r->batch->n; first += BLOCK) {
@@ -325,10 +332,12 @@ static int64_t draw_row(const Batch *b, const Draw *draw, char *scratch) {
     r.top = -INFINITY;
     for (int64_t block = 0; block < blocks; block++) {
         load(&r, block * BLOCK, x);
+        if (any_nan(x, length(&r, block * BLOCK))) return NO_TOKEN;
         r.highest[block] = block_top(x, length(&r, block * BLOCK));
         if (r.highest[block] > r.top) r.top = r.highest[block];
     }
-    if (draw->temperature == 0.0 || isinf(r.top)) return first_of(&r, r.top);
+    if (isinf(r.top)) return NO_TOKEN;
+    if (draw->temperature == 0.0) return first_of(&r, r.top);
     r.inverse = 1.0 / draw->temperature;
     r.cut = log(draw->min_p) - 1e-6;
     r.key = mix(draw->seed + GOLDEN);
@@ -352,7 +361,7 @@ API int64_t baton_draw_scratch(int64_t n, int64_t k) {
     return (((n + BLOCK - 1) / BLOCK * 8 + k * (int64_t)sizeof(Ranked)) + 63) / 64 * 64;
 }
 
-/* out[i] = the token of draws[i]; 0 where a row has no score above minus infinity. `scratch` is aligned to 8 bytes. */
+/* out[i] = the token of draws[i]; NO_TOKEN where a score is NaN or the highest one infinite. `scratch` is aligned to 8 bytes. */
 API void baton_draw(const void *scores, int64_t type, int64_t stride, int64_t n, const Draw *draws, int64_t num_draws,
                     const int64_t *changed_ids, const double *changed_scores, int64_t *out, char *scratch,
                     int64_t scratch_bytes, int threads) {

@@ -62,7 +62,8 @@ class DrawKernel:
         output_indices: Sequence[int],
         changed: Adjusted | None,
     ) -> torch.Tensor:
-        """One token for each row -> int64 [B]. Lets go of the interpreter's lock; mutates nothing."""
+        """One token for each row -> int64 [B], NO_TOKEN for a row without one. Lets go of the interpreter's lock;
+        mutates nothing."""
         assert self.takes(logits_BV), (logits_BV.device, logits_BV.dtype)
         rows, vocab_size = logits_BV.shape
         ends = [0] * (rows + 1)

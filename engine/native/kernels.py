@@ -156,7 +156,7 @@ class Kernels:
         self.layers = function("baton_layers", None, pointer, integer, pointer, pointer, integer)
 
     def highest(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        """The first column of each row's highest value -> int64 [B]. Contiguous bfloat16; NaN is no value."""
+        """The first column of each row's highest value -> int64 [B], -1 for a row with NaN. Contiguous bfloat16."""
         assert scores_BV.dtype is torch.bfloat16 and scores_BV.is_contiguous(), scores_BV.dtype
         out_B = torch.empty(scores_BV.shape[0], dtype=torch.int64)
         self._highest(scores_BV.data_ptr(), out_B.data_ptr(), *scores_BV.shape, torch.get_num_threads())

@@ -15,11 +15,10 @@ from typing import Protocol, Self
 
 from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
+from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
-from kvtransfer.transport import Seal, WriteOps, WriterEvents, WriterLink
-from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import check_ops
+from kvtransfer.transport import Seal, WriteOps, WriterEvents, WriterLink, check_ops
 
 log = get_log("device")
 

@@ -21,9 +21,9 @@ import numpy as np
 from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError
 from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
 from kvtransfer.device.streams import DeviceStreams
+from kvtransfer.native.copy import copy_records
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import WriteOps
-from kvtransfer.transports.shm_copy import copy_records
 
 _HANDLE = struct.Struct("<iiQ")
 

@@ -11,25 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.ids import GrantId, Pair
-from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
-from kvtransfer.transports.base_link import BaseLink
-from kvtransfer.transports.drains import Drains
+from kvtransfer.transport import DataEndpoint, Seal, WriterEvents
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.message_stream import Malformed, MessageStream
 from kvtransfer.transports.outbox import Outbox
-from kvtransfer.transports.rdma_queue import ChainQueue, QueueLimits
+from kvtransfer.transports.post_queue import OpsPart, PostQueue
+from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits
 from kvtransfer.transports.tcp_socket import RECV_BYTES, close_politely
+from kvtransfer.transports.writer_link import BaseWriterLink, Mark
 
 
-class ChainLink(BaseLink):
+class ChainLink(BaseWriterLink):
     """A writer's link (see `kvtransfer.transport.WriterLink`) but for its thread, its words, and what it posts with.
 
     `post` may be called from any thread, the rest from the loop's. A subclass starts the thread, which posts what the
-    queue has until `_cut`, or until nothing is left while `_draining`; it reads the socket, and finishes `_ending`.
+    queue has until `_cut`, or until nothing is left while `_ending`; it reads the socket, and calls `_finish`.
     """
 
-    _queue: ChainQueue
-    _drains: Drains
+    _queue: PostQueue[OpsPart, None]
 
     def __init__(
         self,
@@ -49,66 +48,37 @@ class ChainLink(BaseLink):
     ) -> None:
         """At most `seals_max` seals are on their way. `wake` is for the thread, and called from any; `inbox` cuts what
         comes into words for `_handle`."""
-        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
         self._sock, self._inbox = sock, inbox
-        self._limits, self._seals_max = limits, seals_max
+        self._seals_max = seals_max
         self._wake = wake
-        self._queue = ChainQueue(
+        self._lanes = ChainLanes(
             limits=queue,
             src_nbytes=src_nbytes,
             dst_nbytes=dst_nbytes,
             loop=loop,
             completed=events.writes_completed,
-            adrift=events.writes_in_doubt,
+            in_doubt=events.writes_in_doubt,
             wake=wake,
         )
-        self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._queue.mark, stuck=self._end)
+        self._queue = self._lanes.queue
         self._words = Outbox(sock, loop, self._connection_lost)
-        self._seals_waiting: deque[Seal] = deque()
+        self._seals_held: deque[Seal] = deque()
         self._seals_out: set[int] = set()
         self._seals_made = 0
-        self._closing_timer: asyncio.TimerHandle | None = None
-        self._draining = False
-        self._cut = False
-
-    def post(self, grant: GrantId, ops: WriteOps) -> None:
-        """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
-
-        Raises:
-            WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
-        """
-        self._queue.post(grant, ops)
-
-    def seal(self, seal: Seal) -> None:
-        """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
-        assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
-        if self._ending.begun:
-            return
-        if len(self._seals_out) < self._seals_max:
-            self._seal_next(seal)
-        elif len(self._seals_waiting) < self._limits.seals_waiting_max:
-            self._seals_waiting.append(seal)
-        else:
-            self._end(f"the receiver takes no seals: {len(self._seals_waiting)} wait")
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        progress = self._queue.progress
         return {
             **super().describe(),
-            "writes": progress.writes_copied,
-            "bytes": progress.bytes_copied,
-            "requests": progress.requests,
-            "chains": progress.chains,
-            "batches_abandoned": progress.batches_abandoned,
-            "seals": progress.seals,
-            "seals_waiting": len(self._seals_waiting),
+            "requests": self._lanes.requests,
+            "chains": self._lanes.chains,
         }
 
     # The subclass's own.
 
     @abstractmethod
-    def _send_seal(self, number: int, seal: Seal) -> None:
+    def _send_numbered(self, number: int, seal: Seal) -> None:
         """Queue its parts, and say it."""
 
     @abstractmethod
@@ -143,31 +113,32 @@ class ChainLink(BaseLink):
     def _sealed(self, number: int) -> None:
         """All of a seal has come; one that waits may follow."""
         self._seals_out.discard(number)
-        if self._seals_waiting and not self._ending.begun:
-            self._seal_next(self._seals_waiting.popleft())
-        if self._draining:
+        if self._seals_held and not self._ending:
+            self._send_next(self._seals_held.popleft())
+        if self._ending:
             self._wake()
 
-    def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """See `BaseLink`: it goes on when the thread has left."""
-        if not self._ending.begin(reason):
-            return
-        self._drains.close()
-        self._draining = True
-        if orderly:
-            self._closing_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._cut_off)
-        self._queue.stop()
-        if not orderly:
-            self._cut_off()
+    def _send_seal(self, seal: Seal) -> None:
+        if len(self._seals_out) < self._seals_max:
+            self._send_next(seal)
+        else:
+            self._seals_held.append(seal)
+
+    def _seals_waiting(self) -> int:
+        return len(self._seals_held)
+
+    def _mark(self, grant: GrantId) -> Mark | None:
+        return self._queue.mark(grant)
+
+    def _stopped(self) -> None:
+        """The stop of the queue has woken the thread."""
 
     def _cut_off(self) -> None:
-        """Nothing is waited for any more."""
-        self._cut = True
+        super()._cut_off()
         self._wake()
 
     def _stop_watching(self) -> None:
         """The thread has left: no timer and no word any more. The socket is still open."""
-        self._drains.close()
         if self._closing_timer is not None:
             self._closing_timer.cancel()
         self._loop.remove_reader(self._sock)
@@ -179,7 +150,7 @@ class ChainLink(BaseLink):
         self._words.close()
         close_politely(self._sock)
 
-    def _seal_next(self, seal: Seal) -> None:
+    def _send_next(self, seal: Seal) -> None:
         self._seals_made += 1
         self._seals_out.add(self._seals_made)
-        self._send_seal(self._seals_made, seal)
+        self._send_numbered(self._seals_made, seal)

@@ -5,6 +5,10 @@ Handshake, fence and evidence are those of shm (`shm_wire`): the descriptor that
 in the place of the memory, and a BYE says that the memory has been closed. The evidence of a writer's death is its
 pidfd: the driver ends a process's kernels and copies before the process is gone.
 
+The compute stream never waits for a copy: each posted batch is queued on the side stream behind an event of the compute
+stream, and a thread polls for its end. So sources must not be overwritten before the batch's completion, which is what
+holds their blocks anyway (DESIGN I1).
+
 Visibility: a completion is told when the side stream's event has passed; the receiver's kernels are launched after it
 has heard of that through sockets, and see what was written to device memory before.
 
@@ -15,18 +19,27 @@ the device its context is lost and writes nothing any more.
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.ids import Pair
-from kvtransfer.device.copy_pool import DeviceCopyPool
+from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceDriver, DeviceError
 from kvtransfer.device.region import DeviceMemory, OpenedRegion
-from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents
+from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
+from kvtransfer.transport import DataEndpoint, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, PostQueue, Taken
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm_connect import Handshake, ShmConnectError
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
 from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
+
+BATCHES_IN_FLIGHT_MAX = 64
+"""Queued on the device at a time: what is queued there can no longer be abandoned."""
 
 
 class CudaIpcReceiverPort(ShmReceiverPort):
@@ -72,7 +85,7 @@ class CudaIpcWriterLink(ShmWriterLink):
         assert isinstance(link, CudaIpcWriterLink)
         return link
 
-    def _make_pool(
+    def _make_lanes(
         self,
         mapping: Any,
         region_nbytes: int,
@@ -84,11 +97,11 @@ class CudaIpcWriterLink(ShmWriterLink):
         config: ShmConfig,
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
-    ) -> DeviceCopyPool:
+    ) -> DeviceLanes:
         del config, turns  # a device orders its own copies
         assert isinstance(mapping, OpenedRegion)
         assert mapping.nbytes == region_nbytes, (mapping.nbytes, region_nbytes)
-        return DeviceCopyPool(
+        return DeviceLanes(
             streams=mapping.driver.streams,
             dst=mapping.memory,
             src=source.memory,
@@ -100,3 +113,121 @@ class CudaIpcWriterLink(ShmWriterLink):
             abandoned_grants_max=limits.abandoned_grants_max,
             name=f"cuda-copy-{pair.receiver:x}",
         )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DevicePart:
+    """A whole batch. `ready`: its sources have been computed."""
+
+    ops: WriteOps
+    nbytes: int
+    ready: DeviceEvent
+
+
+class DeviceLanes:
+    """A side stream of a device that copies, a thread that looks for the end of each copy, and the queue of both.
+
+    What is queued on the device cannot be called back: it completes as copied after `abandon` and `stop` too. `drained`
+    as of `CopyLanes`.
+    """
+
+    def __init__(
+        self,
+        *,
+        streams: DeviceStreams,
+        dst: Any,
+        src: Any,
+        dst_nbytes: int,
+        src_nbytes: int,
+        loop: asyncio.AbstractEventLoop,
+        completed: Completed,
+        drained: Callable[[], None],
+        name: str,
+        abandoned_grants_max: int = ABANDONED_GRANTS_MAX,
+        poll_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
+        """Starts the polling thread. `dst` and `src` are memories as `streams.copy` takes them."""
+        self.queue: PostQueue[DevicePart, None] = PostQueue(
+            self._cut,
+            self,
+            src_nbytes=src_nbytes,
+            dst_nbytes=dst_nbytes,
+            loop=loop,
+            completed=completed,
+            abandoned_grants_max=abandoned_grants_max,
+        )
+        self._loop = loop
+        self._drained = drained
+        self._streams = streams
+        self._dst: Any = dst
+        self._src: Any = src
+        self._poll_interval_s = poll_interval_s
+        self._side = streams.side()
+        self._flying: deque[tuple[Taken[DevicePart], DeviceEvent]] = deque()
+        self._thread = threading.Thread(target=self._poll, name=name, daemon=True)
+        self._thread.start()
+
+    def _cut(self, ops: WriteOps) -> tuple[DevicePart]:
+        """By whoever posts: it is behind what their stream has queued so far."""
+        return (DevicePart(ops=ops, nbytes=ops.total_bytes, ready=self._streams.current().record()),)
+
+    def offer(self, batch: Batch[DevicePart]) -> None:
+        """See `Lanes.offer`: it is queued on the device at once, if there is room."""
+        if self.queue.waits_alone(batch) and len(self._flying) < BATCHES_IN_FLIGHT_MAX:
+            self._launch()
+        self.queue.lock.notify()
+
+    def stop(self) -> None:
+        """See `Lanes.stop`."""
+        self.queue.lock.notify_all()
+
+    def join(self) -> None:
+        """Let go of both memories and of the thread. Called after `drained`."""
+        assert self.queue.stopped
+        self._thread.join()
+        self._dst = self._src = None
+
+    # The polling thread.
+
+    def _poll(self) -> None:
+        try:
+            while self._land_oldest():
+                with self.queue.lock:
+                    while self.queue.waits and len(self._flying) < BATCHES_IN_FLIGHT_MAX:
+                        self._launch()
+        finally:
+            self.queue.stop()
+            try:
+                # A batch that could not be queued ends the pool, and not the copies that were queued before it.
+                while self._land_oldest():
+                    pass
+            finally:
+                # After an error of the device nobody knows what was copied; the device can no longer write either.
+                self.queue.lose()
+                call_loop(self._loop, self._drained)
+
+    def _land_oldest(self) -> bool:
+        """Wait for the end of the oldest copy on the device, and complete it. False: stopped, and there is none."""
+        lock = self.queue.lock
+        with lock:
+            while not self._flying and not self.queue.stopped:
+                lock.wait()
+            if not self._flying:
+                return False
+            taken, done = self._flying[0]
+        pause = threading.Event()
+        while not done.done():
+            pause.wait(self._poll_interval_s)
+        with lock:
+            self._flying.popleft()
+            self.queue.finished(taken, copied=True)
+        return True
+
+    # With the queue's lock held, so that batches are in the side stream in the order of the queue.
+
+    def _launch(self) -> None:
+        taken = self.queue.take(0)
+        assert taken is not None
+        self._side.wait(taken.part.ready)
+        self._streams.copy(self._side, self._dst, self._src, taken.part.ops)
+        self._flying.append((taken, self._side.record()))

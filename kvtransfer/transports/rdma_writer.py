@@ -15,10 +15,10 @@ from typing import ClassVar
 from baton.ids import Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
+from baton.tasks import call_loop
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.chain_link import ChainLink
-from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.rdma_connect import (
     RDMA_LINK_LIMITS,
     Connected,
@@ -167,15 +167,15 @@ class RdmaWriterLink(ChainLink):
         failure = "the posting thread failed"
         spin_us = 0
         try:
-            while not self._cut and not (self._draining and self._queue.drained):
+            while not self._cut and not (self._ending and self._lanes.drained):
                 self._post_what_fits()
-                busy = self._queue.on_the_way
+                busy = self._lanes.on_the_way
                 completions, waited_us = self._poster.wait(self._waker.fd, spin_us if busy else 0, SLEEP_MS_MAX)
                 self._waker.clear()
                 for number, status in completions:
                     if status:
                         raise QueuePairFailed(f"a write completed with status {status}")
-                    self._queue.completed(number)
+                    self._lanes.completed(number)
                 # Polling pays only where the last wait was so short that it would have caught it.
                 spin_us = self._spin_us_max if waited_us <= self._spin_us_max else 0
             failure = ""
@@ -185,20 +185,20 @@ class RdmaWriterLink(ChainLink):
             call_loop(self._loop, self._thread_left, failure)
 
     def _post_what_fits(self) -> None:
-        while not self._cut and (taken := self._queue.take()) is not None:
+        while not self._cut and (taken := self._lanes.take()) is not None:
             if isinstance(taken, SealPart):
-                self._poster.post_seal(taken.qp, taken.seal, taken.number)
+                self._poster.post_seal(taken.lane, taken.seal, taken.number)
             else:
-                ops = taken.ops
-                self._poster.post_writes(taken.qp, ops.src, ops.dst, ops.nbytes, taken.number)
+                ops = taken.part.ops
+                self._poster.post_writes(taken.lane, ops.src, ops.dst, ops.nbytes, taken.number)
 
     # Control thread.
 
     def _device_lost(self, reason: str) -> None:
         self._end(f"RDMA device lost: {reason}")
 
-    def _send_seal(self, number: int, seal: Seal) -> None:
-        mask = self._queue.seal(number, seal.grant)
+    def _send_numbered(self, number: int, seal: Seal) -> None:
+        mask = self._lanes.seal(number, seal.grant)
         self._words.send(wire.encode(wire.SealSent(number=number, seal=seal, qps_mask=mask)))
 
     def _handle(self, message: wire.Message) -> None:
@@ -206,15 +206,15 @@ class RdmaWriterLink(ChainLink):
             case wire.Sealed(number=number) if number in self._seals_out:
                 self._sealed(number)
             case wire.Fence(epoch=epoch):
-                self._ending.by_fence |= not self._ending.begun
-                self._end(f"fenced by the receiver up to epoch {epoch}")
+                if not self._ending:
+                    self._fenced_by_receiver(epoch)
             case wire.Refused(reason=reason):
                 self._end(f"refused by the receiver: {reason.name}")
             case _:
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
     def _thread_left(self, failure: str) -> None:
-        if failure and not self._ending.begun:
+        if failure and not self._ending:
             # The receiver's word, if it left one, says more than the error of a write.
             self._read()
             self._end(failure)
@@ -237,7 +237,7 @@ class RdmaWriterLink(ChainLink):
             self._loop.call_later(DESTROY_RETRY_MS / 1000, lambda: self._destroy(say_bye=say_bye))
             return
         self._repeats.over(self._address, "its queue pairs are destroyed")
-        self._queue.lose_all()
+        self._lanes.lose()
         self._hold.release()
         self._let_go(wire.encode(wire.Bye(epoch=self._epoch)) if say_bye else None)
 
@@ -254,8 +254,7 @@ class RdmaWriterLink(ChainLink):
         self._repeats.close()
         self._hang_up(last_word)
         self._waker.close()
-        # Behind the completions, which the queue has just handed to the loop.
-        self._loop.call_soon(self._ending.finish)
+        self._finish_soon()
 
 
 __all__ = ["RdmaConnectError", "RdmaWriterLink"]

@@ -5,8 +5,7 @@ handshake, link and copying threads. What all transports share is in `base_link`
 `acceptor`, `pair_fence` and `port_fences` (who may still write), `posted_writes`, `drains` and `loop_calls`.
 """
 
-from kvtransfer.transport import TooManyPairs
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transport import TooManyPairs, WriteOutOfBounds
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm_connect import ShmConnectError
 from kvtransfer.transports.shm_receiver import ShmPortLimits, ShmReceiverPort

@@ -3,28 +3,25 @@
 A batch is cut into chunks, which the threads take in turn: a large batch is copied by all of them, and a thread looks
 whether to go on after each chunk.
 
-Shape suffixes: U8 = one-dimensional array of bytes; RN = records of N bytes, one in each row; B = one entry per record.
+Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per record.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from baton.ids import GrantId
-from kvtransfer.native.copy import native_copy
+from baton.tasks import call_loop
+from kvtransfer.native.copy import contiguous, copy_checked
 from kvtransfer.transport import WriteOps
-from kvtransfer.transports.copier import Copier, CopyBatch
-from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import Completed, check_ops
+from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, parts_left
 
-COPY_SLICE_BYTES = 1 << 20
-"""Bound of the temporary that NumPy's copy of equal records makes: near the size of a second-level cache."""
 CHUNK_BYTES_MIN = 1 << 18
 """A batch is not cut into smaller chunks for the sake of having one for each thread: waking one costs too much."""
 LAST_CHUNK_BYTES = 1 << 20
@@ -40,54 +37,6 @@ class CopyLimits:
     chunk_ops_max: int
     chunk_bytes_max: int
     abandoned_grants_max: int
-
-
-def copy_records(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
-    """Copy every op. Blocks until done; no byte is touched when an op is out of bounds. The regions do not overlap.
-
-    Raises:
-        WriteOutOfBounds: see `check_ops`.
-    """
-    check_ops(ops, len(src_U8), len(dst_U8))
-    copy_checked(dst_U8, src_U8, contiguous(ops))
-
-
-def contiguous(ops: WriteOps) -> WriteOps:
-    """The same ops, in arrays that C can walk through."""
-    arrays = (np.ascontiguousarray(array) for array in (ops.src, ops.dst, ops.nbytes))
-    return WriteOps(**dict(zip(("src", "dst", "nbytes"), arrays, strict=True)))
-
-
-def copy_checked(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
-    """Copy every op of contiguous arrays that `check_ops` has passed."""
-    native = native_copy()
-    if native is not None:
-        native(dst_U8, src_U8, ops.dst, ops.src, ops.nbytes)
-    else:
-        copy_by_numpy(dst_U8, src_U8, ops)
-
-
-def copy_by_numpy(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
-    """What `copy_checked` does where there is no native library."""
-    if len(ops.src) == 0:
-        return
-    row_nbytes = int(ops.nbytes[0])
-    uniform = row_nbytes > 0 and bool((ops.nbytes == row_nbytes).all())
-    if uniform and not (ops.src % row_nbytes).any() and not (ops.dst % row_nbytes).any():
-        _copy_rows(dst_U8, src_U8, ops, row_nbytes)
-        return
-    for src, dst, nbytes in zip(ops.src.tolist(), ops.dst.tolist(), ops.nbytes.tolist(), strict=True):
-        dst_U8[dst : dst + nbytes] = src_U8[src : src + nbytes]
-
-
-def _copy_rows(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps, row_nbytes: int) -> None:
-    """Equal records on a grid of their own size: NumPy gathers and scatters rows without holding the GIL."""
-    src_RN = src_U8[: len(src_U8) // row_nbytes * row_nbytes].reshape(-1, row_nbytes)
-    dst_RN = dst_U8[: len(dst_U8) // row_nbytes * row_nbytes].reshape(-1, row_nbytes)
-    src_row_B, dst_row_B = ops.src // row_nbytes, ops.dst // row_nbytes
-    step = max(1, COPY_SLICE_BYTES // row_nbytes)
-    for start in range(0, len(src_row_B), step):
-        dst_RN[dst_row_B[start : start + step]] = src_RN[src_row_B[start : start + step]]
 
 
 def chunk_borders(nbytes_B: np.ndarray, limits: CopyLimits) -> list[int]:
@@ -121,6 +70,19 @@ def _byte_borders(total_bytes: int, limits: CopyLimits) -> list[int]:
         ends.append(end)
 
 
+def cut_chunks(ops: WriteOps, limits: CopyLimits) -> list[OpsPart]:
+    """All copies of a batch, in chunks: see `chunk_borders`."""
+    ops = contiguous(ops)
+    borders = chunk_borders(ops.nbytes, limits)
+    if len(borders) == 2:
+        return [OpsPart(ops=ops, nbytes=ops.total_bytes)]
+    chunks = []
+    for start, end in itertools.pairwise(borders):
+        chunk = WriteOps(src=ops.src[start:end], dst=ops.dst[start:end], nbytes=ops.nbytes[start:end])
+        chunks.append(OpsPart(ops=chunk, nbytes=chunk.total_bytes))
+    return chunks
+
+
 def _step(work: Iterator[object]) -> bool:
     """False: that was the last."""
     try:
@@ -130,22 +92,12 @@ def _step(work: Iterator[object]) -> bool:
     return True
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Batch(CopyBatch):
-    """`next_chunk`: the first that no thread has taken; `copied` turns False when one is left out."""
+class CopyLanes:
+    """Threads that copy from one mapped region into another, and the queue of what they copy.
 
-    borders: list[int] = field(default_factory=list)
-    next_chunk: int = 0
-    chunks_under_way: int = 0
-    copied: bool = True
-
-    @property
-    def all_taken(self) -> bool:
-        return self.next_chunk == len(self.borders) - 1
-
-
-class CopyPool(Copier[_Batch]):
-    """Threads that copy from one mapped region into another. A chunk under way is the last of what is given up."""
+    When all has been stopped, or copying failed, and no thread will touch the regions again, `drained` is called on the
+    loop's thread, once, after the last completion. If the loop is closed by then, neither is.
+    """
 
     def __init__(
         self,
@@ -160,122 +112,105 @@ class CopyPool(Copier[_Batch]):
         name: str,
         idle_work: Iterator[object] | None = None,
     ) -> None:
-        """Starts the threads, all or none. Each chunk is copied within `turns`, a semaphore that bounds the pools of a
-        process.
+        """Starts the threads, all or none. Each chunk is copied within `turns`, a semaphore that bounds the copying
+        threads of a process.
 
         `idle_work` is gone through, one step at a time, while there is nothing to copy; its OSError ends it.
 
         Raises RuntimeError: a thread cannot be started.
         """
-        super().__init__(
+        self.queue: PostQueue[OpsPart, None] = PostQueue(
+            lambda ops: cut_chunks(ops, limits),
+            self,
             src_nbytes=len(src_U8),
             dst_nbytes=len(dst_U8),
             loop=loop,
             completed=completed,
-            drained=drained,
             abandoned_grants_max=limits.abandoned_grants_max,
         )
+        self._loop = loop
+        self._drained = drained
         self._dst_U8: np.ndarray | None = dst_U8
         self._src_U8: np.ndarray | None = src_U8
-        self._limits = limits
         self._turns = turns
         self._idle_work: Iterator[object] | None = idle_work
         self._threads_left = limits.threads
         self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(limits.threads)
+            threading.Thread(target=self._run, args=(i,), name=f"{name}-{i}", daemon=True)
+            for i in range(limits.threads)
         ]
         for i, thread in enumerate(self._threads):
             try:
                 thread.start()
             except RuntimeError:
                 self._threads = self._threads[:i]
-                self.stop()
+                self.queue.stop()
                 self.join()
                 raise
 
-    def post(self, grant: GrantId, ops: WriteOps) -> None:
-        """See `Copier.post`."""
-        check_ops(ops, self._src_nbytes, self._dst_nbytes)
-        batch = _Batch(grant=grant, ops=contiguous(ops), total_bytes=ops.total_bytes)
-        batch.borders = chunk_borders(ops.nbytes, self._limits)
-        with self._wake:
-            self._uncompleted[grant] += 1
-            if self._stopped or grant in self._abandoned:
-                self._complete(batch, copied=False)
-            else:
-                self._waiting.append(batch)
-                self._wake.notify(len(batch.borders) - 1)
+    def offer(self, batch: Batch[OpsPart]) -> None:
+        """See `Lanes.offer`: wakes as many threads as it has chunks."""
+        self.queue.lock.notify(parts_left(batch))
+
+    def stop(self) -> None:
+        """See `Lanes.stop`."""
+        self.queue.lock.notify_all()
 
     def join(self) -> None:
-        """See `Copier.join`."""
-        assert self._stopped
+        """Let go of both regions and of the threads. Called after `drained`: the threads are at their very end."""
+        assert self.queue.stopped
         for thread in self._threads:
             thread.join()
         self._dst_U8 = self._src_U8 = self._idle_work = None
 
-    def _run(self) -> None:
+    # Copying threads.
+
+    def _run(self, lane: int) -> None:
         try:
             while self._wait():
                 with self._turns:
-                    self._copy_next()
+                    self._copy_next(lane)
         finally:
             # Also on an unforeseen error: the error goes to threading.excepthook, and nobody waits for ever.
             self._leave()
 
     def _wait(self) -> bool:
         """Until there is a chunk to copy; False: stopped."""
-        with self._wake:
-            while not self._waiting and not self._stopped:
+        lock = self.queue.lock
+        with lock:
+            while not self.queue.waits and not self.queue.stopped:
                 work, self._idle_work = self._idle_work, None  # one thread at a time
                 if work is None:
-                    self._wake.wait()
+                    lock.wait()
                     continue
-                self._wake.release()
+                lock.release()
                 try:
                     more = _step(work)
                 finally:
-                    self._wake.acquire()
+                    lock.acquire()
                 self._idle_work = work if more else None
-            return not self._stopped
+            return not self.queue.stopped
 
-    def _copy_next(self) -> None:
+    def _copy_next(self, lane: int) -> None:
         """Copy the next chunk, unless there is none any more."""
-        with self._wake:
-            if not self._waiting:
+        with self.queue.lock:
+            taken = self.queue.take(lane)
+            if taken is None:
                 return
-            batch = self._waiting[0]
-            start, end = batch.borders[batch.next_chunk : batch.next_chunk + 2]
-            batch.next_chunk += 1
-            batch.chunks_under_way += 1
-            if batch.all_taken:
-                self._waiting.popleft()
-            if self._waiting:
-                self._wake.notify()
+            if self.queue.waits:
+                self.queue.lock.notify()
         copied = False
         try:
-            ops = batch.ops
-            chunk = WriteOps(src=ops.src[start:end], dst=ops.dst[start:end], nbytes=ops.nbytes[start:end])
             assert self._dst_U8 is not None
             assert self._src_U8 is not None
-            copy_checked(self._dst_U8, self._src_U8, chunk)
+            copy_checked(self._dst_U8, self._src_U8, taken.part.ops)
             copied = True
         finally:
-            with self._wake:
-                batch.chunks_under_way -= 1
-                batch.copied = batch.copied and copied
-                if batch.all_taken and batch.chunks_under_way == 0:
-                    self._complete(batch, copied=batch.copied)
+            self.queue.finished(taken, copied=copied)
 
     def _leave(self) -> None:
-        self.stop()
-        with self._wake:
+        self.queue.stop()
+        with self.queue.lock:
             self._threads_left -= 1
             if self._threads_left == 0:
                 call_loop(self._loop, self._drained)
-
-    def _drop(self, batch: _Batch) -> None:
-        """The last of the chunks under way completes a batch that has begun."""
-        batch.copied = False
-        batch.next_chunk = len(batch.borders) - 1
-        if batch.chunks_under_way == 0:
-            self._complete(batch, copied=False)

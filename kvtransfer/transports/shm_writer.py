@@ -20,18 +20,17 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 
-from baton.ids import GrantId, Pair
+from baton.ids import Pair
 from kvtransfer.native.copy import copies_by
 from kvtransfer.region import populate
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.base_link import BaseLink
-from kvtransfer.transports.copier import Copier
 from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.post_queue import PostQueue
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm_connect import (
     CONNECT_RETRY_MS,
@@ -42,7 +41,8 @@ from kvtransfer.transports.shm_connect import (
     give_up,
     say_late_bye,
 )
-from kvtransfer.transports.shm_copy import CopyLimits, CopyPool
+from kvtransfer.transports.shm_copy import CopyLanes, CopyLimits
+from kvtransfer.transports.writer_link import BaseWriterLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,18 @@ def copy_turns(config: ShmConfig) -> threading.Semaphore:
     return threading.Semaphore(config.copy_threads)
 
 
-class ShmWriterLink(BaseLink):
+class CopyingLanes(Protocol):
+    """What copies into the opened region: threads, or a device (cuda_ipc)."""
+
+    @property
+    def queue(self) -> PostQueue[Any, None]: ...
+
+    def join(self) -> None:
+        """Let go of both regions. Called after `drained`, which says that nothing will touch them any more."""
+        ...
+
+
+class ShmWriterLink(BaseWriterLink):
     """One writer's connection to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
 
     Made by `connect`. `post` may be called from any thread, the rest from the loop's. The end comes once, from `close`,
@@ -71,7 +82,7 @@ class ShmWriterLink(BaseLink):
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
-    _queue: Copier[Any]
+    _queue: PostQueue[Any, None]
 
     def __init__(
         self,
@@ -90,17 +101,16 @@ class ShmWriterLink(BaseLink):
         turns: AbstractContextManager[object],
     ) -> None:
         """Takes ownership of socket and mapping. Use `connect`."""
-        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
         self._sock = sock
         self._mapping: OpenRegion | None = mapping
         self._nonce = nonce
-        self._config, self._limits = config, limits
+        self._config = config
         self._outbox: deque[bytes] = deque()
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
-        self._seals = 0
         self._pages_ready_bytes = 0
-        self._queue = self._make_pool(
+        self._lanes = self._make_lanes(
             mapping,
             region_nbytes,
             source_region_U8,
@@ -111,9 +121,10 @@ class ShmWriterLink(BaseLink):
             limits=limits,
             turns=turns,
         )
+        self._queue = self._lanes.queue
         loop.add_reader(sock, self._read)
 
-    def _make_pool(
+    def _make_lanes(
         self,
         mapping: Any,
         region_nbytes: int,
@@ -125,10 +136,10 @@ class ShmWriterLink(BaseLink):
         config: ShmConfig,
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
-    ) -> Copier[Any]:
+    ) -> CopyingLanes:
         """What copies from `source` into the opened region. cuda_ipc has its own."""
         assert isinstance(mapping, mmap.mmap)
-        return CopyPool(
+        return CopyLanes(
             dst_U8=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
             src_U8=source,
             loop=loop,
@@ -209,26 +220,6 @@ class ShmWriterLink(BaseLink):
                 raise ShmConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
             raise
 
-    def post(self, grant: GrantId, ops: WriteOps) -> None:
-        """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
-
-        Raises:
-            WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
-        """
-        self._queue.post(grant, ops)
-
-    def seal(self, seal: Seal) -> None:
-        """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
-        assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
-        assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's copies have completed"
-        if self._ending.begun:
-            return
-        if len(self._outbox) >= self._limits.seals_waiting_max:
-            self._end(f"the receiver does not read: {len(self._outbox)} seals wait")
-            return
-        self._seals += 1
-        self._send(seal)
-
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         return {
@@ -236,11 +227,6 @@ class ShmWriterLink(BaseLink):
             "copies_by": copies_by(),
             "copy_threads": self._config.copy_threads,
             "pages_ready_bytes": self._pages_ready_bytes,
-            "writes": self._queue.writes_copied,
-            "bytes": self._queue.bytes_copied,
-            "batches_abandoned": self._queue.batches_abandoned,
-            "seals": self._seals,
-            "seals_waiting": len(self._outbox),
             "bye_sent": self._bye_sent,
         }
 
@@ -267,8 +253,7 @@ class ShmWriterLink(BaseLink):
             return
         match message:
             case wire.Fence(epoch=epoch) if epoch >= self._epoch:
-                self._ending.by_fence = True
-                self._end(f"fenced by the receiver up to epoch {epoch}")
+                self._fenced_by_receiver(epoch)
             case wire.Fence():
                 return
             case wire.Refused(reason=reason):
@@ -276,18 +261,24 @@ class ShmWriterLink(BaseLink):
             case _:
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
-    def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """See `BaseLink`: it goes on in `_drained`. On their way are copies of ours alone, which end by themselves."""
-        del orderly
-        if not self._ending.begin(reason):
-            return
+    def _send_seal(self, seal: Seal) -> None:
+        self._queue.lanes_to_seal(seal.grant)
+        self._send(seal)
+
+    def _seals_waiting(self) -> int:
+        return len(self._outbox)
+
+    def _stopped(self) -> None:
+        """On their way are copies of ours alone, which end by themselves: it goes on in `_drained`."""
         self._loop.remove_reader(self._sock)
-        self._queue.stop()
+
+    def _cut_off(self) -> None:
+        self._stopped()
 
     def _drained(self) -> None:
         """No thread will copy any more: unmap, and only then acknowledge."""
         self._end("a copy thread failed")
-        self._queue.join()
+        self._lanes.join()
         assert self._mapping is not None
         try:
             self._mapping.close()
@@ -328,7 +319,7 @@ class ShmWriterLink(BaseLink):
 
     def _say_late_bye(self) -> None:
         """The socket broke before the BYE, and the receiver may live. Tried until `bye_ms_max`: see `_drained`."""
-        if self._ending.over:
+        if self._over.done():
             return
         try:
             self._bye_sent = say_late_bye(self._address, self._nonce)
@@ -338,10 +329,10 @@ class ShmWriterLink(BaseLink):
         self._finish()
 
     def _finish(self) -> None:
-        if self._ending.over:
+        if self._over.done():
             return
         if self._bye_timer is not None:
             self._bye_timer.cancel()
         self._loop.remove_writer(self._sock)
         self._sock.close()
-        self._ending.finish()
+        super()._finish()

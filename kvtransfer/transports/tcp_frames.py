@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.ids import GrantId
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.posted_writes import Completed
 
 SHARED_BYTES_MIN = 1 << 20
 """A batch of more is shared between the streams: no frame of less is cut for that."""
@@ -23,27 +21,14 @@ SHARES_OF_A_STREAM = 1.25
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Batch:
-    """One post. `frames_left`: frames not acknowledged or dropped yet; None until it has been cut. `completed`: whom to
-    tell in the place of the link's owner."""
-
-    grant: GrantId
-    ops: WriteOps
-    total_bytes: int
-    completed: Completed | None = None
-    frames_left: int | None = None
-    copied: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Frame:
-    """`table_S2` has (destination, length) of each segment, as it travels; all arrays are contiguous."""
+    """`nbytes` of payload. `table_S2` has (destination, length) of each segment, as it travels; all arrays are
+    contiguous."""
 
-    batch: Batch
     src_S: np.ndarray
     nbytes_S: np.ndarray
     table_S2: np.ndarray
-    payload_nbytes: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +63,16 @@ def frame_starts(total_bytes: int, bytes_max: int, streams: int) -> list[int]:
     return starts
 
 
-def cut_frames(batch: Batch, bytes_max: int, segments_max: int, streams: int = 1) -> Iterator[Frame]:
+def cut_frames(ops: WriteOps, bytes_max: int, segments_max: int, streams: int = 1) -> Iterator[Frame]:
     """All copies of a batch, in frames of at most `bytes_max` bytes and `segments_max` segments; long ones split."""
-    merged = merge_runs(batch.ops)
+    merged = merge_runs(ops)
     if len(merged.src) == 0:
         return
     if len(merged.src) == 1 and merged.nbytes[0] <= min(bytes_max, SHARED_BYTES_MIN):
         # What follows costs as much as sending a single record takes.
         table_S2 = np.array([[merged.dst[0], merged.nbytes[0]]], dtype="<i8")
         nbytes = int(merged.nbytes[0])
-        yield Frame(batch=batch, src_S=merged.src, nbytes_S=merged.nbytes, table_S2=table_S2, payload_nbytes=nbytes)
+        yield Frame(src_S=merged.src, nbytes_S=merged.nbytes, table_S2=table_S2, nbytes=nbytes)
         return
     ends_W = np.cumsum(merged.nbytes)
     total_bytes = int(ends_W[-1])
@@ -108,9 +93,8 @@ def cut_frames(batch: Batch, bytes_max: int, segments_max: int, streams: int = 1
         for start in range(first, end, segments_max):
             part = slice(start, min(start + segments_max, end))
             yield Frame(
-                batch=batch,
                 src_S=src_S[part],
                 nbytes_S=nbytes_S[part],
                 table_S2=table_S2[part],
-                payload_nbytes=int(nbytes_S[part].sum()),
+                nbytes=int(nbytes_S[part].sum()),
             )

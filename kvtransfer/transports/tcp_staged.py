@@ -14,42 +14,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
+from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
-from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import AbandonedGrants, check_ops
+from kvtransfer.transports.post_queue import Batch, PostQueue, Taken, TooManyAbandonedGrants
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp_connect import TcpConnectError
-from kvtransfer.transports.tcp_frames import Batch, Frame, cut_frames
+from kvtransfer.transports.tcp_frames import Frame, cut_frames
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Posted:
-    """`left_bytes`: of what no piece has been cut from yet. `pieces`: cut, and not over."""
+class StagedPart:
+    """A frame that fits a chunk. `computed`: its sources have been."""
 
-    batch: Batch
+    frame: Frame
     computed: DeviceEvent
-    frames: Iterator[Frame]
-    left_bytes: int
-    pieces: int = 0
-    copied: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.frame.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Piece:
-    posted: _Posted
-    frame: Frame
+    taken: Taken[StagedPart]
     start: int
     """Of its chunk."""
 
@@ -70,7 +69,6 @@ class StagedTcpLink:
         pair: Pair,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
-        limits: LinkLimits,
     ) -> None:
         """Use `connect`."""
         self._source = source
@@ -79,13 +77,8 @@ class StagedTcpLink:
         self._events = events
         self._loop = loop
         self._link: TcpWriterLink
-        self._wake = threading.Condition()
-        self._waiting: deque[_Posted] = deque()
+        self._queue: PostQueue[StagedPart, None]
         self._copying: deque[_Piece] = deque()
-        self._abandoned = AbandonedGrants(limits.abandoned_grants_max)
-        self._uncompleted: Counter[GrantId] = Counter()
-        self._stopped = False
-        self._writes_copied = self._bytes_copied = self._batches_abandoned = 0
         self._thread = threading.Thread(target=self._stage_all, name=f"tcp-stage-{pair.receiver:x}", daemon=True)
         self._thread_over = self._link_over = False
         self._settled = False
@@ -115,9 +108,18 @@ class StagedTcpLink:
         except StagingFull as error:
             raise TcpConnectError(f"{endpoint.address}: {error}") from error
         try:
-            made = cls(source=source, share=share, pair=pair, events=events, loop=loop, limits=limits)
+            made = cls(source=source, share=share, pair=pair, events=events, loop=loop)
             ends = _LinkEvents(made._link_lost)
             made._link = await TcpWriterLink.connect(endpoint, pair, source.host_U8, ends, loop, config, limits)
+            made._queue = PostQueue(
+                made._cut,
+                made,
+                src_nbytes=source.nbytes,
+                dst_nbytes=made._link.region_nbytes,
+                loop=loop,
+                completed=events.writes_completed,
+                abandoned_grants_max=limits.abandoned_grants_max,
+            )
             try:
                 made._thread.start()
             except RuntimeError as error:
@@ -146,47 +148,28 @@ class StagedTcpLink:
             WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
             DeviceError: the device has failed; neither.
         """
-        check_ops(ops, self._source.nbytes, self._link.region_nbytes)
-        batch = Batch(grant=grant, ops=ops, total_bytes=ops.total_bytes)
-        chunk_bytes = self._source.limits.chunk_bytes
-        posted = _Posted(
-            batch=batch,
-            computed=self._source.here(),
-            frames=cut_frames(batch, chunk_bytes, chunk_bytes),
-            left_bytes=batch.total_bytes,
-        )
-        with self._wake:
-            self._uncompleted[grant] += 1
-            if self._stopped or grant in self._abandoned:
-                self._drop(posted)
-            elif not batch.total_bytes:
-                call_loop(self._loop, self._complete, posted)
-            else:
-                self._waiting.append(posted)
-                self._wake.notify()
+        self._queue.post(grant, ops)
 
     def seal(self, seal: Seal) -> None:
         """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
-        assert self._uncompleted[seal.grant] == 0, "a seal before the grant's writes have completed"
+        assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's writes have completed"
+        self._queue.lanes_to_seal(seal.grant)
         self._link.seal(seal)
 
     def abandon(self, grant: GrantId) -> None:
         """See `WriterLink.abandon`. What is being copied into pinned memory completes when that is over."""
-        with self._wake:
-            # One too many ends the link below, which counts the same grants.
-            self._abandoned.add(grant)
-            self._drop_waiting(lambda posted: posted.batch.grant == grant)
+        with contextlib.suppress(TooManyAbandonedGrants):  # it ends the link below, which counts the same grants
+            self._queue.abandon(grant)
         self._link.abandon(grant)
 
     def forget(self, grant: GrantId) -> None:
         """The caller promises to post nothing more for this grant, and has seen its completions."""
-        with self._wake:
-            self._abandoned.forget(grant)
+        self._queue.forget(grant)
         self._link.forget(grant)
 
     async def close(self) -> None:
         """See `WriterLink.close`. Returns when the threads have ended, the sockets are closed, all is completed."""
-        self._stop()
+        self._queue.stop()
         self._begin_close()
         await asyncio.shield(self._over)
         # Where the end lies behind already: a batch posted since then completes by a call that the loop still has.
@@ -194,15 +177,28 @@ class StagedTcpLink:
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        with self._wake:
-            return {
-                **self._link.describe(),
-                "writes": self._writes_copied,
-                "bytes": self._bytes_copied,
-                "batches_abandoned": self._batches_abandoned,
-                "batches_unstaged": len(self._waiting),
-                "staged_by": f"{self._source.limits.link_chunks} chunks of {self._source.limits.chunk_bytes} bytes",
-            }
+        return {
+            **self._link.describe(),
+            **self._queue.describe(),
+            "batches_unstaged": self._queue.batches_waiting,
+            "staged_by": f"{self._source.limits.link_chunks} chunks of {self._source.limits.chunk_bytes} bytes",
+        }
+
+    # The lane of its queue: called with the queue's lock held.
+
+    def offer(self, batch: Batch[StagedPart]) -> None:
+        """See `Lanes.offer`."""
+        del batch
+        self._queue.lock.notify()
+
+    def stop(self) -> None:
+        """See `Lanes.stop`."""
+        self._queue.lock.notify_all()
+
+    def _cut(self, ops: WriteOps) -> Iterator[StagedPart]:
+        """By whoever posts: it is behind what their stream has queued so far."""
+        computed, chunk_bytes = self._source.here(), self._source.limits.chunk_bytes
+        return (StagedPart(frame=frame, computed=computed) for frame in cut_frames(ops, chunk_bytes, chunk_bytes))
 
     # The staging thread.
 
@@ -218,126 +214,76 @@ class StagedTcpLink:
         except DeviceError as error:
             failure = f"the device failed: {error}"
         finally:
-            self._stop()
+            self._queue.stop()
             try:
                 with contextlib.suppress(DeviceError):
                     self._share.settle()
                     self._settled = True
             finally:
-                with self._wake:
+                with self._queue.lock:
                     while self._copying:
-                        self._drop_piece(self._copying.popleft())
+                        self._drop(self._copying.popleft())
                 call_loop(self._loop, self._staging_over, failure)
 
     def _has_work(self) -> bool:
         """Wait until there may be something to do. False: stopped, and no copy is on its way."""
-        with self._wake:
+        lock = self._queue.lock
+        with lock:
             while not self._copying:
-                if self._stopped:
+                if self._queue.stopped:
                     return False
-                if self._waiting and self._share.has_room:
+                if self._queue.waits and self._share.has_room:
                     return True
-                self._wake.wait()
-            if not (self._waiting and self._share.has_room):
-                self._wake.wait(POLL_INTERVAL_S)
+                lock.wait()
+            if not (self._queue.waits and self._share.has_room):
+                lock.wait(POLL_INTERVAL_S)
             return True
 
     def _next_piece(self) -> _Piece | None:
         """Cut the next one, and count it as being copied. None: nothing waits, or no chunk is free."""
-        with self._wake:
-            start = self._share.take() if self._waiting else None
+        with self._queue.lock:
+            start = self._share.take() if self._queue.waits else None
             if start is None:
                 return None
-            posted = self._waiting[0]
-            piece = _Piece(posted=posted, frame=next(posted.frames), start=start)
-            posted.left_bytes -= piece.frame.payload_nbytes
-            posted.pieces += 1
-            if not posted.left_bytes:
-                self._waiting.popleft()
+            taken = self._queue.take(0)
+            assert taken is not None
+            piece = _Piece(taken=taken, start=start)
             self._copying.append(piece)
             return piece
 
     def _copy(self, piece: _Piece) -> None:
-        frame = piece.frame
-        self._share.to_host(piece.start, frame.src_S, frame.nbytes_S, behind=piece.posted.computed, tag=piece)
+        part = piece.taken.part
+        frame = part.frame
+        self._share.to_host(piece.start, frame.src_S, frame.nbytes_S, behind=part.computed, tag=piece)
 
     def _send(self, piece: _Piece) -> None:
         """Its bytes are in pinned memory."""
-        batch, frame = piece.posted.batch, piece.frame
-        with self._wake:
+        grant, frame = piece.taken.batch.grant, piece.taken.part.frame
+        with self._queue.lock:
             assert self._copying.popleft() is piece
-            if self._stopped or batch.grant in self._abandoned:
-                self._drop_piece(piece)
+            if self._queue.gives_up(grant):
+                self._drop(piece)
                 return
         ops = WriteOps(src=places(piece.start, frame.nbytes_S), dst=frame.table_S2[:, 0].copy(), nbytes=frame.nbytes_S)
-        self._link.post(batch.grant, ops, partial(self._sent, piece))
+        self._link.post(grant, ops, partial(self._sent, piece))
 
-    # Any thread, with the lock held.
-
-    def _drop_waiting(self, which: Callable[[_Posted], bool]) -> None:
-        kept: deque[_Posted] = deque()
-        for posted in self._waiting:
-            if which(posted):
-                self._drop(posted)
-            else:
-                kept.append(posted)
-        self._waiting = kept
-
-    def _drop(self, posted: _Posted) -> None:
-        """Cut no more pieces of it. It completes with the last that there is, if there is one."""
-        posted.left_bytes, posted.copied = 0, False
-        if not posted.pieces:
-            call_loop(self._loop, self._complete, posted)
-
-    def _drop_piece(self, piece: _Piece) -> None:
-        if self._was_last(piece, copied=False):
-            call_loop(self._loop, self._complete, piece.posted)
-
-    def _was_last(self, piece: _Piece, *, copied: bool) -> bool:
-        """A piece is over; True: so is its batch."""
-        posted = piece.posted
+    def _drop(self, piece: _Piece) -> None:
         self._share.give(piece.start)
-        posted.copied = posted.copied and copied
-        posted.pieces -= 1
-        return not posted.pieces and not posted.left_bytes
-
-    # Any thread.
-
-    def _stop(self) -> None:
-        """Take and copy no more. Idempotent; does not wait."""
-        with self._wake:
-            self._stopped = True
-            self._drop_waiting(lambda _: True)
-            self._wake.notify_all()
+        self._queue.finished(piece.taken, copied=False)
 
     # Control thread.
 
     def _sent(self, piece: _Piece, _grant: GrantId, _writes: int, _nbytes: int, copied: bool) -> None:
         """The tcp link has completed a piece."""
-        with self._wake:
-            last = self._was_last(piece, copied=copied)
-            self._wake.notify()
-        if last:
-            self._complete(piece.posted)
-
-    def _complete(self, posted: _Posted) -> None:
-        batch = posted.batch
-        writes = len(batch.ops.src)
-        with self._wake:
-            self._uncompleted[batch.grant] -= 1
-            if not self._uncompleted[batch.grant]:
-                del self._uncompleted[batch.grant]
-            if posted.copied:
-                self._writes_copied += writes
-                self._bytes_copied += batch.total_bytes
-            else:
-                self._batches_abandoned += 1
-        self._events.writes_completed(batch.grant, writes, batch.total_bytes, posted.copied)
+        with self._queue.lock:
+            self._share.give(piece.start)
+            self._queue.lock.notify()
+        self._queue.finished_here([piece.taken], copied=copied)
 
     def _link_lost(self, reason: str) -> None:
         self._lost_reason = self._lost_reason or reason
         self._link_over = True
-        self._stop()
+        self._queue.stop()
         self._finish_if_over()
 
     def _staging_over(self, failure: str) -> None:

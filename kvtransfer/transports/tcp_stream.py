@@ -30,13 +30,13 @@ from typing import Final
 import numpy as np
 
 from baton.ids import Epoch, GrantId
+from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.tcp_landing import LandingMemory
 from kvtransfer.transports.tcp_payload import Scatter
 from kvtransfer.transports.tcp_socket import close_politely

@@ -23,19 +23,18 @@ from typing import ClassVar, Final
 import numpy as np
 
 from baton.ids import GrantId, Pair
+from baton.tasks import call_loop
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.base_link import BaseLink
-from kvtransfer.transports.drains import Drains
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
-from kvtransfer.transports.loop_calls import call_loop
-from kvtransfer.transports.posted_writes import Completed
+from kvtransfer.transports.post_queue import Completed, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp_connect import TcpConnectError, connect_stream, leave_stream
 from kvtransfer.transports.tcp_frames import Frame
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
-from kvtransfer.transports.tcp_queue import SendQueue, Taken
+from kvtransfer.transports.tcp_queue import StreamLanes, ToSend
 from kvtransfer.transports.tcp_socket import RECV_BYTES, acknowledged_bytes, close_politely
+from kvtransfer.transports.writer_link import BaseWriterLink, Mark
 
 AT_ONCE_BYTES_MAX: Final = 1 << 16
 """The posting thread itself sends batches up to this size, as far as the socket takes them."""
@@ -54,7 +53,7 @@ class _Stream:
     """Its socket is watched: no EOF yet."""
 
 
-class TcpWriterLink(BaseLink):
+class TcpWriterLink(BaseWriterLink):
     """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
 
     `post` may be called from any thread, the rest from the loop's. The end comes once: from `close`, which lets frames
@@ -63,8 +62,7 @@ class TcpWriterLink(BaseLink):
     """
 
     transport: ClassVar[TransportName] = TransportName.TCP
-    _queue: SendQueue
-    _drains: Drains
+    _queue: PostQueue[Frame, ToSend]
 
     def __init__(
         self,
@@ -79,13 +77,12 @@ class TcpWriterLink(BaseLink):
         limits: LinkLimits,
     ) -> None:
         """Takes ownership of the sockets; `_start` follows. Use `connect`."""
-        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop)
-        self._limits = limits
+        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
         self._source_U8: np.ndarray | None = source_region_U8
         self.region_nbytes = welcome.region_nbytes
         """Of the receiver's region."""
         frame_bytes_max, frame_segments_max = welcome.limits_here
-        self._queue = SendQueue(
+        self._lanes = StreamLanes(
             streams=len(socks),
             src_nbytes=len(source_region_U8),
             dst_nbytes=welcome.region_nbytes,
@@ -96,11 +93,8 @@ class TcpWriterLink(BaseLink):
             loop=loop,
             completed=events.writes_completed,
         )
+        self._queue = self._lanes.queue
         self._streams = [_Stream(index=i, sock=sock) for i, sock in enumerate(socks)]
-        self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._mark, stuck=self._end)
-        self._seals = 0
-        self._closing_timer: asyncio.TimerHandle | None = None
-        self._cut = False
         self._joined = False
 
     @classmethod
@@ -161,23 +155,9 @@ class TcpWriterLink(BaseLink):
         Raises:
             WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
         """
-        taken = self._queue.post(grant, ops, completed)
-        if taken is not None:
-            self._send_at_once(taken)
-
-    def seal(self, seal: Seal) -> None:
-        """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
-        assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
-        assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's writes have completed"
-        if self._ending.begun:
-            return
-        if (waiting := self._queue.seals_waiting) >= self._limits.seals_waiting_max:
-            self._end(f"the receiver does not read: {waiting} seals wait")
-            return
-        self._seals += 1
-        with contextlib.ExitStack() as every:  # an error on one stream leaves none of the others lent
-            for taken in reversed(self._queue.seal(seal)):
-                every.callback(self._send_at_once, taken)
+        lent = self._queue.post(grant, ops, completed)
+        if lent is not None:
+            self._send_at_once(lent)
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -185,11 +165,6 @@ class TcpWriterLink(BaseLink):
             **super().describe(),
             "streams": len(self._streams),
             "sent_by": moved_by(),
-            "writes": self._queue.writes_copied,
-            "bytes": self._queue.bytes_copied,
-            "batches_abandoned": self._queue.batches_abandoned,
-            "seals": self._seals,
-            "seals_waiting": self._queue.seals_waiting,
         }
 
     def _start(self, pair: Pair) -> None:
@@ -212,10 +187,12 @@ class TcpWriterLink(BaseLink):
     def _send_all(self, stream: _Stream) -> None:
         failure = "a sending thread failed"
         try:
-            while (taken := self._queue.take(stream.index)) is not None:
-                self._send_one(stream.sock, taken)
+            while (to_send := self._lanes.take(stream.index)) is not None:
+                assert self._source_U8 is not None
+                head = self._head(to_send)
+                send_frame(stream.sock, head, to_send.frame, self._source_U8, to_send.sent_nbytes)
             if not self._cut:
-                bye = wire.Bye(sequence=self._queue.bye_sequence(stream.index), epoch=self._epoch)
+                bye = wire.Bye(sequence=self._lanes.bye_sequence(stream.index), epoch=self._epoch)
                 stream.sock.sendall(wire.encode(bye))
             failure = ""
         except OSError as error:
@@ -223,39 +200,36 @@ class TcpWriterLink(BaseLink):
         finally:
             call_loop(self._loop, self._sender_left, stream, failure)
 
-    def _send_one(self, sock: socket.socket, taken: Taken) -> None:
-        assert self._source_U8 is not None
-        send_frame(sock, self._head(taken), taken.frame, self._source_U8, taken.sent_nbytes)
-
-    def _head(self, taken: Taken) -> bytes:
-        item = taken.item
-        if not isinstance(item, Frame):
-            return wire.encode(wire.SealFrame(sequence=taken.sequence, seal=item.seal, streams_mask=item.streams_mask))
+    def _head(self, to_send: ToSend) -> bytes:
+        item = to_send.item
+        if not isinstance(item, Taken):
+            seal = wire.SealFrame(sequence=to_send.sequence, seal=item.seal, streams_mask=item.streams_mask)
+            return wire.encode(seal)
         return wire.encode(
             wire.Data(
-                sequence=taken.sequence,
+                sequence=to_send.sequence,
                 epoch=self._epoch,
                 grant=item.batch.grant,
-                segments=len(item.src_S),
-                payload_nbytes=item.payload_nbytes,
+                segments=len(item.part.src_S),
+                payload_nbytes=item.part.nbytes,
             )
         )
 
     # Any thread.
 
-    def _send_at_once(self, taken: Taken) -> None:
+    def _send_at_once(self, lent: ToSend) -> None:
         """Never waits. The stream's thread, which does not end before `give_back`, meets an error of the socket too, or
         finds the memory that there was none of here."""
-        rest: Taken | None = taken
+        rest: ToSend | None = lent
         try:
             assert self._source_U8 is not None
-            head, sock = self._head(taken), self._streams[taken.index].sock
+            head, sock = self._head(lent), self._streams[lent.index].sock
             sent_nbytes = 0
             with contextlib.suppress(MemoryError):
-                sent_nbytes = send_at_once(sock, head, taken.frame, self._source_U8)
-            rest = taken.after(len(head), sent_nbytes)
+                sent_nbytes = send_at_once(sock, head, lent.frame, self._source_U8)
+            rest = lent.after(len(head), sent_nbytes)
         finally:
-            self._queue.give_back(taken.index, rest)
+            self._lanes.give_back(lent.index, rest)
 
     # Control thread.
 
@@ -291,39 +265,34 @@ class TcpWriterLink(BaseLink):
             return
         match message:
             case wire.Ack(sequence=sequence, landed=landed):
-                self._queue.acknowledged(stream.index, sequence, landed=landed)
+                self._lanes.acknowledged(stream.index, sequence, landed=landed)
             case wire.Fence(epoch=epoch):
-                self._ending.by_fence = True
-                self._end(f"fenced by the receiver up to epoch {epoch}")
+                self._fenced_by_receiver(epoch)
             case wire.Refused(reason=reason):
                 self._end(f"refused by the receiver: {reason.name}")
             case _:
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
-    def _mark(self, grant: GrantId) -> list[int] | None:
+    def _mark(self, grant: GrantId) -> Mark | None:
         """How far each stream has come that has something of the grant; None: none has. A frame may take a slow network
         longer than `drain_ms_max`, so bytes are counted, and not frames."""
-        on = self._queue.on_the_way(grant)
+        on = self._queue.lanes_with(grant)
         return [acknowledged_bytes(self._streams[index].sock) for index in on] if on else None
 
-    def _end(self, reason: str, *, orderly: bool = False) -> None:
-        """See `BaseLink`: it goes on in `_finish_if_over`."""
-        if not self._ending.begin(reason):
-            return
-        self._drains.close()
-        if orderly:
-            self._closing_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._cut_off)
-        else:
-            self._cut = True
-        self._queue.stop()
-        if orderly:
-            self._finish_if_over()
-        else:
-            self._cut_off()
+    def _send_seal(self, seal: Seal) -> None:
+        with contextlib.ExitStack() as every:  # an error on one stream leaves none of the others lent
+            for lent in reversed(self._lanes.seal(seal)):
+                every.callback(self._send_at_once, lent)
+
+    def _seals_waiting(self) -> int:
+        return self._lanes.seals_waiting
+
+    def _stopped(self) -> None:
+        self._finish_if_over()
 
     def _cut_off(self) -> None:
-        """Nothing is waited for any more: this wakes every thread that is in the middle of a send."""
-        self._cut = True
+        """See `BaseWriterLink`: this wakes every thread that is in the middle of a send."""
+        super()._cut_off()
         for stream in self._streams:
             self._stop_reading(stream)
             try:
@@ -336,7 +305,7 @@ class TcpWriterLink(BaseLink):
         stream.sending = False
         if failure:
             # The receiver's word, if it left one, says more than the error of a send.
-            while stream.reading and not self._ending.begun and self._has_input(stream):
+            while stream.reading and not self._ending and self._has_input(stream):
                 self._read(stream)
             self._end(failure)
             if not self._cut:
@@ -361,16 +330,13 @@ class TcpWriterLink(BaseLink):
         if self._joined or any(stream.sending or stream.reading for stream in self._streams):
             return
         self._joined = True
-        if self._closing_timer is not None:
-            self._closing_timer.cancel()
         for stream in self._streams:
             if stream.thread is not None:
                 stream.thread.join()
             close_politely(stream.sock)
         self._source_U8 = None
-        self._queue.lose_unacknowledged()
-        # Behind the completions, which the queue has just handed to the loop.
-        self._loop.call_soon(self._ending.finish)
+        self._queue.lose()
+        self._finish_soon()
 
 
 __all__ = ["TcpConnectError", "TcpWriterLink"]

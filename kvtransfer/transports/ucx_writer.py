@@ -15,11 +15,11 @@ import numpy as np
 
 from baton.ids import Pair
 from baton.log import get_log
+from baton.tasks import call_loop
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports import ucx_wire as wire
 from kvtransfer.transports.chain_link import ChainLink
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.loop_calls import call_loop
 from kvtransfer.transports.rdma_queue import QueueLimits, SealPart
 from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.tcp_socket import take_leave
@@ -137,14 +137,14 @@ class UcxWriterLink(ChainLink):
         failure, destroyed = "the posting thread failed", False
         pause_us = POLL_US_MIN
         try:
-            while not self._cut and not (self._draining and self._queue.drained and not self._seals_out):
+            while not self._cut and not (self._ending and self._lanes.drained and not self._seals_out):
                 self._awake.clear()
                 moved = self._post_what_fits()
                 for number in self._agent.completed():
-                    self._queue.completed(number)
+                    self._lanes.completed(number)
                     moved = True
                 pause_us = POLL_US_MIN if moved else min(2 * pause_us, POLL_US_MAX)
-                self._awake.wait(pause_us / 1e6 if self._queue.on_the_way else SLEEP_MS_MAX / 1000)
+                self._awake.wait(pause_us / 1e6 if self._lanes.on_the_way else SLEEP_MS_MAX / 1000)
             failure = ""
         except UcxFailed as error:
             failure = str(error)
@@ -157,30 +157,30 @@ class UcxWriterLink(ChainLink):
 
     def _post_what_fits(self) -> bool:
         posted = False
-        while not self._cut and (taken := self._queue.take()) is not None:
+        while not self._cut and (taken := self._lanes.take()) is not None:
             posted = True
             if isinstance(taken, SealPart):
                 self._agent.notify(taken.seal)
-                self._queue.completed(taken.number)
+                self._lanes.completed(taken.number)
             else:
-                self._agent.post(taken.ops, taken.number)
+                self._agent.post(taken.part.ops, taken.number)
         return posted
 
     # Control thread.
 
-    def _send_seal(self, number: int, seal: Seal) -> None:
+    def _send_numbered(self, number: int, seal: Seal) -> None:
         self._words.send(wire.encode(wire.SealSent(number=number, seal=seal)))
-        self._queue.seal(number, seal.grant)
+        self._lanes.seal(number, seal.grant)
 
     def _handle(self, message: wire.Message) -> None:
         match message:
             case wire.Sealed(number=number) if number in self._seals_out:
                 self._sealed(number)
             case wire.Fence(epoch=epoch):
-                self._ending.by_fence |= not self._ending.begun
                 # The receiver may need our word that all has arrived; where it does not it closes the connection.
                 self._seals_out.clear()
-                self._end(f"fenced by the receiver up to epoch {epoch}", orderly=True)
+                if not self._ending:
+                    self._fenced_by_receiver(epoch, orderly=True)
             case wire.Refused(reason=reason):
                 self._seals_out.clear()
                 self._end(f"refused by the receiver: {reason.name}", orderly=True)
@@ -188,7 +188,7 @@ class UcxWriterLink(ChainLink):
                 self._end(f"the receiver sent {type(message).__name__} out of order")
 
     def _thread_left(self, failure: str, destroyed: bool) -> None:
-        if failure and not self._ending.begun:
+        if failure and not self._ending:
             # The receiver's word, if it left one, says more than the error of a write.
             self._read()
             self._end(failure)
@@ -198,13 +198,12 @@ class UcxWriterLink(ChainLink):
             # A bug of ours, raised in the thread. Its worker may still read the source: no completion, and no BYE.
             log.error("ucx link keeps its source blocks", peer=self._address)
             self._hang_up(None)
-            self._ending.finish()
+            self._finish()
             return
-        drained = not self._queue.writes_out  # else some are adrift, as it tells of each grant
-        self._queue.lose_all()
+        drained = not self._queue.on_the_way  # else some are adrift, as it tells of each grant
+        self._lanes.lose()
         self._hang_up(wire.encode(wire.Bye(epoch=self._epoch, drained=drained)))
-        # Behind the completions, which the queue has just handed to the loop.
-        self._loop.call_soon(self._ending.finish)
+        self._finish_soon()
 
 
 __all__ = ["UcxConnectError", "UcxWriterLink"]

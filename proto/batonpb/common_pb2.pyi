@@ -62,7 +62,7 @@ class RequestKey(_message.Message):
     attempt: int
     def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
-class PassedOver(_message.Message):
+class RejectedTransport(_message.Message):
     __slots__ = ("transport", "why")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]

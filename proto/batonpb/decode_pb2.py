@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonpb import common_pb2 as batonpb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61tonpb/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"o\n\x10SubscribeRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.baton.v1.SubscribeOpenH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.baton.v1.SubscribeDoneH\x00\x42\t\n\x07message\"T\n\rSubscribeOpen\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x07\x63ursors\x18\x02 \x03(\x0b\x32\x10.baton.v1.Cursor\"?\n\x06\x43ursor\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x12\n\nnext_index\x18\x02 \x01(\r\"3\n\rSubscribeDone\x12\"\n\x04keys\x18\x01 \x03(\x0b\x32\x14.baton.v1.RequestKey\"7\n\nTokenBatch\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestTokens\"\xd5\x01\n\rRequestTokens\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12+\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReasonH\x00\x88\x01\x01\x12\x12\n\x05\x65rror\x18\x05 \x01(\tH\x01\x88\x01\x01\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\t\n\x07_finishB\x08\n\x06_error\"d\n\rCancelRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05known\x18\x01 \x01(\x08\"U\n\x0eResolveRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\"!\n\x0cResolveReply\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x32\xc2\x01\n\x06\x44\x65\x63ode\x12\x41\n\tSubscribe\x12\x1a.baton.v1.SubscribeRequest\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x12\x38\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x15.baton.v1.CancelReply\x12;\n\x07Resolve\x12\x18.baton.v1.ResolveRequest\x1a\x16.baton.v1.ResolveReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61tonpb/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"o\n\x10SubscribeRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.baton.v1.SubscribeOpenH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.baton.v1.SubscribeDoneH\x00\x42\t\n\x07message\"T\n\rSubscribeOpen\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x07\x63ursors\x18\x02 \x03(\x0b\x32\x10.baton.v1.Cursor\"?\n\x06\x43ursor\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x12\n\nnext_index\x18\x02 \x01(\r\"3\n\rSubscribeDone\x12\"\n\x04keys\x18\x01 \x03(\x0b\x32\x14.baton.v1.RequestKey\"7\n\nTokenBatch\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestTokens\"\x81\x02\n\rRequestTokens\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12+\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReasonH\x00\x88\x01\x01\x12\x12\n\x05\x65rror\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x19\n\x0c\x65rror_reason\x18\x07 \x01(\tH\x02\x88\x01\x01\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\t\n\x07_finishB\x08\n\x06_errorB\x0f\n\r_error_reason\"d\n\rCancelRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05known\x18\x01 \x01(\x08\"U\n\x0eResolveRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\"!\n\x0cResolveReply\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x32\xc2\x01\n\x06\x44\x65\x63ode\x12\x41\n\tSubscribe\x12\x1a.baton.v1.SubscribeRequest\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x12\x38\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x15.baton.v1.CancelReply\x12;\n\x07Resolve\x12\x18.baton.v1.ResolveRequest\x1a\x16.baton.v1.ResolveReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,15 +43,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENBATCH']._serialized_start=373
   _globals['_TOKENBATCH']._serialized_end=428
   _globals['_REQUESTTOKENS']._serialized_start=431
-  _globals['_REQUESTTOKENS']._serialized_end=644
-  _globals['_CANCELREQUEST']._serialized_start=646
-  _globals['_CANCELREQUEST']._serialized_end=746
-  _globals['_CANCELREPLY']._serialized_start=748
-  _globals['_CANCELREPLY']._serialized_end=776
-  _globals['_RESOLVEREQUEST']._serialized_start=778
-  _globals['_RESOLVEREQUEST']._serialized_end=863
-  _globals['_RESOLVEREPLY']._serialized_start=865
-  _globals['_RESOLVEREPLY']._serialized_end=898
-  _globals['_DECODE']._serialized_start=901
-  _globals['_DECODE']._serialized_end=1095
+  _globals['_REQUESTTOKENS']._serialized_end=688
+  _globals['_CANCELREQUEST']._serialized_start=690
+  _globals['_CANCELREQUEST']._serialized_end=790
+  _globals['_CANCELREPLY']._serialized_start=792
+  _globals['_CANCELREPLY']._serialized_end=820
+  _globals['_RESOLVEREQUEST']._serialized_start=822
+  _globals['_RESOLVEREQUEST']._serialized_end=907
+  _globals['_RESOLVEREPLY']._serialized_start=909
+  _globals['_RESOLVEREPLY']._serialized_end=942
+  _globals['_DECODE']._serialized_start=945
+  _globals['_DECODE']._serialized_end=1139
 # @@protoc_insertion_point(module_scope)

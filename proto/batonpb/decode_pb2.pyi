@@ -44,20 +44,22 @@ class TokenBatch(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestTokens, _Mapping]]] = ...) -> None: ...
 
 class RequestTokens(_message.Message):
-    __slots__ = ("key", "first_index", "ids", "finish", "error", "logprobs")
+    __slots__ = ("key", "first_index", "ids", "finish", "error", "error_reason", "logprobs")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
     first_index: int
     ids: _containers.RepeatedScalarFieldContainer[int]
     finish: _common_pb2.FinishReason
     error: str
+    error_reason: str
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., error_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("header", "key", "reason")

@@ -129,7 +129,7 @@ class PinStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., lease_left_ms: _Optional[int] = ...) -> None: ...
 
 class PairStatus(_message.Message):
-    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures", "handoffs_corrupt", "records_checksummed", "link_open", "moved", "moved_recently", "passed_over", "given_up_left_ms")
+    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures", "handoffs_corrupt", "records_checksummed", "link_open", "moved", "moved_recently", "rejected_transports", "given_up_left_ms")
     PEER_FIELD_NUMBER: _ClassVar[int]
     PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -142,7 +142,7 @@ class PairStatus(_message.Message):
     LINK_OPEN_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     MOVED_RECENTLY_FIELD_NUMBER: _ClassVar[int]
-    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     GIVEN_UP_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     peer: str
     peer_incarnation: int
@@ -156,9 +156,9 @@ class PairStatus(_message.Message):
     link_open: bool
     moved: MovedBytes
     moved_recently: MovedBytes
-    passed_over: _containers.RepeatedCompositeFieldContainer[_common_pb2.PassedOver]
+    rejected_transports: _containers.RepeatedCompositeFieldContainer[_common_pb2.RejectedTransport]
     given_up_left_ms: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ..., handoffs_corrupt: _Optional[int] = ..., records_checksummed: _Optional[int] = ..., link_open: bool = ..., moved: _Optional[_Union[MovedBytes, _Mapping]] = ..., moved_recently: _Optional[_Union[MovedBytes, _Mapping]] = ..., passed_over: _Optional[_Iterable[_Union[_common_pb2.PassedOver, _Mapping]]] = ..., given_up_left_ms: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ..., handoffs_corrupt: _Optional[int] = ..., records_checksummed: _Optional[int] = ..., link_open: bool = ..., moved: _Optional[_Union[MovedBytes, _Mapping]] = ..., moved_recently: _Optional[_Union[MovedBytes, _Mapping]] = ..., rejected_transports: _Optional[_Iterable[_Union[_common_pb2.RejectedTransport, _Mapping]]] = ..., given_up_left_ms: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MovedBytes(_message.Message):
     __slots__ = ("nbytes", "moving_us", "bytes_per_s")

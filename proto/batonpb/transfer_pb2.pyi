@@ -28,30 +28,30 @@ class ConnectRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., writer_name: _Optional[str] = ..., writer_endpoint: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., host_name: _Optional[str] = ..., host_parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectReply(_message.Message):
-    __slots__ = ("receiver", "transport", "address", "secret", "epoch", "num_blocks", "passed_over")
+    __slots__ = ("receiver", "transport", "address", "secret", "epoch", "num_blocks", "rejected_transports")
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     receiver: int
     transport: str
     address: str
     secret: bytes
     epoch: int
     num_blocks: int
-    passed_over: _containers.RepeatedCompositeFieldContainer[_common_pb2.PassedOver]
-    def __init__(self, receiver: _Optional[int] = ..., transport: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[bytes] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., passed_over: _Optional[_Iterable[_Union[_common_pb2.PassedOver, _Mapping]]] = ...) -> None: ...
+    rejected_transports: _containers.RepeatedCompositeFieldContainer[_common_pb2.RejectedTransport]
+    def __init__(self, receiver: _Optional[int] = ..., transport: _Optional[str] = ..., address: _Optional[str] = ..., secret: _Optional[bytes] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., rejected_transports: _Optional[_Iterable[_Union[_common_pb2.RejectedTransport, _Mapping]]] = ...) -> None: ...
 
-class AttendRequest(_message.Message):
+class LivenessRequest(_message.Message):
     __slots__ = ("header",)
     HEADER_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ...) -> None: ...
 
-class AttendReply(_message.Message):
+class LivenessReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -40,10 +40,10 @@ class TransferStub(object):
                 request_serializer=batonpb_dot_transfer__pb2.ConnectRequest.SerializeToString,
                 response_deserializer=batonpb_dot_transfer__pb2.ConnectReply.FromString,
                 _registered_method=True)
-        self.Attend = channel.unary_stream(
-                '/baton.v1.Transfer/Attend',
-                request_serializer=batonpb_dot_transfer__pb2.AttendRequest.SerializeToString,
-                response_deserializer=batonpb_dot_transfer__pb2.AttendReply.FromString,
+        self.Liveness = channel.unary_stream(
+                '/baton.v1.Transfer/Liveness',
+                request_serializer=batonpb_dot_transfer__pb2.LivenessRequest.SerializeToString,
+                response_deserializer=batonpb_dot_transfer__pb2.LivenessReply.FromString,
                 _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/baton.v1.Transfer/Reserve',
@@ -83,7 +83,7 @@ class TransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Attend(self, request, context):
+    def Liveness(self, request, context):
         """Open for as long as the writer lives and reaches the receiver: how each learns of the other's death. The receiver
         sends one message at the beginning and ends the call when it stops.
         """
@@ -132,10 +132,10 @@ def add_TransferServicer_to_server(servicer, server):
                     request_deserializer=batonpb_dot_transfer__pb2.ConnectRequest.FromString,
                     response_serializer=batonpb_dot_transfer__pb2.ConnectReply.SerializeToString,
             ),
-            'Attend': grpc.unary_stream_rpc_method_handler(
-                    servicer.Attend,
-                    request_deserializer=batonpb_dot_transfer__pb2.AttendRequest.FromString,
-                    response_serializer=batonpb_dot_transfer__pb2.AttendReply.SerializeToString,
+            'Liveness': grpc.unary_stream_rpc_method_handler(
+                    servicer.Liveness,
+                    request_deserializer=batonpb_dot_transfer__pb2.LivenessRequest.FromString,
+                    response_serializer=batonpb_dot_transfer__pb2.LivenessReply.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -202,7 +202,7 @@ class Transfer(object):
             _registered_method=True)
 
     @staticmethod
-    def Attend(request,
+    def Liveness(request,
             target,
             options=(),
             channel_credentials=None,
@@ -215,9 +215,9 @@ class Transfer(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/baton.v1.Transfer/Attend',
-            batonpb_dot_transfer__pb2.AttendRequest.SerializeToString,
-            batonpb_dot_transfer__pb2.AttendReply.FromString,
+            '/baton.v1.Transfer/Liveness',
+            batonpb_dot_transfer__pb2.LivenessRequest.SerializeToString,
+            batonpb_dot_transfer__pb2.LivenessReply.FromString,
             options,
             channel_credentials,
             insecure,

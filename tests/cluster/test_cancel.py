@@ -14,22 +14,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import pytest
 from batonpb import common_pb2
 
-from tests.support.cancel_harness import (
-    DEADLINES_S,
-    PROMPT_TOKENS,
-    REACHED_S_MAX,
-    Stage,
-    Victim,
-    ask_or_leave,
-    at_stage,
-    bystanders,
-    freed_after_s,
-    leave,
-)
+from tests.support.cancels import REACHED_S_MAX, Stage, play_cancel, play_deadline, play_random_leaves
 from tests.support.cluster_harness import assert_conserved, make_request, mock_spec, mock_tokens, random_prompt
 from tests.support.cluster_harness import wait_for as wait_until
 from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
@@ -65,51 +53,13 @@ async def small_cluster() -> AsyncIterator[InProcessCluster]:
 @by_stage
 def test_cancelled_at(stage: Stage) -> None:
     """The client cancels its call at this stage."""
-
-    async def scenario() -> None:
-        rng = random.Random(21)
-        prompt = [MARK, *random_prompt(rng, PROMPT_TOKENS - 1)]
-        async with small_cluster() as cluster:
-            for point in stage.closed:
-                cluster.gates[point].close()
-            others = bystanders(cluster, rng)
-            victim = Victim(cluster.client, prompt, stage, REACHED_S_MAX)
-            assert await at_stage(cluster, victim, stage), "ended before its stage"
-            assert victim.ids == mock_tokens(prompt, len(victim.ids))
-            victim.call.cancel()
-            since_s = cluster.loop.time()
-            if stage.engine_held:
-                cluster.gates[Point.LAYER].open()
-            print(f"freed after {await freed_after_s(cluster, since_s):.3f} s")
-            assert await victim.ended is grpc.StatusCode.CANCELLED
-            await leave(cluster, stage, prompt, others)
-
-    asyncio.run(scenario())
+    play_cancel(small_cluster, stage, seed=21, others_first=True)
 
 
 @by_stage
 def test_deadline_passes_at(stage: Stage) -> None:
     """The client's deadline passes at this stage, with nobody cancelling anything."""
-
-    async def scenario(deadline_s: float) -> bool:
-        rng = random.Random(22)
-        prompt = [MARK, *random_prompt(rng, PROMPT_TOKENS - 1)]
-        async with small_cluster() as cluster:
-            for point in stage.closed:
-                cluster.gates[point].close()
-            others = bystanders(cluster, rng)
-            victim = Victim(cluster.client, prompt, stage, deadline_s)
-            arrived = await at_stage(cluster, victim, stage)
-            assert await victim.ended is grpc.StatusCode.DEADLINE_EXCEEDED
-            if stage.engine_held:
-                cluster.gates[Point.LAYER].open()
-            seconds = await freed_after_s(cluster, victim.deadline_s)
-            if arrived:
-                print(f"freed {seconds:.3f} s after the deadline")
-            await leave(cluster, stage, prompt, others)
-        return arrived
-
-    assert any(asyncio.run(scenario(deadline_s)) for deadline_s in DEADLINES_S), "never came to its stage in time"
+    play_deadline(small_cluster, stage, seed=22, others_first=True)
 
 
 def test_one_token_needs_no_decode_node() -> None:
@@ -150,20 +100,7 @@ def test_a_stop_token_that_comes_first_gives_the_grant_back() -> None:
 def test_many_clients_leave_at_random_moments() -> None:
     """Sixty requests on two small nodes, two thirds of which are cancelled after a random number of their events:
     the others are exact, and nothing is left."""
-
-    async def scenario() -> None:
-        rng = random.Random(25)
-        async with inprocess(mock_spec(blocks=200)) as cluster:
-
-            async def ask(index: int) -> None:
-                prompt = random_prompt(rng, rng.choice([3, 40, 130, 600, 1100]))
-                leave_after = rng.randrange(0, 12) if index % 3 else None
-                await ask_or_leave(cluster, prompt, max_tokens=25, leave_after=leave_after)
-
-            await asyncio.gather(*(ask(index) for index in range(60)))
-            await assert_conserved(cluster)
-
-    asyncio.run(scenario())
+    play_random_leaves(mock_spec(blocks=200), seed=25)
 
 
 def test_a_turn_that_comes_while_its_request_is_being_cancelled() -> None:

@@ -14,7 +14,7 @@ from batonpb import transfer_pb2
 from baton.errors import BatonError, Reason
 from baton.wire import Role
 from decode_node.service import ReceiverService
-from prefill_node.peers import Peers
+from node.peers import Peers
 from tests.support.cluster_harness import (
     Answer,
     assert_conserved,

@@ -114,14 +114,15 @@ def test_a_pair_whose_shared_memory_breaks_twice_goes_on_over_tcp() -> None:
         assert log.count("transport given up") == 1
         told = describe(cluster)
         assert re.search(
-            rf"^decode-0 +[0-9a-f]{{16}} +tcp +open +[1-9]\d* +[1-9]\d* +{RATE} +{RATE} +3 +shm +- +-$",
+            rf"^decode-0 +[0-9a-f]{{16}} +tcp +open +[1-9]\d* +[1-9]\d* +{RATE} +{RATE}"
+            r" +3 +shm \(retry in \d+ s\) +- +-$",
             told,
             re.MULTILINE,
         )
         assert re.search(r"^transports given up +1$", told, re.MULTILINE), told
         (data,) = json.loads(describe(cluster, "-o", "json"))["status"]["pairs"]
         assert (data["transport"], data["transports_given_up"], data["link_failures"]) == ("tcp", ["shm"], 3)
-        assert data["passed_over"] == []
+        assert data["rejected_transports"] == []
 
 
 def describe(cluster: RunningCluster, *flags: str) -> str:
@@ -156,7 +157,9 @@ def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
             assert (pair.transport, list(pair.transports_given_up), pair.link_failures) == ("tcp", [], 0)
             assert list((await cluster.status("prefill-0")).record.transports) == ["shm", "tcp"]
             assert (await counters(cluster, "decode-0"))["shm: connections_made"] == 0
-            assert [(other.transport, other.why) for other in pair.passed_over] == [("shm", "another PID namespace")]
+            assert [(other.transport, other.why) for other in pair.rejected_transports] == [
+                ("shm", "another PID namespace")
+            ]
             assert (await counters(cluster, "prefill-0"))["pairs that do not use a better transport"] == 1
             await break_in_mid_handoff(cluster, rng, TransportName.TCP)
             assert (await ask(cluster, rng)).stats.transport == "tcp"
@@ -171,4 +174,4 @@ def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
         row = rf"^decode-0 .* tcp +open .* {RATE} +1 +- +- +shm \(another PID namespace\)$"
         assert re.search(row, told, re.MULTILINE), told
         (data,) = json.loads(describe(cluster, "-o", "json"))["status"]["pairs"]
-        assert data["passed_over"] == [{"transport": "shm", "why": "another PID namespace"}]
+        assert data["rejected_transports"] == [{"transport": "shm", "why": "another PID namespace"}]

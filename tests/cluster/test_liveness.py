@@ -88,7 +88,7 @@ def test_a_stopped_decode_node_is_noticed_by_router_and_prefill_node() -> None:
 
     async def scenario(cluster: RunningCluster) -> None:
         rng = random.Random(61)
-        calls = [await begun(cluster, random_prompt(rng, 20), 2000) for _ in range(2)]
+        calls = [await begun(cluster, random_prompt(rng, 20), 700) for _ in range(2)]
         calls += [
             asyncio.create_task(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=20))
             for _ in range(2)

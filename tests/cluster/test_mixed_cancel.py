@@ -7,22 +7,10 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 from batonpb import common_pb2
 
-from tests.support.cancel_harness import (
-    DEADLINES_S,
-    PROMPT_TOKENS,
-    REACHED_S_MAX,
-    Stage,
-    Victim,
-    ask_or_leave,
-    at_stage,
-    bystanders,
-    freed_after_s,
-    leave,
-)
+from tests.support.cancels import Stage, play_cancel, play_deadline, play_random_leaves
 from tests.support.cluster_harness import (
     assert_conserved,
     mock_spec,
@@ -30,7 +18,7 @@ from tests.support.cluster_harness import (
     random_prompt,
     wait_for,
 )
-from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
+from tests.support.inprocess_cluster import InProcessCluster, Point, inprocess
 
 STAGES = {
     "queued": Stage(closed=(Point.PREFILL_QUEUE,), reached=(Point.PREFILL_QUEUE,)),
@@ -59,49 +47,13 @@ async def one_node() -> AsyncIterator[InProcessCluster]:
 @by_stage
 def test_cancelled_at(stage: Stage) -> None:
     """The client cancels; what is held is let through when everything has been freed, and changes nothing."""
-
-    async def scenario() -> None:
-        rng = random.Random(61)
-        prompt = [MARK, *random_prompt(rng, PROMPT_TOKENS - 1)]
-        async with one_node() as cluster:
-            for point in stage.closed:
-                cluster.gates[point].close()
-            victim = Victim(cluster.client, prompt, stage, REACHED_S_MAX)
-            assert await at_stage(cluster, victim, stage), "ended before its stage"
-            others = bystanders(cluster, rng)
-            assert victim.ids == mock_tokens(prompt, len(victim.ids))
-            victim.call.cancel()
-            since_s = cluster.loop.time()
-            if stage.engine_held:
-                cluster.gates[Point.LAYER].open()
-            await freed_after_s(cluster, since_s)
-            assert await victim.ended is grpc.StatusCode.CANCELLED
-            await leave(cluster, stage, prompt, others)
-
-    asyncio.run(scenario())
+    play_cancel(one_node, stage, seed=61, others_first=False)
 
 
 @by_stage
 def test_deadline_passes_at(stage: Stage) -> None:
     """The client's deadline passes at this stage, with nobody cancelling anything."""
-
-    async def scenario(deadline_s: float) -> bool:
-        rng = random.Random(62)
-        prompt = [MARK, *random_prompt(rng, PROMPT_TOKENS - 1)]
-        async with one_node() as cluster:
-            for point in stage.closed:
-                cluster.gates[point].close()
-            victim = Victim(cluster.client, prompt, stage, deadline_s)
-            arrived = await at_stage(cluster, victim, stage)
-            others = bystanders(cluster, rng)
-            assert await victim.ended is grpc.StatusCode.DEADLINE_EXCEEDED
-            if stage.engine_held:
-                cluster.gates[Point.LAYER].open()
-            await freed_after_s(cluster, victim.deadline_s)
-            await leave(cluster, stage, prompt, others)
-        return arrived
-
-    assert any(asyncio.run(scenario(deadline_s)) for deadline_s in DEADLINES_S), "never came to its stage in time"
+    play_deadline(one_node, stage, seed=62, others_first=False)
 
 
 def test_the_first_token_may_be_the_last() -> None:
@@ -128,21 +80,9 @@ def test_the_first_token_may_be_the_last() -> None:
 def test_many_clients_leave_at_random_moments() -> None:
     """Sixty requests on two small mixed nodes, some kept and some handed over, two thirds of which are cancelled after
     a random number of their events: the others are exact, and nothing is left."""
-
-    async def scenario() -> None:
-        rng = random.Random(64)
-        spec = mock_spec(prefill=0, decode=0, mixed=2, blocks=200, mixed_flags={"handoff_tokens_min": 128})
-        async with inprocess(spec) as cluster:
-
-            async def ask(index: int) -> None:
-                prompt = random_prompt(rng, rng.choice([3, 40, 130, 600, 1100]))
-                leave_after = rng.randrange(0, 12) if index % 3 else None
-                await ask_or_leave(cluster, prompt, max_tokens=25, leave_after=leave_after)
-
-            await asyncio.gather(*(ask(index) for index in range(60)))
-            await assert_conserved(cluster)
-
-    asyncio.run(scenario())
+    play_random_leaves(
+        mock_spec(prefill=0, decode=0, mixed=2, blocks=200, mixed_flags={"handoff_tokens_min": 128}), seed=64
+    )
 
 
 def test_a_node_that_stops_gives_up_what_it_keeps() -> None:

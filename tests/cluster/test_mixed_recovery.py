@@ -13,7 +13,7 @@ from batonpb import node_pb2
 
 from baton.errors import Reason
 from baton.lifecycle import Lifecycle, LifecycleEvent
-from prefill_node.peers import OUT_OF_REACH
+from node.peers import OUT_OF_REACH
 from tests.cluster.test_mixed_protocol import MIN, cancel, directly, key
 from tests.faults.cluster import faulty, mixed_spec
 from tests.support.cluster_harness import assert_conserved, error_of, mock_spec, mock_tokens, random_prompt, wait_for
@@ -59,11 +59,11 @@ def test_a_long_prompt_is_kept_while_no_other_node_is_reached() -> None:
     async def scenario() -> None:
         async with two_nodes() as cluster:
             assert await granted_by(cluster, "before", LONG) == THERE
-            attendance = cluster.peers[HERE]._attendances[cluster.runtimes[THERE].incarnation]
-            attendance.out_of_reach = True
+            stream = cluster.peers[HERE]._liveness[cluster.runtimes[THERE].incarnation]
+            stream.out_of_reach = True
             assert await granted_by(cluster, "meanwhile", LONG) == HERE
             assert (out_of_reach(cluster, HERE), out_of_reach(cluster, THERE)) == (1, 0)
-            attendance.out_of_reach = False
+            stream.out_of_reach = False
             assert await granted_by(cluster, "after", LONG) == THERE
             assert out_of_reach(cluster, HERE) == 0
             taken = [cluster.runtimes[name].record().load.requests_taken for name in (HERE, THERE)]
@@ -117,11 +117,11 @@ def test_a_prompt_whose_answer_only_the_other_node_could_hold(other: str) -> Non
         spec = mock_spec(prefill=0, decode=0, mixed=2, mixed_flags={"handoff_tokens_min": MIN}, node_flags=flags)
         async with inprocess(spec) as cluster:
             prompt, node = random_prompt(random.Random(74), LONG), cluster.prefill[HERE]
-            attendance, drain = None, cluster.runtimes[THERE].drain
+            stream, drain = None, cluster.runtimes[THERE].drain
             if other == "out of reach":
                 assert await granted_by(cluster, "before", LONG, count=600) == THERE
-                attendance = cluster.peers[HERE]._attendances[cluster.runtimes[THERE].incarnation]
-                attendance.out_of_reach = True
+                stream = cluster.peers[HERE]._liveness[cluster.runtimes[THERE].incarnation]
+                stream.out_of_reach = True
             elif other == "not ready":
                 drain.order(LifecycleEvent.CORDON, "a test")
                 await until(cluster, "the other to be cordoned", lambda: node._decode_nodes.ready == 0)
@@ -130,11 +130,11 @@ def test_a_prompt_whose_answer_only_the_other_node_could_hold(other: str) -> Non
                 assert (error.reason, error.retry_after_ms) == (Reason.PROMPT_TOO_LONG, None)
                 return
             assert error.reason is Reason.NO_DECODE_NODE
-            assert error.retry_after_ms == (200 if attendance is not None else 1_000)
-            if attendance is not None:
+            assert error.retry_after_ms == (200 if stream is not None else 1_000)
+            if stream is not None:
                 answer = await cluster.client.generate(prompt, max_tokens=600)
                 assert (answer.ids, answer.stats.prefill_node) == (mock_tokens(prompt, 600), THERE)
-                attendance.out_of_reach = False
+                stream.out_of_reach = False
             else:
                 drain.order(LifecycleEvent.UNCORDON, "a test")
                 await until(cluster, "the other to be ready", lambda: node._decode_nodes.ready == 1)

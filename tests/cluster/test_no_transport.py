@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidField
-from decode_node import receiving
-from decode_node.receiving import open_ports
 from kvtransfer.receiver_ports import ReceiverPorts
 from kvtransfer.transport import RegionKind, TransportName
-from prefill_node import peers
-from prefill_node.peers import Peers
+from node import peers, receiver
+from node.peers import Peers
+from node.receiver import open_ports
 
 NEITHER = (TransportName.RDMA, TransportName.UCX)
 
@@ -30,7 +29,7 @@ def start_decode(config: Any) -> None:
     open_ports(config, POOL, ReceiverPorts(None))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("module", "start"), [(peers, start_prefill), (receiving, start_decode)])
+@pytest.mark.parametrize(("module", "start"), [(peers, start_prefill), (receiver, start_decode)])
 def test_a_node_with_nothing_to_offer_does_not_start(
     monkeypatch: pytest.MonkeyPatch, module: Any, start: Callable[[Any], None]
 ) -> None:
@@ -43,7 +42,7 @@ def test_a_node_with_nothing_to_offer_does_not_start(
     monkeypatch.setattr(module, "register_if_usable", lambda *_, **__: None)
     monkeypatch.setattr(module, "usable", lambda *_: False)
     monkeypatch.setattr(module.asyncio, "get_running_loop", Loop)
-    part = SimpleNamespace(rdma=None, tls="all", turns=lambda: None)
+    part = SimpleNamespace(tls="all", copy_threads=1)
     config = SimpleNamespace(transports=NEITHER, rdma=part, ucx=part, shm=part)
     with pytest.raises(InvalidField, match="names none that works on this machine; `baton doctor` tells why"):
         start(config)

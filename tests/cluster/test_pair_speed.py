@@ -87,7 +87,7 @@ def test_a_pair_says_its_path_whether_it_is_open_and_how_fast_it_is(transport: T
         before, landed = await pair_of(cluster), await landed_from_writer(cluster)  # of the harness's own first request
         written = sum([await ask(cluster, rng) for _ in range(3)])
         pair = await pair_of(cluster)
-        assert (pair.transport, pair.link_open, list(pair.passed_over)) == (transport.value, True, [])
+        assert (pair.transport, pair.link_open, list(pair.rejected_transports)) == (transport.value, True, [])
         assert pair.moved.nbytes == pair.bytes_moved == before.bytes_moved + written
         assert (written > 0, pair.moved.moving_us > 0, pair.moved.bytes_per_s > 0) == (True, True, True)
         assert pair.moved.bytes_per_s == pytest.approx(rate_of(pair.moved), rel=1 / pair.moved.moving_us)

@@ -80,7 +80,11 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
 
             async def told() -> tuple[str, bool, list[tuple[str, str]]]:
                 (pair,) = (await cluster.statuses())["prefill-0"].pairs
-                return pair.transport, pair.link_open, [(other.transport, other.why) for other in pair.passed_over]
+                return (
+                    pair.transport,
+                    pair.link_open,
+                    [(other.transport, other.why) for other in pair.rejected_transports],
+                )
 
             assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "rdma"
             assert await told() == ("rdma", True, [])

@@ -20,6 +20,7 @@ from baton.lifecycle import LifecycleEvent
 from cli.services import Service
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
+from kvtransfer.native import copy as native_copies
 from kvtransfer.transports import shm_copy
 from router.prefill_calls import PrefillCalls
 from tests.support.cluster_harness import (
@@ -60,7 +61,7 @@ def test_no_seal_vouches_for_a_batch_that_was_not_copied() -> None:
     grant is not committed. Another attempt gives the answer, exactly, and every block comes back."""
 
     async def scenario() -> None:
-        real_copy, commit_sent = shm_copy.copy_checked, threading.Event()
+        real_copy, commit_sent = native_copies.copy_checked, threading.Event()
         copies = 0
         died: list[type[BaseException]] = []
         committed: list[bool] = []

@@ -15,9 +15,9 @@ import pytest
 
 from cachestore.spill_policy import SpillState
 from decode_node.node import DecodeNode
-from node.host_tier import BlockCopy, ThreadCopier
+from node.copiers import BlockCopy, ThreadCopier
 from node.spill import Spill
-from tests.support.cancel_harness import ask_or_leave
+from tests.support.cancels import ask_or_leave
 from tests.support.cluster_harness import (
     assert_conserved,
     make_request,

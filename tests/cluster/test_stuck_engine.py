@@ -20,7 +20,7 @@ from batonpb import node_pb2, node_pb2_grpc
 
 from cli.supervisor import ROUTER_NAME
 from kvtransfer.protocol.receiver import GrantState
-from kvtransfer.writer_errands import Errands
+from kvtransfer.writer import WriterPeer
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
 from tests.support.inprocess_cluster import MARK, InProcessCluster, inprocess
 from tests.support.inprocess_scenes import until
@@ -153,7 +153,7 @@ def test_a_node_with_a_stuck_engine_takes_lapsed_grants_back(busy: bool) -> None
     """Both engines are stuck, the decode node's in an answer and the prefill node's in another handoff, whose lease is
     renewed no more. The decode node's reaper takes the grant back, the writer gives its word, the blocks are free."""
 
-    async def no_renewals(_self: Errands, _handoff: Any) -> None:
+    async def no_renewals(_self: WriterPeer, _handoff: Any) -> None:
         pass
 
     async def scenario() -> None:
@@ -167,7 +167,7 @@ def test_a_node_with_a_stuck_engine_takes_lapsed_grants_back(busy: bool) -> None
             await until(cluster, "an answer", lambda: receiver.grants.states()[GrantState.COMMITTED] == 1)
             hold_decode(cluster, stuck)
             await until(cluster, "the decode engine to be stuck", lambda: "decode-0" in stuck.inside)
-            with patch.object(Errands, "keep_lease", no_renewals):
+            with patch.object(WriterPeer, "_keep_lease", no_renewals):
                 prompt = [MARK, *random_prompt(rng, PROMPT_TOKENS - 1)]
                 call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=4))
                 await until(cluster, "both engines to be stuck", lambda: len(stuck.inside) == 2)

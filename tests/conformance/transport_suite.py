@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.transport import PairBeingFenced, ReceiverPort, Seal, WriteOps, WriterLink
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transport import PairBeingFenced, ReceiverPort, Seal, WriteOps, WriteOutOfBounds, WriterLink
 from tests.conformance.transport_kits import (
     AnyRegion,
     ConnectErrors,

@@ -8,6 +8,7 @@ from typing import Any
 from baton.ids import Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from kvtransfer.protocol.receiver import (
     AnswerRelease,
+    CommitAsked,
     GrantEntry,
     GrantState,
     GrantTimerFired,
@@ -93,12 +94,21 @@ class FreeAfterRevokes(ReceiverMachine):
 
 
 class NoSeal(ReceiverMachine):
-    """The writer's Commit is enough."""
+    """The writer's Commit is enough: it counts as the seal too."""
 
-    def _after_seal_or_commit(self, grant: GrantEntry, stay: GrantState) -> GrantState:
-        if grant.expected is None:
-            return stay
-        return GrantState.COMMITTED if grant.state in _OPEN else GrantState.FENCED
+    def _commit(self, event: CommitAsked) -> None:
+        grant = self._grant(event.grant, event.pair)
+        if grant is not None:
+            self._seal(
+                SealLanded(
+                    pair=event.pair,
+                    grant=event.grant,
+                    epoch=grant.epoch,
+                    writes=event.writes,
+                    bytes_written=event.bytes_written,
+                )
+            )
+        super()._commit(event)
 
 
 class Unchecked(ReceiverMachine):

@@ -18,7 +18,7 @@ from baton.errors import BatonError
 from baton.rpc_client import ChannelLimits, Channels
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
-from prefill_node.peers import OUT_OF_REACH
+from node.peers import OUT_OF_REACH
 from tests.faults.points import ARMED_ENV, NTH, Failpoint, Strike, Struck, Trigger
 from tests.support.cluster_harness import Client, RunningCluster, mock_spec, wait_for
 from tests.support.ports import free_ports

@@ -24,8 +24,7 @@ class Marks:
 
 def wrap_prefill(points: Failpoints, known: Marks) -> None:
     from kvtransfer.writer import WriterPeer
-    from prefill_node.node import PrefillNode
-    from prefill_node.posting import StepSink
+    from prefill_node.node import PrefillNode, StepSink
 
     marks = known.of_request
     real_enqueue, real_layer_done, real_seal = PrefillNode._enqueue, StepSink.layer_done, WriterPeer._seal_now

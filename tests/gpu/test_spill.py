@@ -19,9 +19,9 @@ from engine.model_config import ComputeDtype
 from engine.types import SamplingParams
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
-from node.host_tier import BlockCopy, SpillConfig
+from node.copiers import BlockCopy, StreamCopier
 from node.pool import DevicePool, open_device_pool
-from node.stream_copier import StreamCopier
+from node.spill import SpillConfig
 from tests.support.gpu_node import BLOCK_SIZE, random_prompts, write_model
 from tests.support.pool_bench import answers_of
 

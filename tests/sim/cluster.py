@@ -18,11 +18,11 @@ import baton.liveness
 import baton.runtime
 import cli.directory
 import decode_node.main
-import decode_node.receiving
 import decode_node.service
-import engine.loop
+import node.engine_loop
+import node.peers
+import node.receiver
 import prefill_node.main
-import prefill_node.peers
 import router.main
 import router.node
 from baton.errors import BatonError, Reason
@@ -32,8 +32,8 @@ from cachestore.ledger import Ledger
 from decode_node.node import DecodeNode
 from kvtransfer.receiver import Receiver
 from kvtransfer.transport import TransportName
+from node.peers import Peers
 from prefill_node.node import PrefillNode
-from prefill_node.peers import Peers
 from router.node import RouterNode
 from tests.sim.books import LedgerWatch
 from tests.sim.calls import Call
@@ -364,16 +364,16 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
         (prefill_node.main, "Peers", capture("peers", Peers)),
         (prefill_node.main, "open_device_pool", open_pool),
-        (prefill_node.peers, "ShmWriterLink", SimShmLink),
-        (prefill_node.peers, "TcpWriterLink", SimTcpLink),
-        *((module, "register_if_usable", no_device) for module in (prefill_node.peers, decode_node.receiving)),
-        (prefill_node.peers, "host_identity", lambda: current().host),
+        (node.peers, "ShmWriterLink", SimShmLink),
+        (node.peers, "TcpWriterLink", SimTcpLink),
+        *((module, "register_if_usable", no_device) for module in (node.peers, node.receiver)),
+        (node.peers, "host_identity", lambda: current().host),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
-        (decode_node.receiving, "Receiver", capture("receiver", Receiver, watch_receiver)),
+        (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),
         (decode_node.main, "open_device_pool", open_pool),
-        (decode_node.receiving, "_open_port", open_port),
+        (node.receiver, "_open_port", open_port),
         (decode_node.service, "host_identity", lambda: current().host),
-        (engine.loop, "ThreadPoolExecutor", _NoThread),
+        (node.engine_loop, "ThreadPoolExecutor", _NoThread),
     ]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import decode_node.receiving
-import prefill_node.peers
+import node.peers
+import node.receiver
 from baton.ids import Epoch, GrantId, Pair, RequestKey
 from decode_node.node import DecodeNode
 from kvtransfer.protocol.receiver import FencePair, PairFenced, ReceiverMachine
@@ -25,11 +25,11 @@ Replacement = tuple[Any, str, Any]
 
 
 def _receiver(machine: type[ReceiverMachine]) -> Sequence[Replacement]:
-    return [(decode_node.receiving, "ReceiverMachine", machine)]
+    return [(node.receiver, "ReceiverMachine", machine)]
 
 
 def _writer(machine: type) -> Sequence[Replacement]:
-    return [(prefill_node.peers, "WriterMachine", machine)]
+    return [(node.peers, "WriterMachine", machine)]
 
 
 def _fence_without_evidence() -> Sequence[Replacement]:

@@ -20,8 +20,7 @@ import grpc.aio
 from baton.errors import BatonError, Reason
 from cachestore.prefix_cache import IndexCursor
 from engine.sequence import Sequence
-from kvtransfer.handoff import Handoff
-from kvtransfer.step_writes import StepWrites
+from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job as PrefillJob
 from router.job import Job, Try
 from router.request import CheckedRequest

@@ -36,9 +36,8 @@ from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.receiver import Receiver
 from kvtransfer.writer import WriterPeer
 from mixed_node.node import MixedNode
-from prefill_node.node import PrefillNode
-from prefill_node.peers import Peers
-from prefill_node.posting import StepSink
+from node.peers import Peers
+from prefill_node.node import PrefillNode, StepSink
 from prefill_node.service import PrefillService
 from router.node import RouterNode
 from router.subscriptions import DecodeSubscription
@@ -248,7 +247,7 @@ class InProcessCluster:
             found[ROUTER_NAME] = "an inbox"
         for name, prefill in self.prefill.items():
             jobs = [*prefill._queue, *prefill._admitted.values()]
-            handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs]
+            handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs.values()]
             keys = [job.key for job in jobs] + [handoff.key for handoff in handoffs]
             if any(key.request in self.marked for key in keys):
                 found[name] = f"{len(jobs)} jobs, {len(handoffs)} handoffs"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from baton.directory_setting import RedisAddress, parse_directory
-from baton.endpoint import split_endpoint
+from baton.directory_setting import parse_directory
+from baton.endpoint import RedisAddress, split_endpoint
 from baton.errors import BatonError
 from baton.health import LIVENESS, READINESS
 from cli.services import Service

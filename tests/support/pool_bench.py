@@ -7,9 +7,9 @@ from collections.abc import Sequence as Several
 
 from cachestore.block_manager import growth_blocks
 from engine.core import TokenEvent
-from engine.loop import EngineLoop, done_or_broken
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
+from node.engine_loop import EngineLoop, done_or_broken
 from node.pool import DevicePool
 from tests.support.engine_bench import key_of
 

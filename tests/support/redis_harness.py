@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 
-from baton.directory_setting import RedisAddress
+from baton.endpoint import RedisAddress
 from tests.support.ports import free_ports
 
 STARTS_MAX: Final = 5

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
+from kvtransfer.native.copy import copy_checked
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps
 from kvtransfer.transports import shm_copy
 from kvtransfer.transports.shm import ShmConfig, ShmLinkLimits, ShmPortLimits, ShmReceiverPort, ShmWriterLink
-from kvtransfer.transports.shm_copy import copy_checked
 from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS
 from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS
 

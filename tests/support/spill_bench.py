@@ -13,9 +13,9 @@ from engine.core import TokenEvent
 from engine.mock import MockConfig, MockRunner
 from engine.sequence import Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
-from node.host_tier import BlockCopy, BlockPlaces, RegionCopier, SpillConfig
+from node.copiers import BlockCopy, BlockPlaces, RegionCopier
 from node.pool import layout_of
-from node.spill import Spill
+from node.spill import Spill, SpillConfig
 from tests.support.engine_bench import POISON, SMALL, Node, key_of
 
 
@@ -118,7 +118,7 @@ class SpillNode(Node):
         return True
 
     def _may_pin(self) -> bool:
-        """Each one that is here could do without the block (`decode_node.overcommit`)."""
+        """Each one that is here could do without the block (`decode_node.reserving`)."""
         live = [size for name, size in self.footprints.items() if self.engine.has(key_of(name))]
         return max(live, default=0) + self.blocks.prefix_cache.pinned_blocks < self.ledger.num_blocks
 

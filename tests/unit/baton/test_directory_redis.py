@@ -22,7 +22,8 @@ from redis import Redis
 from baton.clock import SystemClock
 from baton.directory import DirectoryLimits, DirectoryState
 from baton.directory_redis import KEYS, RedisDirectory, RedisDirectoryConfig
-from baton.directory_setting import RedisAddress, parse_directory
+from baton.directory_setting import parse_directory
+from baton.endpoint import RedisAddress
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.wire import record_from_proto, record_to_proto

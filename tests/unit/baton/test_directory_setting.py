@@ -15,11 +15,12 @@ from baton.clock import SystemClock
 from baton.config import ConfigError
 from baton.directory_client import EmbeddedDirectory
 from baton.directory_redis import RedisDirectory
-from baton.directory_setting import RedisAddress, describe_directory, open_directory, parse_directory
+from baton.directory_setting import describe_directory, open_directory, parse_directory
+from baton.endpoint import RedisAddress
 from baton.errors import BatonError, Reason
 from baton.ids import NodeName
 from baton.rpc_client import ChannelLimits, Channels
-from baton.runtime import NodeConfig, NodeRuntime
+from baton.runtime import NodeRuntime, ProcessConfig
 from baton.wire import Role
 from cli.services import Service, load_config
 
@@ -121,7 +122,7 @@ def test_a_node_takes_the_directory_of_its_setting() -> None:
     """And gives it back with everything else."""
 
     async def scene() -> None:
-        config = NodeConfig(name=NodeName("n"), directory="redis://127.0.0.1:1/0", stop_grace_ms=1, drain_ms_max=1)
+        config = ProcessConfig(name=NodeName("n"), directory="redis://127.0.0.1:1/0", stop_grace_ms=1, drain_ms_max=1)
         runtime = NodeRuntime(config, Role.ROUTER, clock=SystemClock(), rng=random.Random(1))
         assert isinstance(runtime.directory, RedisDirectory)
         await runtime.close()

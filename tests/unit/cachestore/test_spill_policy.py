@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.ids import RequestKey
-from cachestore.admission import Claim, each_fits
 from cachestore.spill_policy import (
+    Claim,
     CopiesDone,
     CopyBack,
     CopyOut,
@@ -21,6 +21,7 @@ from cachestore.spill_policy import (
     Standing,
     StepComes,
     Unpark,
+    each_fits,
 )
 from tests.support.engine_bench import key_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from cachestore.block_manager import BlockManager
 from cachestore.ledger import Ledger
-from decode_node.overcommit import Admission
+from decode_node.reserving import Admission
 
 
 @pytest.mark.parametrize(("padding", "room"), [(0, True), (1, False)])

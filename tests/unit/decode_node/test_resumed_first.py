@@ -181,7 +181,7 @@ def test_one_that_has_its_grant_elsewhere_keeps_nobody_out() -> None:
             full, free = cluster.decode["decode-0"], cluster.decode["decode-1"]
             asker = Asker(full)
             assert asker.ask(1, id_of(1), blocks=18).HasField("granted")
-            with patch("prefill_node.asking.order_decode_nodes", by_name):
+            with patch("prefill_node.decode_nodes.order_decode_nodes", by_name):
                 granted = await directly(cluster, "prefill-0", key("a", 3), [7] * 90, 40, [], output=[8] * 10)
             assert granted == free.receiver.incarnation
             resumed = RequestKey(request=RequestId("a"), attempt=Attempt(3))

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from engine.core import Engine, TokenEvent
-from engine.mock import MockConfig, mock_reference
+from engine.mock import MockConfig, MockRunner, mock_reference
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
-from engine.types import FinishReason, NullSink, SamplingParams
+from engine.types import NO_TOKEN, Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult
 from tests.support.engine_bench import SMALL, Node, key_of, params_of
 from tests.support.late_runner import Ahead, AheadNode, AheadSpillNode, LateRunner
 
@@ -46,7 +46,10 @@ def test_every_step_but_the_first_is_launched_ahead() -> None:
     assert (counters.steps, counters.steps_ahead, counters.steps_held_back) == (8, 7, 0)
     assert (counters.tokens_drawn, counters.tokens_surplus) == (13, 0)
     assert counters.tokens_computed == 3 + 7 + 6 + 4
-    assert node.engine.describe() == {"steps launched ahead": "7 of 8, 0 held back, 0 surplus tokens"}
+    assert node.engine.describe() == {
+        "steps launched ahead": "7 of 8, 0 held back, 0 surplus tokens",
+        "requests ended by scores that are not numbers": "0",
+    }
     node.assert_nothing_held()
 
 
@@ -213,13 +216,40 @@ def test_a_step_that_fails_takes_the_sequences_of_the_step_behind_along() -> Non
     node.assert_nothing_held()
 
 
+def test_a_row_without_a_token_ends_its_sequence_and_no_other() -> None:
+    """The third draw of one answer finds scores that are not numbers, as the step behind it is launched already: its
+    surplus slice is dropped, its blocks are free after it, and the answer beside it goes on."""
+    broken = key_of("broken")
+    run = MockRunner.run
+
+    def run_broken(self: MockRunner, batch: Batch, sink: KvSink) -> StepResult:
+        result = run(self, batch, sink)
+        third = [piece for piece in batch.slices if piece.key == broken and piece.output_index == 2]
+        return replace(result, sampled={**result.sampled, broken: NO_TOKEN}) if third else result
+
+    node = AheadNode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MockRunner, "run", run_broken)
+        patch.setattr(node.runner, "_check", lambda piece: None)  # the surplus slice has no token to check
+        node.submit("broken", [1, 2, 3], params_of(8))
+        node.submit("good", [4] * 6, params_of(8))
+        node.run()
+    assert node.tokens("broken") == reference([1, 2, 3], 2)
+    assert node.finish("broken") == [FinishReason.NOT_FINITE]
+    assert node.tokens("good") == reference([4] * 6, 8)
+    counters = node.engine.counters
+    assert (counters.not_finite, counters.tokens_surplus, counters.tokens_drawn) == (1, 1, 2 + 8)
+    assert node.engine.describe()["requests ended by scores that are not numbers"] == "1"
+    node.assert_nothing_held()
+
+
 def test_no_step_goes_ahead_where_the_runner_is_too_small() -> None:
     """More tokens may be drawn in a step than the runner can pass on: its steps are run one after the other."""
     runner = LateRunner(SMALL)
     runner.rows_ahead_max = 3
     node = Node(sequences=4, runner=runner)
     assert not node.engine.goes_ahead
-    assert node.engine.describe() == {}
+    assert node.engine.describe() == {"requests ended by scores that are not numbers": "0"}
     runner.rows_ahead_max = 4
     limits = SchedulerConfig(tokens_per_step_max=8, sequences_max=4, waiting_max=4)
     assert Engine(runner, node.blocks, limits).goes_ahead

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.mock import MockConfig, MockRunner, mock_reference
 from engine.scheduler import EngineFullError
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult, TokenLogprobs
+from engine.types import NO_TOKEN, Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult, TokenLogprobs
 from tests.support.engine_bench import SMALL, Node, key_of, params_of
 
 WAIT_S = 20
@@ -50,6 +50,27 @@ def test_finish_by_max_tokens_context_and_stop_tokens() -> None:
     assert node.finish("stop") == node.finish("both") == node.finish("first") == [FinishReason.STOP]
     assert node.tokens("context") == mock_reference([4] * 250, params_of(), 6, config=SMALL)
     assert node.finish("context") == [FinishReason.LENGTH]
+    node.assert_nothing_held()
+
+
+def test_a_first_token_that_cannot_be_drawn_ends_one_sequence_of_the_batch() -> None:
+    """Two prompts in one step, one to its first token only and with scores that are not numbers: it ends without a
+    token and says why, nothing of it is held, and the other goes on."""
+
+    class Broken(MockRunner):
+        def run(self, batch: Batch, sink: KvSink) -> StepResult:
+            result = super().run(batch, sink)
+            return replace(
+                result, sampled={key: NO_TOKEN if key == key_of("b") else t for key, t in result.sampled.items()}
+            )
+
+    node = Node(runner=Broken(SMALL))
+    node.submit("a", [1, 2, 3], params_of(4))
+    node.submit("b", [5] * 4, params_of(4))
+    node.run()
+    assert node.tokens("a") == mock_reference([1, 2, 3], params_of(4), 4, config=SMALL)
+    assert (node.tokens("b"), node.finish("b")) == ([], [FinishReason.NOT_FINITE])
+    assert (node.engine.counters.not_finite, node.engine.counters.tokens_drawn) == (1, 4)
     node.assert_nothing_held()
 
 

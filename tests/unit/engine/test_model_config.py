@@ -19,11 +19,13 @@ from engine.model_config import (
     ModelFolderError,
     QuantisedCheckpointError,
     RopeConfig,
+    SamplingDefaults,
     UnsupportedActivationError,
     UnsupportedArchitectureError,
     UnsupportedAttentionError,
     UnsupportedRopeError,
     load_model_config,
+    load_sampling_defaults,
     parse_model_config,
 )
 
@@ -289,3 +291,38 @@ def test_the_router_can_read_a_config_without_torch() -> None:
     code = "import sys, engine.model_config, engine.models.weights, engine.demo_model; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_sampling_defaults_are_what_the_file_states(tmp_path: Path) -> None:
+    """The file of a released model; one with a null and -1 for off; one that states none; and no file at all."""
+    path = tmp_path / "generation_config.json"
+    assert load_sampling_defaults(tmp_path) == SamplingDefaults()
+    released = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    path.write_text(json.dumps({**released, "min_p": 0.1, "eos_token_id": [1, 2], "max_new_tokens": 9}))
+    assert load_sampling_defaults(tmp_path) == SamplingDefaults(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05
+    )
+    path.write_text(json.dumps({"temperature": None, "top_k": -1, "top_p": 1}))
+    assert load_sampling_defaults(tmp_path) == SamplingDefaults()
+    path.write_text(json.dumps({"eos_token_id": 2}))
+    assert load_sampling_defaults(tmp_path) == SamplingDefaults(
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_k", 2.5),
+        ("top_p", 0),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_sampling_defaults_that_no_client_may_have_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    """The error names file and key."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ConfigFileError, match=rf"generation_config\.json: {key} must be"):
+        load_sampling_defaults(tmp_path)

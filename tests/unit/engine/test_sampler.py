@@ -12,8 +12,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from engine.logprobs import token_logprobs
 from engine.sampler import filtered_scores, gumbel_noise, noise_bits, row_key
-from engine.types import SamplingParams
+from engine.types import NO_TOKEN, SamplingParams
 from tests.support.sampler_ways import sample
 
 SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
@@ -39,6 +40,45 @@ def test_greedy_takes_the_first_of_the_highest() -> None:
     rows = [[0.0, 2.0, 2.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-3.0, -2.0, -1.0, -1.0]]
     assert draw(rows, [GREEDY] * 3, [0, 1, 2]) == [1, 0, 2]
     assert draw([*rows, [0.0, 0.0, 0.0, 0.0]], [*[GREEDY] * 3, SAMPLED], [0, 1, 2, 3])[:3] == [1, 0, 2]
+
+
+NAN, INF = math.nan, math.inf
+BROKEN_ROWS = {
+    "all NaN": [NAN] * 5,
+    "one NaN": [1.0, 2.0, NAN, 0.0, 3.0],
+    "infinite": [1.0, INF, 0.0, 0.0, 0.0],
+    "nothing above minus infinity": [-INF] * 5,
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_ROWS.values(), ids=BROKEN_ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SAMPLED,
+        replace(SAMPLED, top_k=2),
+        replace(SAMPLED, top_p=0.9),
+        replace(SAMPLED, min_p=0.1),
+        replace(GREEDY, logit_bias=((1, 2.0),)),
+        replace(SAMPLED, repetition_penalty=1.5),
+    ],
+    ids=["greedy", "sampled", "top_k", "top_p", "min_p", "bias", "penalty"],
+)
+def test_nothing_is_drawn_from_scores_that_are_not_numbers(
+    params: SamplingParams, dtype: torch.dtype, broken: list[float]
+) -> None:
+    """A row that is broken between two good ones, greedy and sampled, in every way of drawing: it has no token, and
+    the others draw what they draw without it. Log-probabilities can be asked for all the same."""
+    good = [[0.0, 2.0, 1.0, -1.0, 0.5], [3.0, 2.0, 1.0, 0.0, -1.0]]
+    tokens = [[1, 2]] * 3
+    alone = sample(torch.tensor(good, dtype=dtype), [params] * 2, [0, 2], tokens=tokens[:2])
+    logits_BV = torch.tensor([good[0], broken, good[1]], dtype=dtype)
+    drawn = sample(logits_BV, [params] * 3, [0, 1, 2], tokens=tokens)
+    assert drawn.tolist() == [alone[0], NO_TOKEN, alone[1]]
+    told = token_logprobs(logits_BV, drawn, [replace(params, logprobs=2)] * 3)
+    assert sorted(told) == [0, 1, 2] and not math.isfinite(told[1].logprob)
 
 
 def test_greedy_ignores_the_filters() -> None:

@@ -33,11 +33,10 @@ from kvtransfer.checksums import (
     sample_fraction,
     segments,
 )
-from kvtransfer.handoff import WriterConfig
 from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
 from kvtransfer.protocol.receiver import RecordsChecked
-from kvtransfer.step_writes import StepWrites
 from kvtransfer.transport import WriteOps
+from kvtransfer.writer import StepWrites, WriterConfig
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="uint8", dtype_bytes=1)
 BLOCKS = 8
@@ -388,12 +387,9 @@ def test_a_post_whose_sample_fails_is_still_posted() -> None:
             raise RuntimeError("can't start new thread")
 
     link = SimpleNamespace(posting=lambda _nbytes: None)
-    peer = SimpleNamespace(
-        link=link, observer=None, layout=LAYOUT, completed=lambda _handoff, writes, _nbytes: dropped.append(writes)
-    )
-    handoff = SimpleNamespace(grant=GRANT, sample=Broken(), steps=set())
+    peer = SimpleNamespace(link=link, layout=LAYOUT, step_finished=lambda _step, missing: dropped.append(missing))
+    handoff = SimpleNamespace(peer=peer, grant=GRANT, sample=Broken())
     step = StepWrites(
-        peer=cast(Any, peer),
         handoff=cast(Any, handoff),
         link=cast(Any, SimpleNamespace(post=lambda _grant, ops: posted.append(ops))),
         src_blocks_B=ids(1, 2),

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtransfer.device.copy_pool import DeviceCopyPool
-from kvtransfer.transports.posted_writes import TooManyAbandonedGrants, WriteOutOfBounds
+from kvtransfer.transport import WriteOutOfBounds
+from kvtransfer.transports.cuda_ipc import DeviceLanes
+from kvtransfer.transports.post_queue import TooManyAbandonedGrants
 from tests.support.fake_device import FakeEvent, FakeStream, FakeStreams
 from tests.support.shm_harness import grant_of, ops_of, run
 from tests.support.stream_shim import ForgetfulDevice, Memory, MissingDependency, ShimDevice
@@ -29,7 +30,7 @@ class Scene:
         self.completed: list[tuple[bytes, int, int, bool]] = []
         self.drained = asyncio.Event()
         self.changed = asyncio.Event()
-        self.pool = DeviceCopyPool(
+        self.pool = DeviceLanes(
             streams=device,
             dst=self.dst,
             src=self.src,
@@ -64,7 +65,7 @@ class Scene:
                 await self.changed.wait()
 
     async def close(self) -> None:
-        self.pool.stop()
+        self.pool.queue.stop()
         async with asyncio.timeout(30):
             await self.drained.wait()
         self.pool.join()
@@ -86,7 +87,7 @@ def test_records_are_copied_behind_the_layer_that_made_them(seed: int) -> None:
                 blocks = chance.sample(range(BLOCKS), 3)
                 at = [scene.compute(layer, block, round_ * 50 + layer * BLOCKS + block + 1) for block in blocks]
                 wanted |= {a: round_ * 50 + layer * BLOCKS + block + 1 for a, block in zip(at, blocks, strict=True)}
-                scene.pool.post(grant_of(round_), ops_of(at, at, [RECORD] * 3))
+                scene.pool.queue.post(grant_of(round_), ops_of(at, at, [RECORD] * 3))
                 posted += 1
             # The blocks of the round are let go of when their copies have completed, not before.
             await scene.until_completed(posted)
@@ -94,7 +95,7 @@ def test_records_are_copied_behind_the_layer_that_made_them(seed: int) -> None:
                 device.host_access(scene.dst, at_byte, at_byte + RECORD, write=False)
                 assert (scene.dst.bytes_U8[at_byte : at_byte + RECORD] == value).all()
         assert scene.completed == [(grant_of(i // LAYERS), 3, 3 * RECORD, True) for i in range(posted)]
-        assert scene.pool.uncompleted(grant_of(0)) == 0
+        assert scene.pool.queue.uncompleted(grant_of(0)) == 0
         await scene.close()
 
     run(scene())
@@ -107,7 +108,7 @@ def test_without_the_layers_event_the_simulator_objects() -> None:
         scene = Scene(ForgetfulDevice(1))
         at = scene.compute(0, 0, 7)
         with pytest.raises(MissingDependency, match=r"copy touches source\[0:64\].* after layer 0 of stream 0"):
-            scene.pool.post(grant_of(1), ops_of([at], [at], [RECORD]))
+            scene.pool.queue.post(grant_of(1), ops_of([at], [at], [RECORD]))
         await scene.close()
 
     run(scene())
@@ -122,7 +123,7 @@ def test_a_block_reused_before_its_copy_has_completed_is_found() -> None:
         # Nothing runs, so nothing can have completed.
         device.run_some = lambda: None  # type: ignore[method-assign]
         at = scene.compute(0, 0, 7)
-        scene.pool.post(grant_of(1), ops_of([at], [at], [RECORD]))
+        scene.pool.queue.post(grant_of(1), ops_of([at], [at], [RECORD]))
         with pytest.raises(MissingDependency, match="layer 0 touches source"):
             scene.compute(0, 0, 8)
         with pytest.raises(MissingDependency, match="the host touches destination"):
@@ -141,25 +142,25 @@ def test_after_abandon_and_stop_posts_complete_uncopied() -> None:
     async def scene() -> None:
         scene = Scene(ShimDevice(3))
         at = scene.compute(0, 0, 7)
-        scene.pool.post(grant_of(1), ops_of([at], [at], [RECORD]))
-        scene.pool.abandon(grant_of(1))
-        scene.pool.post(grant_of(1), ops_of([at], [at + RECORD], [RECORD]))
-        scene.pool.post(grant_of(2), ops_of([], [], []))
+        scene.pool.queue.post(grant_of(1), ops_of([at], [at], [RECORD]))
+        scene.pool.queue.abandon(grant_of(1))
+        scene.pool.queue.post(grant_of(1), ops_of([at], [at + RECORD], [RECORD]))
+        scene.pool.queue.post(grant_of(2), ops_of([], [], []))
         await scene.until_completed(3)
         assert sorted(scene.completed) == [
             (grant_of(1), 1, RECORD, False),
             (grant_of(1), 1, RECORD, True),
             (grant_of(2), 0, 0, True),
         ]
-        scene.pool.forget(grant_of(1))
-        scene.pool.post(grant_of(1), ops_of([at], [at + RECORD], [RECORD]))
+        scene.pool.queue.forget(grant_of(1))
+        scene.pool.queue.post(grant_of(1), ops_of([at], [at + RECORD], [RECORD]))
         await scene.until_completed(4)
         assert scene.completed[3] == (grant_of(1), 1, RECORD, True)
-        scene.pool.stop()
-        scene.pool.post(grant_of(3), ops_of([at], [0], [RECORD]))
+        scene.pool.queue.stop()
+        scene.pool.queue.post(grant_of(3), ops_of([at], [0], [RECORD]))
         await scene.until_completed(5)
         assert scene.completed[4] == (grant_of(3), 1, RECORD, False)
-        assert (scene.pool.writes_copied, scene.pool.bytes_copied, scene.pool.batches_abandoned) == (2, 2 * RECORD, 2)
+        assert scene.pool.queue.describe() == {"writes": 2, "bytes": 2 * RECORD, "batches_abandoned": 2}
         await scene.close()
 
     run(scene())
@@ -171,10 +172,10 @@ def test_writes_out_of_bounds_and_too_many_abandoned_grants() -> None:
     async def scene() -> None:
         scene = Scene(ShimDevice(4), abandoned_grants_max=1)
         with pytest.raises(WriteOutOfBounds):
-            scene.pool.post(grant_of(1), ops_of([0], [NBYTES - 1], [2]))
-        scene.pool.abandon(grant_of(1))
+            scene.pool.queue.post(grant_of(1), ops_of([0], [NBYTES - 1], [2]))
+        scene.pool.queue.abandon(grant_of(1))
         with pytest.raises(TooManyAbandonedGrants):
-            scene.pool.abandon(grant_of(2))
+            scene.pool.queue.abandon(grant_of(2))
         await scene.close()
 
     run(scene())
@@ -196,7 +197,7 @@ def test_a_device_error_ends_the_pool_and_completes_everything_uncopied(
 
         device.run_some = broken  # type: ignore[method-assign]
         at = scene.compute(0, 0, 7)
-        scene.pool.post(grant_of(1), ops_of([at], [at], [RECORD]))
+        scene.pool.queue.post(grant_of(1), ops_of([at], [at], [RECORD]))
         async with asyncio.timeout(30):
             await scene.drained.wait()
         scene.pool.join()
@@ -209,7 +210,7 @@ def test_a_device_error_ends_the_pool_and_completes_everything_uncopied(
 def test_a_batch_that_cannot_be_queued_leaves_those_before_it_to_land(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches are on the device, the third finds no memory for its table: the pool ends, but not before the device
     is through with the second, which is complete and copied; the third completes uncopied."""
-    monkeypatch.setattr("kvtransfer.device.copy_pool.BATCHES_IN_FLIGHT_MAX", 2)
+    monkeypatch.setattr("kvtransfer.transports.cuda_ipc.BATCHES_IN_FLIGHT_MAX", 2)
     failures: list[type[BaseException] | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: failures.append(args.exc_type))
     posted = threading.Event()
@@ -237,7 +238,7 @@ def test_a_batch_that_cannot_be_queued_leaves_those_before_it_to_land(monkeypatc
         completed: list[tuple[bytes, bool]] = []
         drained = asyncio.Event()
         streams: Any = Streams()
-        pool = DeviceCopyPool(
+        pool = DeviceLanes(
             streams=streams,
             dst=None,
             src=None,
@@ -250,7 +251,7 @@ def test_a_batch_that_cannot_be_queued_leaves_those_before_it_to_land(monkeypatc
             name="device-copy",
         )
         for i in range(3):
-            pool.post(grant_of(i), ops_of([0], [0], [RECORD]))
+            pool.queue.post(grant_of(i), ops_of([0], [0], [RECORD]))
         posted.set()
         async with asyncio.timeout(30):
             await drained.wait()

@@ -12,8 +12,7 @@ import pytest
 from baton.ids import Epoch, GrantId
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.event_poster import EventPostedLink, EventPoster
-from kvtransfer.transport import Seal, WriteOps, WriterEvents
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.transport import Seal, WriteOps, WriteOutOfBounds, WriterEvents
 from tests.support.shm_harness import DEADLINE_S, Recorder, grant_of, run
 from tests.support.staging_scenes import EPOCH, GRANT, NBYTES, RECORD, Node, whole
 from tests.support.tcp_harness import wait_until

@@ -14,10 +14,9 @@ import pytest
 from baton.errors import InvalidField
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingLimits, StagingShare
-from kvtransfer.transport import Seal
+from kvtransfer.transport import Seal, WriteOutOfBounds
 from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
 from kvtransfer.transports.tcp import TcpConfig, TcpConnectError
 from kvtransfer.transports.tcp_stream import ReceiveStream
 from kvtransfer.transports.tcp_wire import RefusalReason
@@ -397,6 +396,7 @@ def test_pinned_memory_of_failed_copies_stays_pinned(monkeypatch: pytest.MonkeyP
             s.receiver.device.run_some = broken  # type: ignore[method-assign]
             s.link.post(GRANT, whole())
             await wait_until(lambda: s.port.describe()["copies_unproved"] == 1)
+            await s.posted.until(lambda e: len(e.lost) == 1)
             await s.link.close()
             s.link = await s.connect(pair_of(9), grant_of(9))
             s.writer.device.run_some = broken  # type: ignore[method-assign]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestore.layout import kv_layout
-from kvtransfer.pair_speed import RECENT_S, LandedBytes, Moved, PairSpeed
 from kvtransfer.plan import RecordPlan
-from kvtransfer.step_writes import StepWrites
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
+from kvtransfer.status import RECENT_S, HandoffObserver, LandedBytes, Moved, PairSpeed
+from kvtransfer.transport import WriteOutOfBounds
+from kvtransfer.writer import StepWrites
 
 START_S = 1000.0
 """Times below are sums of sixteenths of a second, which floats hold exactly."""
@@ -140,8 +140,15 @@ def test_a_layer_counts_from_just_before_its_post_and_not_at_all_where_that_fail
         not_posted=lambda nbytes: story.append(("not posted", nbytes)),
     )
     step = StepWrites(
-        peer=cast(Any, SimpleNamespace(link=link, observer=None, layout=layout)),
-        handoff=cast(Any, SimpleNamespace(grant=b"", sample=None, steps=set())),
+        handoff=cast(
+            Any,
+            SimpleNamespace(
+                peer=SimpleNamespace(link=link, observer=HandoffObserver(), layout=layout),
+                key="key",
+                grant=b"",
+                sample=None,
+            ),
+        ),
         link=cast(Any, SimpleNamespace(post=post)),
         src_blocks_B=blocks_B,
         dst_blocks_B=blocks_B,

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from baton import native as native_module
 from baton.native import COMPILERS, FLAGS, NotBuilt, build, library_name, load
-from kvtransfer.native.copy import LEVELS, NativeCopy, copies_by, native_copy
-from kvtransfer.transport import WriteOps
+from kvtransfer.native import copy as native_copies
+from kvtransfer.native.copy import LEVELS, NativeCopy, copies_by, copy_by_numpy, copy_records, native_copy
+from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from kvtransfer.transports import shm_copy
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
-from kvtransfer.transports.shm_copy import CopyLimits, CopyPool, chunk_borders, copy_by_numpy, copy_records
+from kvtransfer.transports.shm_copy import CopyLanes, CopyLimits, chunk_borders
 from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
 
 SRC_NBYTES, DST_NBYTES = 300, 200
@@ -97,9 +97,9 @@ def test_records_are_copied_as_one_by_one(
     src_U8 = np.random.default_rng(0).integers(1, 256, SRC_NBYTES, dtype=np.uint8)
     dst_U8, wanted_U8 = np.zeros(DST_NBYTES, np.uint8), np.zeros(DST_NBYTES, np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shm_copy, "COPY_SLICE_BYTES", slice_bytes)
+        patch.setattr(native_copies, "COPY_SLICE_BYTES", slice_bytes)
         if not has_native:
-            patch.setattr(shm_copy, "native_copy", lambda: None)
+            patch.setattr(native_copies, "native_copy", lambda: None)
         if any(src + n > SRC_NBYTES or dst + n > DST_NBYTES for src, dst, n in triples):
             with pytest.raises(WriteOutOfBounds):
                 copy_records(dst_U8, src_U8, ops)
@@ -148,7 +148,7 @@ def test_threads_of_all_pools_take_turns() -> None:
     its bytes in place."""
     busy = busiest = 0
     lock = threading.Lock()
-    real_copy = shm_copy.copy_checked
+    real_copy = native_copies.copy_checked
 
     def copy(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
         nonlocal busy, busiest
@@ -172,8 +172,8 @@ def test_threads_of_all_pools_take_turns() -> None:
             if left == 0:
                 all_done.set_result(None)
 
-        def pool_of(i: int) -> CopyPool:
-            return CopyPool(
+        def pool_of(i: int) -> CopyLanes:
+            return CopyLanes(
                 dst_U8=np.zeros(64, np.uint8),
                 src_U8=src_U8,
                 loop=loop,
@@ -188,13 +188,13 @@ def test_threads_of_all_pools_take_turns() -> None:
         places = list(range(0, 64, 8))
         for _ in range(20):
             for pool in pools:
-                pool.post(grant_of(1), ops_of(places, places, [8] * 8))
+                pool.queue.post(grant_of(1), ops_of(places, places, [8] * 8))
         async with asyncio.timeout(DEADLINE_S):
             await all_done
             for pool, future in zip(pools, drained, strict=True):
                 assert pool._dst_U8 is not None
                 assert np.array_equal(pool._dst_U8, src_U8)
-                pool.stop()
+                pool.queue.stop()
                 await future
                 pool.join()
 
@@ -218,7 +218,7 @@ def test_a_pool_whose_second_thread_cannot_start_leaves_none() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            CopyPool(
+            CopyLanes(
                 dst_U8=np.zeros(8, np.uint8),
                 src_U8=np.zeros(8, np.uint8),
                 loop=loop,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.ids import GrantId
-from kvtransfer.transports.drains import Drains
 from kvtransfer.transports.tcp_socket import acknowledged_bytes
+from kvtransfer.transports.writer_link import Drains
 from tests.support.shm_harness import DEADLINE_S, grant_of
 
 GRANT, OTHER = grant_of(7), grant_of(8)

@@ -8,18 +8,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from batonpb import common_pb2, transfer_pb2
+from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
 from cachestore.layout import kv_layout
-from kvtransfer.negotiation import ANOTHER_MACHINE, COOLDOWN_MS_MIN, FallbackConfig, Offers, PassedOver
-from kvtransfer.pair_report import pair_status
+from kvtransfer.link import DataDoesNotPass, PairLink, PeerAddress
+from kvtransfer.negotiation import ANOTHER_MACHINE, COOLDOWN_MS_MIN, FallbackConfig, Offers, RejectedTransport
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
-from kvtransfer.writer import PeerAddress, WriterConfig, WriterPeer
-from kvtransfer.writer_calls import ReceiverCalls
-from kvtransfer.writer_link import DataDoesNotPass, PairLink
+from kvtransfer.writer import WriterConfig, WriterPeer
 from tests.support.shm_harness import pair_of
 
 SHM, RDMA, TCP = TransportName.SHM, TransportName.RDMA, TransportName.TCP
@@ -39,13 +37,15 @@ class FakeChannel:
         self.answers.set()
 
     def unary_stream(self, path: str, **_: Any) -> None:
-        """Attend is not made by a `WriterPeer` itself."""
+        """Liveness is not made by a `WriterPeer` itself."""
 
     def unary_unary(self, path: str, **_: Any) -> Callable[..., Awaitable[Any]]:
         async def connect(request: transfer_pb2.ConnectRequest, **_: Any) -> transfer_pb2.ConnectReply:
             self.offered.append(list(request.transports))
-            better = [common_pb2.PassedOver(transport=name, why=why) for name, why in self.better.items()]
-            return transfer_pb2.ConnectReply(transport=request.transports[0], epoch=0, num_blocks=4, passed_over=better)
+            better = [common_pb2.RejectedTransport(transport=name, why=why) for name, why in self.better.items()]
+            return transfer_pb2.ConnectReply(
+                transport=request.transports[0], epoch=0, num_blocks=4, rejected_transports=better
+            )
 
         async def reserve(request: transfer_pb2.ReserveRequest, **_: Any) -> transfer_pb2.ReserveReply:
             await self.answers.wait()
@@ -152,7 +152,7 @@ def test_a_transport_that_was_given_up_is_offered_again_after_its_cooldown(caplo
             assert await ask(peer) is Reason.DECODE_FULL
             peer.link_lost(PAIR, "broken")
         assert await ask(peer) is Reason.DECODE_FULL
-        assert list(pair_status(peer, loop.time()).given_up_left_ms) == [COOLDOWN_MS_MIN]
+        assert list(peer.status().given_up_left_ms) == [COOLDOWN_MS_MIN]
 
         channel.answers.clear()
         waiting = asyncio.create_task(ask(peer))
@@ -163,16 +163,16 @@ def test_a_transport_that_was_given_up_is_offered_again_after_its_cooldown(caplo
         channel.answers.set()
         assert [await waiting, await also_waiting] == [Reason.DECODE_FULL] * 2
         assert (peer.link.transport, links[2].closed, len(channel.offered)) == (TCP, False, 3)
-        status = pair_status(peer, loop.time())
+        status = peer.status()
         assert (list(status.transports_given_up), list(status.given_up_left_ms)) == (["shm"], [0])
 
         assert await ask(peer) is Reason.DECODE_FULL
         assert (peer.link.transport, links[2].closed, links[3].closed) == (SHM, True, False)
         assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"], ["shm", "tcp"]]
-        assert list(pair_status(peer, loop.time()).transports_given_up) == []
+        assert list(peer.status().transports_given_up) == []
 
         peer.link_lost(PAIR, "broken")
-        assert list(pair_status(peer, loop.time()).given_up_left_ms) == [2 * COOLDOWN_MS_MIN]
+        assert list(peer.status().given_up_left_ms) == [2 * COOLDOWN_MS_MIN]
         await peer.close()
 
     with caplog.at_level(logging.INFO, logger="baton.writer"):
@@ -192,7 +192,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
     async def test() -> None:
         peer, channel = make_peer(make_link, (TCP,))
         told: list[tuple[str, str]] = []
-        seen: list[tuple[PassedOver, ...]] = []
+        seen: list[tuple[RejectedTransport, ...]] = []
         for better in (
             {"shm": ANOTHER_MACHINE},
             {"shm": ANOTHER_MACHINE, "rdma": "its device there is lost"},
@@ -208,7 +208,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
                 for record in caplog.records
                 if record.getMessage() == "a better transport is not used"
             ]
-            seen.append(peer.link.passed_over)
+            seen.append(peer.link.rejected_transports)
             peer.link_lost(PAIR, "broken")
         machine = "shm (another machine)"
         assert told == [
@@ -216,18 +216,22 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
             ("WARNING", f"{machine}; rdma (its device there is lost)"),
             ("INFO", machine),
         ]
-        assert [len(passed_over) for passed_over in seen] == [1, 2, 2, 0, 1]
-        status = pair_status(peer, 0.0)
+        assert [len(rejected_transports) for rejected_transports in seen] == [1, 2, 2, 0, 1]
+        status = peer.status()
         assert (status.transport, status.link_open) == ("tcp", False)
-        assert [(other.transport, other.why) for other in status.passed_over] == [("shm", ANOTHER_MACHINE)]
+        assert [(other.transport, other.why) for other in status.rejected_transports] == [("shm", ANOTHER_MACHINE)]
 
         peer.link.offers = Offers((SHM, TCP), FallbackConfig())
         for _ in range(2):
             peer.link.offers.failed(SHM, asyncio.get_running_loop().time())
         channel.better = {"shm": "not offered here"}
         assert await ask(peer) is Reason.DECODE_FULL
-        status = pair_status(peer, 0.0)
-        assert (status.link_open, list(status.passed_over), list(status.transports_given_up)) == (True, [], ["shm"])
+        status = peer.status()
+        assert (status.link_open, list(status.rejected_transports), list(status.transports_given_up)) == (
+            True,
+            [],
+            ["shm"],
+        )
         await peer.close()
 
     with caplog.at_level(logging.INFO):
@@ -345,12 +349,8 @@ def test_a_link_on_which_nothing_arrived_is_the_last_of_a_transport_with_a_way_o
         channels = FakeChannels()
         link = PairLink(
             address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
-            calls=ReceiverCalls(
-                address=PeerAddress(name="decode-0", endpoint="127.0.0.1:1", pair=PAIR),
-                channels=channels,  # type: ignore[arg-type]
-                reserve_ms_max=1000,
-                call_ms_max=1000,
-            ),
+            stub=transfer_pb2_grpc.TransferStub(channels.get("127.0.0.1:1")),
+            call_ms_max=1000,
             request=transfer_pb2.ConnectRequest(),
             make_link=make_link,
             offers=Offers(transports, FallbackConfig()),

@@ -52,7 +52,9 @@ def connected() -> tuple[socket.socket, socket.socket]:
 
 
 def heard(sock: socket.socket) -> tuple[bytes, str]:
-    """All that comes, and how it ends."""
+    """All that comes, and how it ends. From now on there is room for it: else the sender's kernel would send a little
+    at a time, with pauses that double."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
     data = bytearray()
     try:
         while more := sock.recv(1 << 16):

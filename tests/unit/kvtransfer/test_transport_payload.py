@@ -13,9 +13,9 @@ import pytest
 
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.transports import tcp_payload
-from kvtransfer.transports.tcp_frames import Batch, Frame, cut_frames
+from kvtransfer.transports.tcp_frames import Frame, cut_frames
 from kvtransfer.transports.tcp_payload import Scatter, moved_by, send_at_once, send_frame
-from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
+from tests.support.shm_harness import DEADLINE_S, ops_of
 
 REGION_NBYTES = 1 << 17
 HEAD = bytes(range(64))
@@ -36,8 +36,7 @@ def sockets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def frame_of(src: list[int], dst: list[int], nbytes: list[int]) -> Frame:
-    batch = Batch(grant=grant_of(1), ops=ops_of(src, dst, nbytes), total_bytes=sum(nbytes))
-    (frame,) = cut_frames(batch, 1 << 20, 512)
+    (frame,) = cut_frames(ops_of(src, dst, nbytes), 1 << 20, 512)
     return frame
 
 
@@ -143,11 +142,10 @@ def test_sending_at_once_takes_what_fits_and_never_waits(sockets: tuple[socket.s
     ours, theirs = sockets
     source_U8 = np.random.default_rng(2).integers(0, 256, 1 << 22, dtype=np.uint8)
     frame = Frame(
-        batch=Batch(grant=grant_of(1), ops=ops_of([0], [0], [1 << 22]), total_bytes=1 << 22),
         src_S=np.array([0]),
         nbytes_S=np.array([1 << 22]),
         table_S2=np.array([[0, 1 << 22]], "<i8"),
-        payload_nbytes=1 << 22,
+        nbytes=1 << 22,
     )
     whole = HEAD + frame.table_S2.tobytes() + source_U8.tobytes()
     sent = send_at_once(ours, HEAD, frame, source_U8)
@@ -194,11 +192,10 @@ def test_python_moves_no_more_in_a_call_than_c_does(
     source_U8 = np.random.default_rng(2).integers(0, 256, nbytes, dtype=np.uint8)
     region_U8 = np.zeros(nbytes, np.uint8)
     frame = Frame(
-        batch=Batch(grant=grant_of(1), ops=ops_of([0], [0], [nbytes]), total_bytes=nbytes),
         src_S=np.zeros(1, np.int64),
         nbytes_S=np.array([nbytes]),
         table_S2=np.array([[0, nbytes]]),
-        payload_nbytes=nbytes,
+        nbytes=nbytes,
     )
     with Counting(fileno=ours.detach()) as sending, Counting(fileno=theirs.detach()) as receiving:
         sender = threading.Thread(target=send_frame, args=(sending, HEAD, frame, source_U8))

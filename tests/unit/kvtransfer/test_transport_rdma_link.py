@@ -92,7 +92,7 @@ def test_seals_that_nobody_takes_end_the_link() -> None:
             for number in range(1, 10):
                 link.seal(seal_of(number))
             await events.until(lambda e: bool(e.lost))
-            assert events.lost == [(PAIR, "the receiver takes no seals: 4 wait")]
+            assert events.lost == [(PAIR, "the receiver does not read: 4 seals wait")]
 
     run(test())
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.ids import GrantId
-from kvtransfer.transport import WriteOps
-from kvtransfer.transports.posted_writes import TooManyAbandonedGrants, WriteOutOfBounds
-from kvtransfer.transports.rdma_queue import Chain, ChainQueue, QueueLimits, SealPart, cut_requests
+from kvtransfer.transport import WriteOps, WriteOutOfBounds
+from kvtransfer.transports.post_queue import Taken, TooManyAbandonedGrants
+from kvtransfer.transports.rdma_queue import Chain, ChainLanes, QueueLimits, SealPart, cut_requests
 from tests.support.shm_harness import grant_of, ops_of
 
 NBYTES = 10_000
@@ -34,22 +34,23 @@ class Bench:
         self.adrift: list[tuple[GrantId, int]] = []
         self.wakes = 0
         self.loop = asyncio.new_event_loop()
-        self.queue = ChainQueue(
+        self.lanes = ChainLanes(
             limits=self.limits,
             src_nbytes=NBYTES,
             dst_nbytes=NBYTES,
             loop=self.loop,
             completed=lambda *told: self.completed.append(told),
-            adrift=lambda grant: self.adrift.append((grant, len(self.completed))),
+            in_doubt=lambda grant: self.adrift.append((grant, len(self.completed))),
             wake=self._wake,
         )
+        self.queue = self.lanes.queue
 
     def _wake(self) -> None:
         self.wakes += 1
 
     def take_all(self) -> list[Chain | SealPart]:
         taken = []
-        while (item := self.queue.take()) is not None:
+        while (item := self.lanes.take()) is not None:
             taken.append(item)
         return taken
 
@@ -106,33 +107,33 @@ def test_everything_is_posted_once_within_the_limits(batches: list[tuple[bool, l
         out: list[Chain | SealPart] = []
         while True:
             out += bench.take_all()
-            chains = [item for item in out if isinstance(item, Chain)]
+            chains = [item for item in out if isinstance(item, Taken)]
             assert len(chains) == len(out)
             for qp in range(bench.limits.qps):
-                assert sum(len(c.ops.src) for c in chains if c.qp == qp) < bench.limits.send_wrs_max
-            assert sum(c.nbytes for c in chains) < bench.limits.on_the_way_bytes_max + bench.limits.chain_bytes_max
+                assert sum(len(c.part.ops.src) for c in chains if c.lane == qp) < bench.limits.send_wrs_max
+            assert sum(c.part.nbytes for c in chains) < bench.limits.on_the_way_bytes_max + bench.limits.chain_bytes_max
             for c in chains:
-                assert 0 < len(c.ops.src) <= bench.limits.chain_wrs_max
-                assert c.nbytes <= bench.limits.chain_bytes_max
+                assert 0 < len(c.part.ops.src) <= bench.limits.chain_wrs_max
+                assert c.part.nbytes <= bench.limits.chain_bytes_max
             if not out:
                 break
             done = out.pop(rng.randrange(len(out)))
-            assert isinstance(done, Chain)
-            posted += list(copies(done.ops))
-            used[done.batch.grant] |= 1 << done.qp
-            bench.queue.completed(done.number)
+            assert isinstance(done, Taken)
+            posted += list(copies(done.part.ops))
+            used[done.batch.grant] |= 1 << done.lane
+            bench.lanes.completed(done.number)
         bench.settle()
         assert sorted(posted) == list(range(dst))
         assert sorted(bench.completed) == sorted(wanted)
         for number, grant in enumerate((GRANT, OTHER), start=1):
-            mask = bench.queue.seal(number, grant)
+            mask = bench.lanes.seal(number, grant)
             assert mask == (used[grant] or 1)
             parts = bench.take_all()
             assert all(isinstance(part, SealPart) and part.seal == number for part in parts)
-            assert sum(1 << part.qp for part in parts) == mask
+            assert sum(1 << part.lane for part in parts) == mask
             for part in parts:
-                bench.queue.completed(part.number)
-        assert bench.queue.drained
+                bench.lanes.completed(part.number)
+        assert bench.lanes.drained
 
 
 def test_a_seal_finds_room_when_the_queue_pairs_are_full() -> None:
@@ -140,12 +141,12 @@ def test_a_seal_finds_room_when_the_queue_pairs_are_full() -> None:
     with Bench(on_the_way_bytes_max=NBYTES) as bench:
         bench.queue.post(GRANT, ops_of([0], [0], [10]))
         (first,) = bench.take_all()
-        bench.queue.completed(first.number)
+        bench.lanes.completed(first.number)
         bench.settle()
         bench.queue.post(OTHER, ops_of([0] * 40, list(range(40)), [1] * 40))
         full = bench.take_all()
-        assert sum(len(chain.ops.src) for chain in full if isinstance(chain, Chain)) == 8
-        assert bench.queue.seal(1, GRANT) == 1
+        assert sum(len(chain.part.ops.src) for chain in full if isinstance(chain, Taken)) == 8
+        assert bench.lanes.seal(1, GRANT) == 1
         assert [part.seal for part in bench.take_all() if isinstance(part, SealPart)] == [1]
 
 
@@ -161,14 +162,14 @@ def test_an_abandoned_grant_is_taken_no_further() -> None:
         bench.settle()
         assert bench.completed == [(GRANT, 1, 5, False)]
         for item in out:
-            bench.queue.completed(item.number)
+            bench.lanes.completed(item.number)
         bench.queue.post(GRANT, ops_of([0], [0], [7]))
         bench.settle()
         assert bench.completed[1:] == [(GRANT, 30, 9_000, False), (GRANT, 1, 7, False)]
         bench.queue.forget(GRANT)
         bench.queue.post(GRANT, ops_of([0], [0], [8]))
         (item,) = bench.take_all()
-        bench.queue.completed(item.number)
+        bench.lanes.completed(item.number)
         bench.settle()
         assert bench.completed[3] == (GRANT, 1, 8, True)
 
@@ -183,7 +184,7 @@ def test_too_many_abandoned_grants_stop_the_queue() -> None:
             bench.queue.abandon(grant_of(13))
         bench.settle()
         assert bench.completed == [(OTHER, 1, 5, False)]
-        assert bench.queue.drained
+        assert bench.lanes.drained
 
 
 def test_what_was_on_its_way_completes_uncopied_when_the_queue_pairs_are_gone() -> None:
@@ -193,14 +194,14 @@ def test_what_was_on_its_way_completes_uncopied_when_the_queue_pairs_are_gone() 
         bench.queue.post(GRANT, ops_of([0] * 8, list(range(0, 2_400, 300)), [300] * 8))
         bench.queue.post(OTHER, ops_of([0], [0], [5]))
         out = bench.take_all()
-        bench.queue.completed(out[0].number)
-        bench.queue.seal(1, grant_of(9))
-        bench.queue.lose_all()
+        bench.lanes.completed(out[0].number)
+        bench.lanes.seal(1, grant_of(9))
+        bench.lanes.lose()
         bench.settle()
         assert sorted(bench.completed) == [(GRANT, 8, 2_400, False), (OTHER, 1, 5, False)]
         # The other grant's batch was taken too: there was room for it.
         assert sorted(bench.adrift) == [(GRANT, 0), (OTHER, 0)]
-        assert bench.queue.drained
+        assert bench.lanes.drained
         assert bench.take_all() == []
 
 
@@ -210,9 +211,9 @@ def test_nothing_is_adrift_that_the_device_has_completed_or_never_had() -> None:
         bench.queue.post(GRANT, ops_of([0, 0], [0, 300], [300, 300]))
         bench.queue.post(OTHER, ops_of([0], [0], [5]))
         out = bench.take_all()
-        bench.queue.completed(out[0].number)
+        bench.lanes.completed(out[0].number)
         assert len(out) == 1
-        bench.queue.lose_all()
+        bench.lanes.lose()
         bench.settle()
         assert sorted(bench.completed) == [(GRANT, 2, 600, True), (OTHER, 1, 5, False)]
         assert bench.adrift == []
@@ -223,4 +224,4 @@ def test_writes_outside_the_regions_are_not_taken() -> None:
         with pytest.raises(WriteOutOfBounds):
             bench.queue.post(GRANT, ops_of([0], [NBYTES], [1]))
         bench.settle()
-        assert bench.completed == [] and bench.wakes == 0 and bench.queue.drained
+        assert bench.completed == [] and bench.wakes == 0 and bench.lanes.drained

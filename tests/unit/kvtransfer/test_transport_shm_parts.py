@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
-from kvtransfer.transport import Seal, WriteOps
+from kvtransfer.transport import Seal, WriteOps, WriteOutOfBounds, check_granted, check_ops
 from kvtransfer.transports import shm_wire as wire
 from kvtransfer.transports.pair_fence import Evidence, PairFence
-from kvtransfer.transports.posted_writes import WriteOutOfBounds, check_granted, check_ops
 from kvtransfer.transports.shm_receiver import refusal_of
 
 U64 = st.integers(0, 2**64 - 1)

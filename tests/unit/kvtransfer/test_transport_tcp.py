@@ -207,7 +207,7 @@ def test_posting_never_waits_for_a_receiver_that_does_not_read() -> None:
                     link.post(GRANT, ops_of([at], [at], [65536]))
                 seal = Seal(grant=other, epoch=EPOCH, writes=0, bytes_written=0)
                 link.seal(seal)
-                assert link._queue.on_the_way(GRANT)
+                assert link._queue.lanes_with(GRANT)
             await events.until(lambda e: len(e.completed) == batches)
             await r.events.until(lambda e: bool(e.seals))
             assert events.completed == [(GRANT, 1, 65536, True)] * batches
@@ -285,7 +285,7 @@ def test_what_was_never_acknowledged_completes_with_the_link() -> None:
             (stream,) = r.port._streams(PAIR)
             with stream._landing:
                 link.post(GRANT, ops_of([0], [0], [1000]))
-                await wait_until(lambda: bool(link._queue.on_the_way(GRANT)))
+                await wait_until(lambda: bool(link._queue.lanes_with(GRANT)))
                 assert events.completed == []
                 link._streams[0].sock.shutdown(socket.SHUT_RDWR)
                 await events.until(lambda e: bool(e.lost))

@@ -23,8 +23,8 @@ from kvtransfer.transport import (
     WriteRanges,
 )
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.tcp_frames import Batch, cut_frames
-from tests.support.shm_harness import grant_of, pair_of
+from kvtransfer.transports.tcp_frames import cut_frames
+from tests.support.shm_harness import pair_of
 
 RDMA, SHM, TCP = TransportName.RDMA, TransportName.SHM, TransportName.TCP
 U64 = st.integers(0, 2**64 - 1)
@@ -92,11 +92,11 @@ def test_bytes_that_are_no_message_are_told_apart(noise: bytes, message: wire.Me
 def test_frames_copy_what_the_batch_says(ops: list[tuple[int, int, int]], bytes_max: int, segments_max: int) -> None:
     """Cut into frames of any size, the same bytes go to the same places, in the same order, within the limits."""
     columns = np.array(ops, np.int64).reshape(-1, 3).T
-    batch = Batch(grant=grant_of(1), ops=WriteOps(src=columns[0], dst=columns[1], nbytes=columns[2]), total_bytes=0)
+    batch = WriteOps(src=columns[0], dst=columns[1], nbytes=columns[2])
     moved = []
     for frame in cut_frames(batch, bytes_max, segments_max):
         assert 0 < len(frame.src_S) <= segments_max
-        assert 0 < frame.payload_nbytes == frame.nbytes_S.sum() <= bytes_max
+        assert 0 < frame.nbytes == frame.nbytes_S.sum() <= bytes_max
         for src, (dst, length), nbytes in zip(frame.src_S, frame.table_S2, frame.nbytes_S, strict=True):
             assert nbytes == length > 0
             moved += [(src + i, dst + i) for i in range(nbytes)]
@@ -107,7 +107,7 @@ def test_neighbouring_records_travel_as_one_segment() -> None:
     """Four records that follow each other on both sides, and one apart: two segments."""
     src, dst = np.array([0, 8, 16, 24, 80]), np.array([40, 48, 56, 64, 0])
     ops = WriteOps(src=src, dst=dst, nbytes=np.full(5, 8))
-    (frame,) = cut_frames(Batch(grant=grant_of(1), ops=ops, total_bytes=40), 1000, 10)
+    (frame,) = cut_frames(ops, 1000, 10)
     assert (frame.src_S.tolist(), frame.table_S2.tolist()) == ([0, 80], [[40, 32], [0, 8]])
 
 

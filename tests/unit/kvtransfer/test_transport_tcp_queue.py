@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from baton.ids import GrantId
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.tcp_frames import SHARED_BYTES_MIN, SHARES_OF_A_STREAM, Frame, SealToSend, frame_starts
-from kvtransfer.transports.tcp_queue import AT_ONCE_OPS_MAX, SendQueue, Taken
+from kvtransfer.transports.post_queue import Taken
+from kvtransfer.transports.tcp_frames import SHARED_BYTES_MIN, SHARES_OF_A_STREAM, SealToSend, frame_starts
+from kvtransfer.transports.tcp_queue import AT_ONCE_OPS_MAX, StreamLanes, ToSend
 from kvtransfer.transports.tcp_wire import FRAME_BYTES_MAX
 from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
 from tests.support.tcp_harness import EPOCH
@@ -34,7 +35,7 @@ class Sending:
     def __init__(self, streams: int) -> None:
         self.completed: list[tuple[GrantId, int, int, bool]] = []
         self.loop = asyncio.new_event_loop()
-        self.queue = SendQueue(
+        self.lanes = StreamLanes(
             streams=streams,
             src_nbytes=1 << 16,
             dst_nbytes=1 << 16,
@@ -45,24 +46,25 @@ class Sending:
             loop=self.loop,
             completed=lambda *told: self.completed.append(told),
         )
+        self.queue = self.lanes.queue
         self._threads: list[threading.Thread] = []
 
-    def take(self, index: int) -> Future[Taken | None]:
+    def take(self, index: int) -> Future[ToSend | None]:
         """What a stream's thread takes next; returns when it has, or waits."""
-        result: Future[Taken | None] = Future()
-        thread = threading.Thread(target=lambda: result.set_result(self.queue.take(index)))
+        result: Future[ToSend | None] = Future()
+        thread = threading.Thread(target=lambda: result.set_result(self.lanes.take(index)))
         self._threads.append(thread)
         thread.start()
         deadline_s = time.monotonic() + DEADLINE_S
-        while not (self.queue._streams[index].waits or result.done()):
+        while not (self.lanes._streams[index].waits or result.done()):
             assert time.monotonic() < deadline_s
         return result
 
     def close(self) -> None:
         self.queue.stop()
-        for index, stream in enumerate(self.queue._streams):
+        for index, stream in enumerate(self.lanes._streams):
             if stream.lent:
-                self.queue.give_back(index, None)
+                self.lanes.give_back(index, None)
         for thread in self._threads:
             thread.join()
         self.loop.close()
@@ -86,7 +88,7 @@ def many_ops(count: int) -> WriteOps:
     return ops_of(apart, apart, [1] * count)
 
 
-def sequence_of(taken: Taken | None) -> int:
+def sequence_of(taken: ToSend | None) -> int:
     assert taken is not None
     return taken.sequence
 
@@ -100,9 +102,9 @@ def test_an_idle_stream_is_lent_to_whoever_posts_something_small() -> None:
         assert (lent.index, lent.sequence) == (0, 0)
         assert s.queue.post(GRANT, small(200)) is None
         assert not waiting.done()
-        s.queue.give_back(0, None)
+        s.lanes.give_back(0, None)
         assert sequence_of(waiting.result(DEADLINE_S)) == 1
-        s.queue.acknowledged(0, 1, landed=True)
+        s.lanes.acknowledged(0, 1, landed=True)
         assert s.completed == [(GRANT, 1, 100, True)] * 2
         assert s.queue.uncompleted(GRANT) == 0
 
@@ -120,8 +122,8 @@ def test_what_is_not_small_or_finds_no_idle_stream_is_left_to_the_threads() -> N
             assert s.queue.post(GRANT, ops) is None
             taken = waiting.result(DEADLINE_S)
             assert taken is not None
-            assert isinstance(taken.item, Frame)
-            assert taken.item.payload_nbytes == ops.total_bytes
+            assert isinstance(taken.item, Taken)
+            assert taken.item.part.nbytes == ops.total_bytes
 
 
 def test_what_is_queued_of_an_abandoned_grant_is_not_sent() -> None:
@@ -138,9 +140,9 @@ def test_what_is_queued_of_an_abandoned_grant_is_not_sent() -> None:
         assert s.completed == [(GRANT, 1, 100, False)] * 2
         taken = s.take(0).result(DEADLINE_S)
         assert taken is not None
-        assert isinstance(taken.item, Frame)
+        assert isinstance(taken.item, Taken)
         assert taken.item.batch.grant == other
-        s.queue.acknowledged(0, taken.sequence, landed=True)
+        s.lanes.acknowledged(0, taken.sequence, landed=True)
         assert s.completed[2:] == [(GRANT, 1, 100, True), (other, 1, 100, True)]
 
 
@@ -160,7 +162,7 @@ def test_an_error_in_one_completion_loses_no_other() -> None:
             s.queue.post(GRANT, ops_of([0], [0], [nbytes]))
             s.take(0).result(DEADLINE_S)
         with pytest.raises(RuntimeError, match="the first"):
-            s.queue.acknowledged(0, 2, landed=True)
+            s.lanes.acknowledged(0, 2, landed=True)
         assert told == [10, 20, 30]
 
 
@@ -171,19 +173,19 @@ def test_the_rest_of_what_was_lent_comes_before_everything_else() -> None:
         waiting = s.take(0)
         lent = s.queue.post(GRANT, small())
         assert lent is not None
-        assert s.queue.seal(SEAL) == []
-        s.queue.give_back(0, lent.after(HEAD_NBYTES, 10))
-        assert waiting.result(DEADLINE_S) == Taken(index=0, sequence=0, item=lent.item, sent_nbytes=10)
+        assert s.lanes.seal(SEAL) == []
+        s.lanes.give_back(0, lent.after(HEAD_NBYTES, 10))
+        assert waiting.result(DEADLINE_S) == ToSend(index=0, sequence=0, item=lent.item, sent_nbytes=10)
         sealing = s.take(0).result(DEADLINE_S)
-        assert sealing == Taken(index=0, sequence=1, item=SealToSend(seal=SEAL, streams_mask=1))
+        assert sealing == ToSend(index=0, sequence=1, item=SealToSend(seal=SEAL, streams_mask=1))
         waiting = s.take(0)
-        (lent_seal,) = s.queue.seal(SEAL)
+        (lent_seal,) = s.lanes.seal(SEAL)
         s.queue.stop()
         assert not waiting.done(), "somebody else sends on the stream"
-        s.queue.give_back(0, lent_seal.after(HEAD_NBYTES, 0))
+        s.lanes.give_back(0, lent_seal.after(HEAD_NBYTES, 0))
         assert waiting.result(DEADLINE_S) == lent_seal
         assert s.take(0).result(DEADLINE_S) is None
-        assert s.queue.bye_sequence(0) == 3
+        assert s.lanes.bye_sequence(0) == 3
 
 
 def test_what_is_left_of_a_frame_is_counted_with_its_head_and_table() -> None:
@@ -209,11 +211,11 @@ def test_the_stream_with_the_fewest_frames_on_their_way_is_lent() -> None:
             lent = s.queue.post(GRANT, small())
             assert lent is not None
             indices.append(lent.index)
-            s.queue.give_back(lent.index, None)
+            s.lanes.give_back(lent.index, None)
             if acknowledged is not None:
-                s.queue.acknowledged(acknowledged, lent.sequence, landed=True)
+                s.lanes.acknowledged(acknowledged, lent.sequence, landed=True)
         assert indices == [0, 1, 1]
-        assert [(t.index, t.sequence, t.item) for t in s.queue.seal(SEAL)] == [
+        assert [(t.index, t.sequence, t.item) for t in s.lanes.seal(SEAL)] == [
             (0, 1, SealToSend(seal=SEAL, streams_mask=0b11)),
             (1, 2, SealToSend(seal=SEAL, streams_mask=0b11)),
         ]

@@ -121,7 +121,7 @@ def test_without_nixl_it_is_not_offered(monkeypatch: pytest.MonkeyPatch, caplog:
 def test_nothing_imports_nixl_before_it_is_asked_for() -> None:
     """Neither the transport nor the nodes that may be configured with it."""
     script = (
-        "import sys, kvtransfer.transports.ucx, decode_node.config, prefill_node.peers;"
+        "import sys, kvtransfer.transports.ucx, decode_node.config, node.peers;"
         "sys.exit(any(name.startswith('nixl') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from baton.ids import Epoch, Pair
-from kvtransfer.checksums import WriterPlace
 from kvtransfer.protocol.receiver import (
     CommitAsked,
     GrantState,
@@ -22,8 +21,8 @@ from kvtransfer.protocol.receiver import (
     WriterReleased,
     WriterSuspected,
 )
+from kvtransfer.status import WriterHolding, WriterHoldings, WriterPlace
 from kvtransfer.transport import TransportName
-from kvtransfer.writer_holdings import WriterHolding, WriterHoldings
 from tests.support.grant_scripts import EPOCH_0, OTHER_PAIR, PAIR, Receiver, grant_of, key_of, nth
 
 PLACES = {

@@ -9,7 +9,7 @@ from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports import rdma_poster
 from kvtransfer.transports.rdma_poster import posts_by
 from kvtransfer.transports.tcp_payload import moved_by
-from node.engine_report import transport_facts
+from node.pool import transport_facts
 
 IPC, SHM, RDMA, UCX, TCP = (
     TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.UCX, TransportName.TCP,

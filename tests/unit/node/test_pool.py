@@ -24,13 +24,13 @@ from kvtransfer.checksums import crcs
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
-from kvtransfer.handoff import WriterConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
+from kvtransfer.writer import WriterConfig
 from mixed_node.config import MixedConfig
-from node.host_tier import SpillConfig
 from node.pool import DevicePool, open_device_pool
 from node.regions import checksum_thread, offered
+from node.spill import SpillConfig
 from prefill_node.config import PrefillConfig
 from tests.support.gpu_node import BLOCK_SIZE, MODEL, write_model
 
@@ -262,7 +262,7 @@ def test_pinned_memory_that_links_still_use_is_a_bug_of_ours(config: EngineConfi
         pool = await open_device_pool(config, name="device", progress=lambda *_: None, decodes=False)
         assert pool.staged is not None
         share = pool.staged.share(1)
-        with pytest.raises(AssertionError, match="still use"):
+        with pytest.raises(AssertionError, match="still use it"):
             pool.close()
         share.give_back()
         pool.close()

@@ -14,7 +14,7 @@ import pytest
 from baton.ids import BlockId
 from engine.mock import mock_reference
 from engine.types import SequenceSlice
-from node.stream_copier import StreamCopier
+from node.copiers import StreamCopier
 from tests.support.engine_bench import SMALL, key_of, params_of
 from tests.support.late_runner import Ahead, AheadSpillNode, LateRunner
 from tests.support.shm_harness import run

@@ -13,8 +13,8 @@ from engine.build import EngineConfig
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype
 from engine.types import SamplingParams
-from node.host_tier import SpillConfig
 from node.pool import open_device_pool
+from node.spill import SpillConfig
 from tests.support.pool_bench import answers_of
 from tests.support.reference_model import OneProcess, ReferenceModel
 

@@ -17,10 +17,8 @@ from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
-from kvtransfer.transport import WriteOps
-from kvtransfer.transports.posted_writes import WriteOutOfBounds
-from node.host_tier import BlockCopy, BlockPlaces
-from node.stream_copier import COPIES_IN_FLIGHT_MAX, StreamCopier
+from kvtransfer.transport import WriteOps, WriteOutOfBounds
+from node.copiers import COPIES_IN_FLIGHT_MAX, BlockCopy, BlockPlaces, StreamCopier
 from tests.support.shm_harness import run
 from tests.support.staging_scenes import HastyDevice, OnDevice, ShimPinned
 from tests.support.stream_shim import ForgetfulDevice, Memory, MissingDependency, ShimDevice, ShimEvent, ShimStream

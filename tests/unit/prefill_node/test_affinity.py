@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from baton.ids import Incarnation
 from baton.wire import BlockLoad, NodeLoad, NodeRecord
-from prefill_node.affinity import ROOM_SHARE_MIN, DecodeAffinity
-from prefill_node.placement import order_decode_nodes
+from prefill_node.placement import ROOM_SHARE_MIN, DecodeAffinity, order_decode_nodes
 from tests.unit.prefill_node.test_placement import MODEL, node
 
 CHAIN = [b"a", b"b", b"c"]

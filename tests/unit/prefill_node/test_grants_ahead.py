@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 from baton.ids import RequestKey
-from kvtransfer.step_writes import StepWrites
+from kvtransfer.writer import StepWrites
 from prefill_node.job import Job
-from prefill_node.posting import Posting
+from prefill_node.node import Posting
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import MARK, Point, inprocess
 from tests.support.inprocess_scenes import ask_exactly, until

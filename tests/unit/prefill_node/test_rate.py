@@ -1,10 +1,10 @@
-"""prefill_node.rate: what a prefill node says of its speed, by the steps that it has had."""
+"""prefill_node.request_queue: what a prefill node says of its speed, by the steps that it has had."""
 
 from __future__ import annotations
 
 import pytest
 
-from prefill_node.rate import PrefillRate
+from prefill_node.request_queue import PrefillRate
 
 
 def rate() -> PrefillRate:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_node.waiting import WaitingLine
+from prefill_node.request_queue import WaitingLine
 
 
 @dataclass(slots=True, eq=False)

@@ -45,7 +45,7 @@ USER_PAGES: Final = tuple(
     if page not in ("CONTRIBUTING.md", "docs/faults.md", "docs/performance.md", "docs/simulation.md")
 )
 """The others have flags of the tests' and benchmarks' own tools."""
-PAGES_OF_SOURCES: Final = ("ARCHITECTURE.md",)
+PAGES_OF_SOURCES: Final = ("ARCHITECTURE.md", "docs/handoff.md", "docs/limits.md", "docs/transports.md")
 """They name limits that no setting is, too."""
 UNITS: Final = re.compile(r"[a-z][a-z0-9_]*_(ms|ms_max|ms_min|max|min|bytes|bytes_max|fraction|default|per_s)")
 NO_KEYS: Final = frozenset({

@@ -65,7 +65,7 @@ def test_any_body_is_taken_or_refused_by_name(body: dict[str, Any]) -> None:
 
 
 def test_every_parameter_reaches_our_request() -> None:
-    """OpenAI's names and our extensions; what is left out stays unset, so that the router's defaults hold."""
+    """OpenAI's names and our extensions; what is left out stays unset, so that the defaults hold; -1 is off."""
     body = {
         "model": "m", "prompt": "hi", "max_tokens": 5, "temperature": 0, "top_p": 0.5, "n": 2, "stream": True,
         "stream_options": {"include_usage": True}, "logprobs": 3, "stop": "x", "presence_penalty": 1,
@@ -76,8 +76,8 @@ def test_every_parameter_reaches_our_request() -> None:
     assert (call.chat, call.n, call.stream, call.include_usage, call.logprobs) == (False, 2, True, True, True)
     expected = inference_pb2.Sampling(
         temperature=0, top_p=0.5, max_tokens=5, logprobs=3, stop=["x"], presence_penalty=1, frequency_penalty=-1,
-        logit_bias={7: -100}, seed=2**64 - 1, min_p=0.1, repetition_penalty=1.5, min_tokens=2, stop_token_ids=[9],
-        ignore_eos=True, include_stop=True,
+        logit_bias={7: -100}, seed=2**64 - 1, top_k=0, min_p=0.1, repetition_penalty=1.5, min_tokens=2,
+        stop_token_ids=[9], ignore_eos=True, include_stop=True,
     )  # fmt: skip
     assert call.requests == (inference_pb2.GenerateRequest(text="hi", model="m", sampling=expected),)
     assert parse_completion({"prompt": "hi"}).requests == (

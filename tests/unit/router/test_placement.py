@@ -116,6 +116,21 @@ def test_a_request_that_has_left_counts_no_more() -> None:
     assert placed.pick(records, [], 50).name == "prefill-0"
 
 
+def test_what_the_node_has_cached_is_no_load_of_requests_sent_there() -> None:
+    """Two nodes, one with a long prefix. Of 120 tokens sent there 100 are cached: the next prompt with the prefix goes
+    there too, until what is left to compute there outweighs the prefix."""
+    prompt = list(range(120))
+    hashes = chain_hashes(prompt, BLOCK, b"")
+    records = [node(0), node(1)]
+    placed = placement(*records)
+    placed.sent(records[1], key(0), hashes[:25], 0)()
+    for number in range(1, 6):
+        assert placed.expected_ttft_s(records[1], hashes[:25], 120, 1.0) == 20.0 * number, number
+        assert placed.pick(records, hashes[:25], 120).name == "prefill-1", number
+        placed.sent(records[1], key(number), hashes[:25], 120)
+    assert placed.pick(records, hashes[:25], 120).name == "prefill-0"
+
+
 def test_a_report_replaces_what_was_counted_since_the_last_one() -> None:
     """The node's own number is the truth; the same report seen again replaces nothing."""
     records = [node(0), node(1)]

@@ -16,7 +16,7 @@ from baton.tracing import Traceparent
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
 from router.job import Job
 from router.prefill_nodes import PrefillNodes
-from router.regions import Outgrown, RegionWatch, outgrown, tokens_max
+from router.regions import ANSWER_TOKENS_MIN, Outgrown, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
 from tests.support.router_records import MODEL
@@ -273,3 +273,31 @@ def test_the_log_is_told_of_regions_below_the_context(caplog: pytest.LogCaptureF
     assert [tuple(fields.values()) for fields in told] == [
         (80, 100, 100), (80, 100, 100), (64, 100, 100), (64, 96, 100)
     ]  # fmt: skip
+
+
+def test_an_answer_without_a_limit_takes_a_share_of_the_smallest_decode_region() -> None:
+    """Regions of 6,401 and 3,201 blocks, both ready, and smaller ones that are draining or only prefill: 32 requests
+    of 100 tokens with the answer that each may have fit the smaller one beside a block of its engine's own."""
+    records = (
+        node(1, 6_401, role=Role.DECODE),
+        node(2, 3_201, role=Role.MIXED),
+        node(3, 100, role=Role.DECODE, lifecycle=Lifecycle.DRAINING),
+        node(4, 100),
+    )
+    model = replace(MODEL, context_len_max=100_000)
+    assert answer_tokens(100, records, model) == 100 * SIZE - 100
+    assert 32 * -(-(100 + answer_tokens(100, records, model)) // SIZE) + 1 == 3_201
+    pinned = (*records, with_pins(node(5, 3_201, role=Role.DECODE), 320))
+    assert answer_tokens(100, pinned, model) == 90 * SIZE - 100
+
+
+def test_an_answer_without_a_limit_has_some_tokens_wherever_the_context_leaves_them() -> None:
+    """A small region, no region that is known, and a prompt of more than its share: 256 tokens, or what is left."""
+    model = replace(MODEL, context_len_max=5_000)
+    small = (node(1, 64, role=Role.DECODE),)
+    for records in (small, (), (node(1, 0, role=Role.DECODE),)):
+        assert answer_tokens(100, records, model) == ANSWER_TOKENS_MIN == 256
+    large = (node(1, 32 * 1_000 + 1, role=Role.DECODE),)
+    assert answer_tokens(100, large, model) == min(1_000 * SIZE, 5_000) - 100
+    assert answer_tokens(4_900, large, model) == 100
+    assert answer_tokens(4_900, small, model) == 100

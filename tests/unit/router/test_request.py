@@ -12,7 +12,8 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Code, Reason
 from baton.wire import ModelInfo
-from router.request import STOP_TOKEN_IDS_MAX, TEMPERATURE_MAX, CheckedRequest, check_request
+from engine.model_config import TEMPERATURE_MAX, SamplingDefaults
+from router.request import NEUTRAL, STOP_TOKEN_IDS_MAX, CheckedRequest, check_request
 
 MODEL = ModelInfo(
     name="tiny",
@@ -33,6 +34,7 @@ def check(
     model: str | None = None,
     tokenizer: bool = True,
     randomness: int = 0,
+    defaults: SamplingDefaults = NEUTRAL,
     **sampling: Any,
 ) -> CheckedRequest:
     request = inference_pb2.GenerateRequest(sampling=inference_pb2.Sampling(**sampling), model=model)
@@ -45,8 +47,9 @@ def check(
         request,
         model=MODEL,
         encode=(lambda text: [ord(letter) for letter in text]) if tokenizer else None,
-        max_tokens_default=20,
+        answer_tokens=lambda _prompt_tokens: 20,
         rng=random.Random(randomness),
+        defaults=defaults,
     )
 
 
@@ -65,6 +68,17 @@ def test_what_is_left_out_gets_its_default() -> None:
     assert (list(sampling.stop_token_ids), sampling.ignore_eos) == ([], False)
     assert sampling.seed == random.Random(3).getrandbits(64)
     assert sampling.seed != check(randomness=4).sampling.seed
+
+
+def test_the_model_says_what_the_client_does_not() -> None:
+    """A model with defaults of its own: a request that names nothing gets them all, one that names neutral ones (zeros
+    among them) gets these."""
+    model = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.5)
+    sampling = check(defaults=model).sampling
+    named = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
+    assert named == (0.6, 20, 0.95, 0.1, 1.5)
+    off = check(defaults=model, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=1).sampling
+    assert off == check(temperature=0.0, seed=1).sampling
 
 
 def test_what_is_set_is_kept_zero_too() -> None:

@@ -31,7 +31,9 @@ MODEL = ModelInfo(
 def spec_of(**sampling: Any) -> common_pb2.SamplingSpec:
     request = inference_pb2.GenerateRequest(sampling=inference_pb2.Sampling(**sampling))
     request.token_ids.ids.extend([3] * 10)
-    checked = check_request(request, model=MODEL, encode=None, max_tokens_default=20, rng=random.Random(1))
+    checked = check_request(
+        request, model=MODEL, encode=None, answer_tokens=lambda _prompt_tokens: 20, rng=random.Random(1)
+    )
     return checked.sampling
 
 

@@ -1,0 +1,102 @@
+"""Do requests without `max_tokens` keep a decode node as busy as requests that name a limit?
+
+    python -m benchmarks.answer_limit --json answer_limit.json         # about four minutes
+
+One router, one prefill and one decode node of the small model, with the default region. `--requests` clients at a time
+(32) ask one after another for `--answers` answers in all, drawn to their end: in one half of the rounds they name
+`max_tokens` 256, in the other none, so that the router decides (`docs/openai.md`). The growth of an answer is promised
+whole, so a limit that takes too much of the region leaves places empty. The two kinds of round alternate. Exit status 1
+where the median of the ratios, output tokens a second without a limit over those with one, is below `--ratio-min`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from batonpb import inference_pb2
+
+from baton.rpc_client import ChannelLimits, Channels
+from cli.client import InferenceClient
+from cli.supervisor import Cluster, ClusterSpec
+from engine.demo_model import DemoModelParams, write_demo_model
+
+CONTEXT = 4_096
+LIMIT = 256
+PROMPT_TOKENS_MAX = 64
+ANSWER_S_MAX = 300.0
+KINDS: dict[str, int | None] = {"limit named": LIMIT, "no limit": None}
+
+
+async def round_of(client: InferenceClient, limit: int | None, args: argparse.Namespace, seed: str) -> dict[str, float]:
+    """Output tokens, seconds, and tokens a second of one round."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(1, PROMPT_TOKENS_MAX))] for _ in range(args.answers)]
+    lengths: list[int] = []
+
+    async def worker() -> None:
+        while prompts:
+            sampling = inference_pb2.Sampling(temperature=0.8, ignore_eos=True, max_tokens=limit)
+            request = inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=prompts.pop()), sampling=sampling
+            )
+            async with aclosing(client.events(request)) as events:
+                lengths.append(sum([len(event.tokens.ids) async for event in events]))
+
+    begin_s = time.monotonic()
+    await asyncio.gather(*(worker() for _ in range(args.requests)))
+    seconds = time.monotonic() - begin_s
+    return {"tokens": sum(lengths), "longest": max(lengths), "seconds": seconds, "tokens_per_s": sum(lengths) / seconds}
+
+
+async def measure(args: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
+    spec = ClusterSpec(prefill=1, decode=1, threads=1, model=str(args.model_dir))
+    channels = Channels(limits=ChannelLimits())
+    rounds = []
+    try:
+        async with Cluster(spec) as cluster:
+            client = InferenceClient(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX)
+            await round_of(client, LIMIT, args, "warm-up")
+            for number in range(args.rounds):
+                kinds = list(KINDS.items())[:: 1 if number % 2 == 0 else -1]
+                rounds.append({kind: await round_of(client, limit, args, f"{number}") for kind, limit in kinds})
+                print(json.dumps(rounds[-1]), flush=True)
+    finally:
+        await channels.close()
+    return rounds
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-dir", type=Path, default=Path("build/answer-limit-model"))
+    parser.add_argument("--requests", type=int, default=32, help="at a time")
+    parser.add_argument("--answers", type=int, default=96, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ratio-min", type=float, default=0.9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not (args.model_dir / "config.json").exists():
+        write_demo_model(args.model_dir, DemoModelParams(context_len_max=CONTEXT))
+    rounds = asyncio.run(measure(args))
+    ratios = [own["no limit"]["tokens_per_s"] / own["limit named"]["tokens_per_s"] for own in rounds]
+    outcome: dict[str, Any] = {"rounds": rounds, "ratio": statistics.median(ratios), "ratios": ratios}
+    for kind in KINDS:
+        print(f"{kind:12} {statistics.median(own[kind]['tokens_per_s'] for own in rounds):8.0f} tokens/s")
+    print(f"ratio {outcome['ratio']:.3f} ({min(ratios):.3f}..{max(ratios):.3f})")
+    if args.json is not None:
+        args.json.write_text(json.dumps(outcome) + "\n")
+    if outcome["ratio"] < args.ratio_min:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

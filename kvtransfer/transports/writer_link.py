@@ -1,0 +1,228 @@
+"""A writer's link, but for what its transport has for itself: its epoch, its posts and seals, and its one end."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports.post_queue import PostQueue, TooManyAbandonedGrants
+
+Mark = object
+"""Of how far a link has come: an equal one means that nothing has moved since."""
+
+
+class Drains:
+    """Abandoned grants of which writes are still on their way: how long a link waits for them.
+
+    Looks at each grant every `drain_ms_max`, and gives it up when nothing has moved since the last look. Counting from
+    the last progress, and not from the abandonment, lets a slow link send what it has begun, however long that takes;
+    one that makes no progress is found out after one to two times the limit. Loop's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        drain_ms_max: int,
+        mark: Callable[[GrantId], Mark | None],
+        stuck: Callable[[str], None],
+    ) -> None:
+        """`mark` gives None for a grant of which nothing is on its way; `stuck` gets the reason why the link ends."""
+        self._loop = loop
+        self._drain_ms_max = drain_ms_max
+        self._mark = mark
+        self._stuck = stuck
+        self._timers: dict[GrantId, asyncio.TimerHandle] = {}
+
+    def watch(self, grant: GrantId) -> None:
+        """It has been abandoned. Idempotent."""
+        if grant not in self._timers:
+            self._look_later(grant, self._mark(grant))
+
+    def close(self) -> None:
+        """The link is ending: look no more. Idempotent."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _look_later(self, grant: GrantId, mark: Mark | None) -> None:
+        if mark is not None:
+            self._timers[grant] = self._loop.call_later(self._drain_ms_max / 1000, self._look, grant, mark)
+
+    def _look(self, grant: GrantId, before: Mark) -> None:
+        del self._timers[grant]
+        mark = self._mark(grant)
+        if mark == before:
+            self._stuck(f"writes of an abandoned grant have not moved for {self._drain_ms_max} ms")
+        else:
+            self._look_later(grant, mark)
+
+
+class BaseWriterLink(ABC):
+    """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
+
+    `post` may be called from any thread, the rest from the loop's. A subclass sets `_queue` when it is made. The end
+    comes once, for one reason: from `close`, a fence, a lost connection or a failure of ours, whichever is first.
+    `link_lost` is called last, after every completion, and not for an end that `close` began.
+    """
+
+    transport: ClassVar[TransportName]
+    _queue: PostQueue[Any, Any]
+
+    def __init__(
+        self,
+        *,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        events: WriterEvents,
+        loop: asyncio.AbstractEventLoop,
+        limits: LinkLimits,
+    ) -> None:
+        self._address, self._epoch = endpoint.address, endpoint.epoch
+        self._pair, self._events = pair, events
+        self._loop = loop
+        self._limits = limits
+        self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._mark, stuck=self._end)
+        self._seals = 0
+        self._reason: str | None = None
+        """Why the end has begun."""
+        self._by_fence = False
+        self._cut = False
+        """Nothing is waited for any more."""
+        self._closed_by_caller = False
+        self._closing_timer: asyncio.TimerHandle | None = None
+        self._over = loop.create_future()
+
+    @property
+    def epoch(self) -> Epoch:
+        """See `WriterLink.epoch`."""
+        return self._epoch
+
+    @property
+    def fenced(self) -> bool:
+        """See `WriterLink.fenced`."""
+        return self._by_fence
+
+    def post(self, grant: GrantId, ops: WriteOps) -> None:
+        """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
+
+        Raises:
+            WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
+            DeviceError: the device that computes the sources has failed; the batch is not taken.
+        """
+        self._queue.post(grant, ops)
+
+    def seal(self, seal: Seal) -> None:
+        """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` follows."""
+        assert seal.epoch == self._epoch, (seal.epoch, self._epoch)
+        assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's writes have completed"
+        if self._ending:
+            return
+        if (waiting := self._seals_waiting()) >= self._limits.seals_waiting_max:
+            self._end(f"the receiver does not read: {waiting} seals wait")
+            return
+        self._seals += 1
+        self._send_seal(seal)
+
+    def abandon(self, grant: GrantId) -> None:
+        """See `WriterLink.abandon`. Remembered until `forget(grant)` or the end of the link. What is on its way may
+        arrive; where nothing moves for `drain_ms_max` the link ends."""
+        try:
+            self._queue.abandon(grant)
+        except TooManyAbandonedGrants as error:
+            self._end(str(error))
+            return
+        if not self._ending:
+            self._drains.watch(grant)
+
+    def forget(self, grant: GrantId) -> None:
+        """The caller promises to post nothing more for this abandoned grant."""
+        self._queue.forget(grant)
+
+    async def close(self) -> None:
+        """See `WriterLink.close`. Returns when every batch is complete, the threads have ended, the region and the
+        sockets are released. Cancelling the caller cancels nothing else."""
+        if not self._ending:
+            self._closed_by_caller = True
+        self._end("closed", orderly=True)
+        await asyncio.shield(self._over)
+        # Where the end lies behind already: a batch posted since then completes by a call that the loop still has.
+        await asyncio.sleep(0)
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
+        return {
+            "transport": self.transport.value,
+            "address": self._address,
+            "epoch": self._epoch,
+            "state": self._reason or "open",
+            **self._queue.describe(),
+            "seals": self._seals,
+            "seals_waiting": self._seals_waiting(),
+        }
+
+    # The transport's own.
+
+    @abstractmethod
+    def _send_seal(self, seal: Seal) -> None:
+        """Send it behind the grant's data, now or when the connection takes it."""
+
+    @abstractmethod
+    def _seals_waiting(self) -> int:
+        """Seals that the connection has not taken."""
+
+    def _mark(self, grant: GrantId) -> Mark | None:
+        """See `Drains`. None for every grant where nothing can stand still that this process does not move itself."""
+        del grant
+        return None
+
+    @abstractmethod
+    def _stopped(self) -> None:
+        """The end has begun: the queue is stopped, and in an orderly end what is on its way may arrive."""
+
+    def _cut_off(self) -> None:
+        """Nothing is waited for any more: not orderly from the start, or no longer. May come again."""
+        self._cut = True
+
+    # For the transport to call.
+
+    @property
+    def _ending(self) -> bool:
+        return self._reason is not None
+
+    def _end(self, reason: str, *, orderly: bool = False) -> None:
+        """Begin the end, once; it goes on up to `_finish`. `orderly`: what is on its way may arrive, for a while."""
+        if self._ending:
+            return
+        self._reason = reason
+        self._drains.close()
+        self._cut = not orderly
+        if orderly:
+            self._closing_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._cut_off)
+        self._queue.stop()
+        if orderly:
+            self._stopped()
+        else:
+            self._cut_off()
+
+    def _fenced_by_receiver(self, epoch: Epoch, *, orderly: bool = False) -> None:
+        self._by_fence = True
+        self._end(f"fenced by the receiver up to epoch {epoch}", orderly=orderly)
+
+    def _finish_soon(self) -> None:
+        """Behind the completions, which the queue has just handed to the loop."""
+        self._loop.call_soon(self._finish)
+
+    def _finish(self) -> None:
+        """Nothing of the link is left. Once."""
+        assert self._reason is not None
+        if self._closing_timer is not None:
+            self._closing_timer.cancel()
+        self._over.set_result(None)
+        if not self._closed_by_caller:
+            self._events.link_lost(self._pair, self._reason)

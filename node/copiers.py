@@ -1,0 +1,296 @@
+"""Copies of whole blocks (their records of every layer) between a region and the host memory below it.
+
+Whoever asks for a copy has made sure that no step touches its blocks. Where the region is host memory too, a thread
+copies, outside of the interpreter's lock (`ThreadCopier`). Where it is on a device, the device copies (`StreamCopier`).
+
+Shape suffix: B = one entry for each record, of every layer of each block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from baton.ids import BlockId
+from baton.log import get_log
+from baton.tasks import call_loop
+from cachestore.host_blocks import HostBlockId
+from cachestore.layout import Layout
+from kvtransfer.device.driver import DeviceError, PinnedMemory
+from kvtransfer.device.region import DeviceMemory
+from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
+from kvtransfer.native.copy import copy_records
+from kvtransfer.transport import WriteOps, check_ops
+from node.regions import let_go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Blocks to copy, pairwise: device to host when `out`, else host to device."""
+
+    out: bool
+    device: tuple[BlockId, ...]
+    host: tuple[HostBlockId, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.device) == len(self.host) > 0, self
+
+
+class BlockCopier(Protocol):
+    """Carries copies out, in the order of `start`."""
+
+    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
+        """Returns at once. `done` is called later, on the control thread, with what went wrong or None."""
+        ...
+
+
+class Memory(Protocol):
+    """A region: `kvtransfer.region.Region`, or an array in tests."""
+
+    @property
+    def array_U8(self) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlaces:
+    """Where blocks lie on either side."""
+
+    layout: Layout
+    device_blocks: int
+    host_blocks: int
+
+    def ops(self, copy: BlockCopy) -> WriteOps:
+        """The copy of every layer's record of each block."""
+        device_B = self._offsets(copy.device, self.device_blocks)
+        host_B = self._offsets(copy.host, self.host_blocks)
+        src_B, dst_B = (device_B, host_B) if copy.out else (host_B, device_B)
+        return WriteOps(src=src_B, dst=dst_B, nbytes=np.full(len(src_B), self.layout.record_bytes, dtype=np.int64))
+
+    def _offsets(self, blocks: Sequence[int], num_blocks: int) -> np.ndarray:
+        layers_L1 = np.arange(self.layout.num_layers, dtype=np.int64)[:, None]
+        records_LN = layers_L1 * num_blocks + np.asarray(blocks, dtype=np.int64)
+        return records_LN.ravel() * self.layout.record_bytes
+
+
+class RegionCopier:
+    """Copies between two regions of records in host memory, on the calling thread."""
+
+    def __init__(self, places: BlockPlaces, *, device: Memory, host: Memory) -> None:
+        """The regions stay the caller's, who closes them after the last copy."""
+        self._places = places
+        self._device, self._host = device, host
+
+    def run(self, copy: BlockCopy) -> None:
+        """Blocks until done. No view of a region is kept."""
+        src, dst = (self._device, self._host) if copy.out else (self._host, self._device)
+        copy_records(dst.array_U8, src.array_U8, self._places.ops(copy))
+
+
+class ThreadCopier:
+    """Runs a `RegionCopier` on a thread of its own, first in, first out. Control thread only."""
+
+    def __init__(self, copier: RegionCopier, *, name: str) -> None:
+        self._copier = copier
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"spill-{name}")
+        self._closed = False
+
+    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
+        """See `BlockCopier.start`. The queue is bounded by the blocks of the tier: each is in one copy at most."""
+        loop = asyncio.get_running_loop()
+
+        def tell(error: BaseException | None) -> None:
+            if not self._closed:
+                done(error)
+
+        def ended(future: Future[None]) -> None:
+            if future.cancelled():
+                return
+            error = future.exception()
+            try:
+                loop.call_soon_threadsafe(tell, error)
+            except RuntimeError:
+                # At the end of the process the loop may be closed first; then there is nobody left to tell.
+                if not loop.is_closed():
+                    raise
+
+        self._thread.submit(self._copier.run, copy).add_done_callback(ended)
+
+    def close(self) -> None:
+        """Wait for the copy under way; no `done` is called any more, and the regions may be closed."""
+        self._closed = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+log = get_log("spill")
+
+COPIES_IN_FLIGHT_MAX = 2
+"""On the device at a time: one that it carries out, and the next. What waits here can still be dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Asked:
+    copy: BlockCopy
+    ready: DeviceEvent
+    """What is to be copied has been computed, and what is to be written has been read."""
+    tell: Callable[[BaseException | None], None]
+    """On any thread."""
+
+
+class StreamCopier:
+    """A `BlockCopier`. Control thread only, but for its own."""
+
+    def __init__(
+        self,
+        *,
+        streams: DeviceStreams,
+        places: BlockPlaces,
+        device: DeviceMemory,
+        host: PinnedMemory,
+        name: str,
+        poll_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
+        """Starts the thread. Both memories are the caller's, and outlive this until `close`."""
+        self._streams = streams
+        self._places = places
+        self._device: Any = device.memory
+        self._host: Any = host.memory
+        self._nbytes = (device.nbytes, host.array_U8.nbytes)
+        self._poll_interval_s = poll_interval_s
+        self._side = streams.side()
+        self._wake = threading.Condition()
+        self._waiting: deque[_Asked] = deque()
+        self._flying: deque[tuple[DeviceEvent, _Asked]] = deque()
+        """The thread's own."""
+        self._closed = False
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=f"spill-{name}", daemon=True)
+        self._thread.start()
+
+    def rehearse(self) -> None:
+        """Copy a block out and back, and wait: kernels are compiled now, and not when memory is short. The first block
+        of either side; the one on the device is the same afterwards. Blocks; before the first `start`.
+
+        Raises DeviceError.
+        """
+        out = BlockCopy(out=True, device=(BlockId(0),), host=(HostBlockId(0),))
+        for copy in (out, replace(out, out=False)):
+            ended = self._queue(copy, self._streams.current().record())
+            while not ended.done():
+                time.sleep(self._poll_interval_s)
+
+    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
+        """See `BlockCopier.start`. The queue is bounded by the blocks of the tier: each is in one copy at most.
+
+        `done` gets a DeviceError when the device has failed, or refuses a copy; every later copy's `done` gets it too.
+        """
+        loop = asyncio.get_running_loop()
+
+        def tell(error: BaseException | None) -> None:
+            if not self._closed:
+                done(error)
+
+        try:
+            ready = self._streams.current().record()
+        except DeviceError as error:
+            loop.call_soon(tell, error)
+            return
+        asked = _Asked(copy=copy, ready=ready, tell=lambda error: call_loop(loop, tell, error))
+        with self._wake:
+            broken = self._broken
+            if broken is None:
+                self._waiting.append(asked)
+                self._wake.notify()
+        if broken is not None:
+            asked.tell(broken)
+
+    def close(self) -> None:
+        """Wait for what is on the device, without a limit: it writes to both memories, and nothing else ends that.
+
+        No `done` is called any more, and the memories may be given back. Idempotent.
+        """
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+        self._device = self._host = None
+
+    # On the copier's thread.
+
+    def _work(self) -> None:
+        try:
+            while (asked := self._next()) is not None or self._flying:
+                if asked is not None:
+                    self._launch(asked)
+                else:
+                    self._land()
+        except Exception as error:
+            log.exception("blocks cannot be copied to host memory or back any more")
+            try:
+                self._settle()
+            finally:
+                self._fail(error)
+
+    def _next(self) -> _Asked | None:
+        """What is to be queued on the device now, if there is anything; it stays in `_waiting`. Waits for work.
+
+        None with nothing in flight: the copier is closed.
+        """
+        with self._wake:
+            while not (self._waiting or self._flying or self._closed):
+                self._wake.wait()
+            if self._closed:
+                self._waiting.clear()
+            return self._waiting[0] if self._waiting and len(self._flying) < COPIES_IN_FLIGHT_MAX else None
+
+    def _launch(self, asked: _Asked) -> None:
+        ended = self._queue(asked.copy, asked.ready)
+        with self._wake:
+            self._waiting.popleft()
+        self._flying.append((ended, asked))
+
+    def _land(self) -> None:
+        """Tell of the oldest copy on the device if it has ended; else wait for a moment."""
+        ended, asked = self._flying[0]
+        if ended.done():
+            self._flying.popleft()
+            asked.tell(None)
+            return
+        with self._wake:
+            self._wake.wait(self._poll_interval_s)
+
+    def _queue(self, copy: BlockCopy, ready: DeviceEvent) -> DeviceEvent:
+        """-> the point behind it. Raises DeviceError; WriteOutOfBounds for a bug of ours."""
+        src, dst = (self._device, self._host) if copy.out else (self._host, self._device)
+        src_nbytes, dst_nbytes = self._nbytes if copy.out else self._nbytes[::-1]
+        ops = self._places.ops(copy)
+        check_ops(ops, src_nbytes, dst_nbytes)
+        self._side.wait(ready)
+        self._streams.copy(self._side, dst, src, ops)
+        return self._side.record()
+
+    def _settle(self) -> None:
+        """Something went wrong with one copy: others may be on the device still. One that has failed writes no more."""
+        with contextlib.suppress(DeviceError):
+            end = self._side.record()
+            while not end.done():
+                time.sleep(self._poll_interval_s)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell all whose copy has not been told of, those on the device too: nobody can go on."""
+        let_go(error)
+        with self._wake:
+            self._broken = error
+            untold = [*(asked for _, asked in self._flying), *self._waiting]
+            self._flying.clear()
+            self._waiting.clear()
+        for asked in untold:
+            asked.tell(error)

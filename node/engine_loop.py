@@ -1,0 +1,147 @@
+"""The loop around an engine: schedule and postprocess on the control thread, the runner on the engine thread.
+
+Where the engine goes ahead, the step behind the one in flight is scheduled and launched first, and only then is the one
+in flight waited for: the host's work for both falls into the time in which the device computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.errors import BatonError, Reason
+from baton.log import get_log
+from engine.core import Engine, TokenEvent
+from engine.types import Batch, FinishReason, KvSink
+
+log = get_log("engine")
+
+
+class StepHost(Protocol):
+    """The node around the engine. Called on the control thread."""
+
+    def step_begins(self, batch: Batch) -> KvSink:
+        """About to run: the sink is told of each layer, on the engine thread. The step before may not have ended."""
+        ...
+
+    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+        """The step is over (or failed: then its sequences are ABORTED). Also called for events outside of a step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    batch: Batch
+    sink: KvSink
+    launched: asyncio.Future[Any] | None
+    """Done; holds what `Engine.collect` takes, or what kept the step from being launched. None: it is to be run."""
+
+    @property
+    def may_be_followed(self) -> bool:
+        return self.launched is not None and self.launched.exception() is None
+
+
+class EngineLoop:
+    """Steps the engine while there is work. Owns the engine thread."""
+
+    def __init__(self, engine: Engine, host: StepHost, *, name: str) -> None:
+        self._engine = engine
+        self._host = host
+        self._work = asyncio.Event()
+        self._stopping = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"engine-{name}")
+        self.steps_failed = 0
+
+    def wake(self) -> None:
+        """There may be something to do: after submit, resume or abort."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Until `stop`, which waits for the steps in flight: their blocks are in use. Not to be cancelled."""
+        step: _Step | None = None
+        while step is not None or not self._stopping:
+            self._tell_of_ends()
+            if step is None:
+                step = await self._begin(self._engine.schedule())
+            if step is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            behind = None
+            if step.may_be_followed and not self._stopping:
+                behind = await self._begin(self._engine.schedule_ahead())
+            await self._end(step)
+            step = behind
+
+    def _tell_of_ends(self) -> None:
+        """What ended without a step. A function of its own, so that nothing of it is kept while there is no work."""
+        events = self._engine.take_events()
+        if events:
+            self._host.step_ended(_NO_SINK, events)
+
+    async def _begin(self, batch: Batch | None) -> _Step | None:
+        if batch is None:
+            return None
+        sink = self._host.step_begins(batch)
+        launched = None
+        if self._engine.goes_ahead:
+            launched = self._on_thread(self._engine.launch, batch, sink)
+            # Until it has returned it reads tokens and block tables, which scheduling the next step changes.
+            await asyncio.wait([launched])
+        return _Step(batch, sink, launched)
+
+    async def _end(self, step: _Step) -> None:
+        batch = step.batch
+        try:
+            if step.launched is None:
+                result = await self._on_thread(self._engine.run, batch, step.sink)
+            else:
+                result = await self._on_thread(self._engine.collect, step.launched.result())
+        except Exception:
+            # Whatever a kernel raises costs the step's requests, not the node.
+            log.exception("step failed", sequences=len(batch.slices), tokens=batch.num_tokens)
+            self.steps_failed += 1
+            events = self._engine.fail_step(batch)
+        else:
+            events = self._engine.postprocess(batch, result)
+            for event in events:
+                if event.finish is FinishReason.NOT_FINITE:
+                    log.error("no token can be drawn: the scores are not numbers", request=event.seq.key.request)
+        self._host.step_ended(step.sink, events)
+
+    def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    async def stop(self, task: asyncio.Task[None]) -> None:
+        """End the loop after the steps in flight, and its thread."""
+        self._stopping = True
+        self.wake()
+        await asyncio.wait([task])
+        self._thread.shutdown(wait=True)
+
+
+async def done_or_broken(serving: Coroutine[Any, Any, None], stepping: asyncio.Task[None]) -> None:
+    """Return when `serving` does. Raises what ended the engine loop, which ends by itself only for a bug of ours."""
+    task = asyncio.ensure_future(serving)
+    try:
+        await asyncio.wait([task, stepping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended = task.done()
+        task.cancel()
+        await asyncio.wait([task])
+    if ended:
+        await task
+    if stepping.done():
+        log.error("the engine loop has ended; this node cannot go on", exc_info=stepping.exception())
+        raise BatonError(Reason.INTERNAL, "The engine loop broke off; the log says why.") from stepping.exception()
+
+
+class _NoSink:
+    def layer_done(self, layer: int) -> None:
+        raise AssertionError(layer)
+
+
+_NO_SINK = _NoSink()

@@ -1,0 +1,283 @@
+"""A prefill node's writers, one for each decode process that it has met."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+from collections import OrderedDict
+
+from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
+
+from baton.drain import Holdings
+from baton.errors import BatonError, Reason
+from baton.ids import Incarnation, Pair
+from baton.log import get_log
+from baton.runtime import NodeRuntime
+from baton.tasks import Tasks
+from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
+from kvtransfer.device.event_poster import EventPostedLink, EventPoster
+from kvtransfer.device.region import DeviceRegion
+from kvtransfer.link import DataDoesNotPass, PeerAddress
+from kvtransfer.liveness_stream import LivenessStream
+from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
+from kvtransfer.protocol.writer import WriterMachine
+from kvtransfer.status import HandoffObserver
+from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
+from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
+from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
+from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
+from kvtransfer.transports.shm import ShmWriterLink, copy_turns
+from kvtransfer.transports.tcp import TcpWriterLink
+from kvtransfer.transports.tcp_staged import StagedTcpLink
+from kvtransfer.transports.ucx import UcxWriterLink
+from kvtransfer.transports.ucx_offer import usable
+from kvtransfer.writer import WriterPeer
+from node.config import WriterNodeConfig
+from node.pool import DevicePool, add_fact
+from node.regions import checksum_thread, offered, rdma_region
+
+log = get_log("prefill")
+
+OUT_OF_REACH = "decode nodes out of reach"
+"""Name of a status counter."""
+MACHINES_MAX = 4_096
+"""Numberings kept of decode processes that are gone, oldest dropped first."""
+
+
+class Peers:
+    """This process's writers, one for each decode process it has met. Control thread only."""
+
+    def __init__(
+        self,
+        *,
+        runtime: NodeRuntime,
+        config: WriterNodeConfig,
+        pool: DevicePool,
+        observer: HandoffObserver | None = None,
+        lent: LentRegistration | None = None,
+    ) -> None:
+        """Registers the region for rdma itself, unless that is `lent`. Raises InvalidField."""
+        self._runtime = runtime
+        self._observer = observer
+        self._config = config
+        self._copy_turns = copy_turns(config.shm)
+        self._pool = pool
+        self._host, self._host_parts = host_identity(), host_parts()
+        self._loop = asyncio.get_running_loop()
+        self._closes_rdma = lent is None
+        serving = offered(config.transports, pool.region)
+        if lent is not None:
+            self._rdma = lent.memory
+        else:
+            self._rdma = register_if_usable(
+                serving, rdma_region(pool.region), config.rdma, self._loop, remote_writes=False
+            )
+        ucx_works = usable(serving, config.ucx.tls)
+        works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
+        self.transports = tuple(t for t in serving if works.get(t, True))
+        """Offered to decode nodes, best first."""
+        check_some_work(self.transports)  # none: nothing has been registered either
+        self._peers: dict[Incarnation, WriterPeer] = {}
+        self._liveness: dict[Incarnation, LivenessStream] = {}
+        self._closing_peers: set[Incarnation] = set()
+        self._machines: OrderedDict[Incarnation, WriterMachine] = OrderedDict()
+        """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
+        self._closing = Tasks(self._loop, log, broken="closing a writer failed")
+        self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
+        self._poster: EventPoster | None = None
+        """What rdma sends from a device waits for its events."""
+        if self._rdma is not None and isinstance(pool.region, DeviceRegion):
+            self._poster = EventPoster(streams=pool.region.driver.streams, name=f"{runtime.name}-poster")
+
+    def for_record(self, record: NodeRecord) -> WriterPeer:
+        """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""
+        peer = self._peers.get(record.incarnation)
+        if peer is not None and peer.gone:
+            raise BatonError(
+                Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
+            )
+        if peer is not None and self._liveness[record.incarnation].out_of_reach:
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
+        if peer is None:
+            pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
+            peer = WriterPeer(
+                address=PeerAddress(name=record.name, endpoint=record.endpoint, pair=pair),
+                connect_request=transfer_pb2.ConnectRequest(
+                    header={"sender": pair.writer, "receiver": pair.receiver},
+                    writer_name=self._runtime.name,
+                    writer_endpoint=self._runtime.endpoint,
+                    model=model_to_proto(self._pool.model),
+                    host=self._host,
+                    host_name=socket.gethostname(),
+                    host_parts=self._host_parts,
+                ),
+                layout=self._pool.layout,
+                src_num_blocks=self._pool.ledger.num_blocks,
+                machine=self._machine(record.incarnation),
+                channels=self._runtime.channels,
+                make_link=self._make_link,
+                offers=Offers(self.transports, self._config.fallback),
+                loop=self._loop,
+                config=self._config.writer,
+                checksums=self._checksums,
+                observer=self._observer,
+            )
+            self._peers[record.incarnation] = peer
+            self._liveness[record.incarnation] = self._watch(peer)
+        return peer
+
+    def _watch(self, peer: WriterPeer) -> LivenessStream:
+        address = peer.address
+        return LivenessStream(
+            name=address.name,
+            endpoint=address.endpoint,
+            stub=transfer_pb2_grpc.TransferStub(self._runtime.channels.get(address.endpoint)),
+            request=transfer_pb2.LivenessRequest(
+                header={"sender": address.pair.writer, "receiver": address.pair.receiver}
+            ),
+            lost=peer.receiver_lost,
+            gone=peer.peer_gone,
+            liveness=self._config.liveness,
+            clock=self._runtime.clock,
+        )
+
+    def _machine(self, receiver: Incarnation) -> WriterMachine:
+        return self._machines.pop(receiver) if receiver in self._machines else WriterMachine()
+
+    def find(self, receiver: Incarnation) -> WriterPeer | None:
+        return self._peers.get(receiver)
+
+    def all(self) -> list[WriterPeer]:
+        return list(self._peers.values())
+
+    def upkeep(self) -> None:
+        """Called every second."""
+        for peer in self.all():
+            peer.upkeep()
+        self.close_gone()
+
+    def holds(self) -> Holdings:
+        peers = self._peers.values()
+        return Holdings(
+            grants_written=sum(peer.machine.writing for peer in peers),
+            unacknowledged_writes=sum(peer.machine.outstanding for peer in peers),
+        )
+
+    def add_status(self, message: node_pb2.NodeStatus) -> None:
+        """Add each pair, and how many transports are given up or rejected."""
+        message.pairs.extend(peer.status() for peer in self._peers.values())
+        message.counters.add(name="transports given up", value=self.transports_given_up)
+        rejecting = sum(bool(peer.link.rejected_transports) for peer in self._peers.values())
+        message.counters.add(name="pairs that do not use a better transport", value=rejecting)
+        if self._rdma is not None:
+            add_fact(message, TransportName.RDMA.value, self._rdma.describe())
+        in_doubt = sum(peer.machine.live - peer.machine.writing for peer in self._peers.values())
+        message.counters.add(name="released with writes in doubt, not fenced yet", value=in_doubt)
+        message.counters.add(name=OUT_OF_REACH, value=self.out_of_reach)
+
+    @property
+    def transports_given_up(self) -> int:
+        """Counted over the peers there are."""
+        return sum(len(peer.link.offers.given_up) for peer in self._peers.values())
+
+    @property
+    def out_of_reach(self) -> int:
+        """Receivers that live as far as is known, and where nothing is placed until they are reached again."""
+        return sum(not peer.gone and self._liveness[i].out_of_reach for i, peer in self._peers.items())
+
+    def add_load(self, load: NodeLoad) -> NodeLoad:
+        """What the directory reports, and the router's metrics with it."""
+        return dataclasses.replace(load, transports_given_up=self.transports_given_up)
+
+    def follow_directory(self) -> None:
+        """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
+
+        Being wrong costs the handoffs under way there and nothing else: whoever asks for them learns of their end.
+        """
+        if self._runtime.membership.stale:
+            return
+        records = self._runtime.membership.nodes(Role.DECODE)
+        owners = {record.endpoint: record.incarnation for record in records}
+        present = {record.incarnation for record in records}
+        for incarnation, peer in list(self._peers.items()):
+            replaced = owners.get(peer.address.endpoint, incarnation) != incarnation
+            if incarnation not in present and (replaced or peer.link.now is None):
+                peer.peer_gone()
+        self.close_gone()
+
+    def close_gone(self) -> None:
+        """Close peers that are gone and have let go of every source block. Called every second too."""
+        for incarnation, peer in self._peers.items():
+            if peer.gone and peer.machine.live == 0 and incarnation not in self._closing_peers:
+                self._closing_peers.add(incarnation)
+                self._closing.spawn(self._close_peer(incarnation, peer))
+
+    async def _close_peer(self, incarnation: Incarnation, peer: WriterPeer) -> None:
+        """Whatever the closing raises, which is logged, the next writer to that process goes on with its numbering."""
+        try:
+            await self._liveness.pop(incarnation).close()
+            await peer.close()
+        finally:
+            del self._peers[incarnation]
+            self._closing_peers.discard(incarnation)
+            self._machines[incarnation] = peer.machine
+            if len(self._machines) > MACHINES_MAX:
+                self._machines.popitem(last=False)
+        endpoint = peer.address.endpoint
+        if all(other.address.endpoint != endpoint for other in self._peers.values()):
+            await self._runtime.channels.drop(endpoint)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
+        await asyncio.gather(*(stream.close() for stream in self._liveness.values()))
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()), self._closing.drain())
+        if self._poster is not None:
+            self._poster.close()
+        if self._rdma is not None and self._closes_rdma:
+            await self._rdma.close()
+        if self._checksums is not None:
+            self._checksums.close()
+
+    async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
+        """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE, DataDoesNotPass."""
+        region = self._pool.region
+        try:
+            if endpoint.transport is TransportName.CUDA_IPC:
+                assert isinstance(region, DeviceRegion), region.kind
+                return await CudaIpcWriterLink.connect_device(endpoint, pair, region, events, self._loop, region.driver)
+            if endpoint.transport is TransportName.RDMA:
+                return await self._make_rdma_link(endpoint, pair, events)
+            if self._pool.staged is not None:
+                assert endpoint.transport is TransportName.TCP, endpoint.transport
+                return await StagedTcpLink.connect(
+                    endpoint, pair, self._pool.staged, events, self._loop, self._config.tcp
+                )
+            source_U8 = self._pool.host_region.array_U8
+            if endpoint.transport is TransportName.SHM:
+                return await ShmWriterLink.connect(
+                    endpoint, pair, source_U8, events, self._loop, self._config.shm, turns=self._copy_turns
+                )
+            if endpoint.transport is TransportName.UCX:
+                return await UcxWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.ucx)
+            assert endpoint.transport is TransportName.TCP, endpoint.transport
+            return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
+        except ConnectError as error:
+            text = f"No {endpoint.transport.value} link: {error}."
+            if isinstance(error, RdmaUnproved):
+                raise DataDoesNotPass(text) from error
+            raise BatonError(Reason.PEER_UNREACHABLE, text) from error
+
+    async def _make_rdma_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
+        """Raises ConnectError."""
+        memory = self._rdma
+        assert memory is not None
+
+        async def connect(events: WriterEvents) -> RdmaWriterLink:
+            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
+
+        if self._poster is None:
+            return await connect(events)
+        return await EventPostedLink.over(
+            connect, events, src_nbytes=self._pool.region.nbytes, poster=self._poster, loop=self._loop
+        )

@@ -1,0 +1,160 @@
+"""Host memory: its books, its copies, its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from baton.errors import BatonError, InvalidField, Reason
+from baton.ids import BlockId
+from cachestore.host_blocks import HostBlockId, HostBlocks
+from cachestore.layout import Layout, kv_layout
+from cachestore.ledger import ConservationError
+from engine.build import EngineConfig, EngineKind
+from node.copiers import BlockCopy, BlockPlaces, RegionCopier, ThreadCopier
+from node.pool import open_device_pool
+from node.spill import SpillConfig
+from tests.support.spill_bench import Bytes
+
+LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype="uint8", dtype_bytes=1)
+WAIT_S = 20
+
+
+def region(layout: Layout, num_blocks: int, seed: int) -> Bytes:
+    return Bytes(np.random.default_rng(seed).integers(0, 256, layout.region_bytes(num_blocks), np.uint8))
+
+
+def records(memory: Bytes, num_blocks: int) -> np.ndarray:
+    return memory.array_U8.reshape(LAYOUT.num_layers, num_blocks, LAYOUT.record_bytes)
+
+
+def copier(device: Bytes, host: Bytes) -> RegionCopier:
+    return RegionCopier(BlockPlaces(layout=LAYOUT, device_blocks=5, host_blocks=7), device=device, host=host)
+
+
+def out(device: tuple[int, ...], host: tuple[int, ...], *, back: bool = False) -> BlockCopy:
+    return BlockCopy(out=not back, device=tuple(map(BlockId, device)), host=tuple(map(HostBlockId, host)))
+
+
+def test_a_block_is_copied_in_every_layer_and_nothing_else_is_touched() -> None:
+    """Two blocks go out to two places, and come back to others."""
+    device, host = region(LAYOUT, 5, 1), region(LAYOUT, 7, 2)
+    was_device, was_host = records(device, 5).copy(), records(host, 7).copy()
+    copier(device, host).run(out((4, 1), (0, 6)))
+    was_host[:, [0, 6]] = was_device[:, [4, 1]]
+    assert (records(host, 7) == was_host).all()
+    assert (records(device, 5) == was_device).all()
+    copier(device, host).run(out((0, 3), (6, 0), back=True))
+    was_device[:, [0, 3]] = was_device[:, [1, 4]]
+    assert (records(device, 5) == was_device).all()
+    assert (records(host, 7) == was_host).all()
+
+
+def test_copies_run_on_a_thread_in_order_and_end_on_the_loop() -> None:
+    """Out, and back elsewhere: each end is told on the loop's thread; an error is told, not swallowed."""
+    device, host = region(LAYOUT, 5, 1), region(LAYOUT, 7, 2)
+
+    async def scenario() -> list[tuple[str, int, BaseException | None]]:
+        told: list[tuple[str, int, BaseException | None]] = []
+        all_told = asyncio.Event()
+
+        def done(name: str, error: BaseException | None) -> None:
+            told.append((name, threading.get_ident(), error))
+            if len(told) == 3:
+                all_told.set()
+
+        thread = ThreadCopier(copier(device, host), name="test")
+        thread.start(out((2,), (3,)), lambda error: done("out", error))
+        thread.start(out((4,), (3,), back=True), lambda error: done("back", error))
+        thread.start(out((5,), (3,)), lambda error: done("outside", error))
+        async with asyncio.timeout(WAIT_S):
+            await all_told.wait()
+        thread.close()
+        return told
+
+    told = asyncio.run(scenario())
+    assert [(name, ident) for name, ident, _ in told] == [
+        (n, threading.get_ident()) for n in ("out", "back", "outside")
+    ]
+    assert [error is None for _, _, error in told] == [True, True, False]
+    assert (records(device, 5)[:, 4] == records(device, 5)[:, 2]).all()
+
+
+def test_nothing_is_told_after_close() -> None:
+    """The node is being taken apart: its books are not to be touched by a copy that ends late."""
+    told: list[BaseException | None] = []
+
+    async def scenario() -> None:
+        thread = ThreadCopier(copier(region(LAYOUT, 5, 1), region(LAYOUT, 7, 2)), name="test")
+        for _ in range(20):
+            thread.start(out((2,), (3,)), told.append)
+        thread.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert told == []
+
+
+def test_the_books_of_host_memory() -> None:
+    """Free, copying out, filled, copying back, free: the sum is the tier at every step."""
+    books = HostBlocks(3)
+    first, second = books.begin_out(2)
+    assert (books.free, books.copying, books.filled) == (1, 2, 0)
+    books.fill(first)
+    books.release(second)
+    books.check()
+    assert (books.free, books.copying, books.filled) == (2, 0, 1)
+    books.begin_back(first)
+    assert (books.free, books.copying, books.filled) == (2, 1, 0)
+    books.release(first)
+    books.check()
+    assert (books.free, books.copying, books.filled) == (3, 0, 0)
+    for misuse in (
+        lambda: books.fill(first),
+        lambda: books.begin_back(first),
+        lambda: books.release(first),
+        lambda: books.begin_out(4),
+    ):
+        with pytest.raises(AssertionError):
+            misuse()
+    books._filled = 1
+    with pytest.raises(ConservationError, match="host memory"):
+        books.check()
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"host_blocks": -1}, "host_blocks"),
+        ({"host_blocks": 1 << 25}, "host_blocks"),
+        ({"host_blocks": 4, "headroom_blocks": 4}, "host_blocks"),
+        ({"headroom_blocks": 0}, "headroom_blocks"),
+        ({"copy_blocks_max": 0}, "copy_blocks_max"),
+        ({"pinned_bytes_max": 0}, "pinned_bytes_max"),
+    ],
+)
+def test_nonsense_is_refused(values: dict[str, int], field: str) -> None:
+    """Each names its field. Host memory must be more than the reserve."""
+    with pytest.raises(InvalidField) as caught:
+        SpillConfig(**values)
+    assert caught.value.field == field
+
+
+def test_host_memory_that_the_machine_has_not_is_refused_by_its_own_field() -> None:
+    """Terabytes: nothing is allocated, and the region that was is given back."""
+    config = EngineConfig(kind=EngineKind.MOCK, block_size=4096, num_blocks=2)
+    spill = SpillConfig(host_blocks=1 << 24)
+    with pytest.raises(BatonError) as caught:
+        asyncio.run(open_device_pool(config, name="large", progress=lambda *_: None, spill=spill))
+    assert (caught.value.reason, caught.value.field) == (Reason.BAD_CONFIG, "spill.host_blocks")
+    assert "baton-large" not in Path("/proc/self/maps").read_text()
+
+
+def test_off_by_default() -> None:
+    """And any size beyond the reserve is fine."""
+    assert SpillConfig().host_blocks == 0
+    assert SpillConfig(host_blocks=5, headroom_blocks=4).reserve_blocks == 4
