@@ -73,15 +73,17 @@ def load_with_limits(service: Service, flags: Mapping[str, str]) -> Any:
     """The configuration of a service, with limits that are no settings under their dotted names too."""
     settings = {key.key for key in describe(config_class(service))}
     config = load_config(service, toml_path=None, env={}, flags={k: v for k, v in flags.items() if k in settings})
-    for key, text in flags.items():
-        if key not in settings:
-            config = _with_limit(config, key.split("."), text)
-    return config
+    return _with_limits(config, {k: v for k, v in flags.items() if k not in settings})
 
 
-def _with_limit(config: Any, path: list[str], text: str) -> Any:
-    now = getattr(config, path[0])
-    return replace(config, **{path[0]: type(now)(text) if len(path) == 1 else _with_limit(now, path[1:], text)})
+def _with_limits(config: Any, limits: Mapping[str, str]) -> Any:
+    """All of them at once: some must fit each other."""
+    changed: dict[str, Any] = {}
+    for key, text in limits.items():
+        name, _, rest = key.partition(".")
+        now = changed.get(name, getattr(config, name))
+        changed[name] = _with_limits(now, {rest: text}) if rest else type(now)(text)
+    return replace(config, **changed) if changed else config
 
 
 class Gate:
@@ -316,14 +318,12 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
     def by_config(**kwargs: Any) -> str:
         return str(kwargs["config"].name)
 
-    def by_settings(settings: Any, **_kwargs: Any) -> str:
-        return str(settings.name)
+    def by_first(config: Any, *_args: Any, **_kwargs: Any) -> str:
+        return str(config.name)
 
     with ExitStack() as stack:
         for module in (router.main, prefill_node.main, decode_node.main, mixed_node.main):
-            stack.enter_context(
-                patch.object(module, "NodeRuntime", capture(cluster.runtimes, NodeRuntime, by_settings))
-            )
+            stack.enter_context(patch.object(module, "NodeRuntime", capture(cluster.runtimes, NodeRuntime, by_first)))
         for owner, name, books, make in (
             (router.main, "RouterNode", cluster._router, RouterNode),
             (prefill_node.main, "PrefillNode", cluster.prefill, PrefillNode),
