@@ -25,8 +25,8 @@ from engine.core import TokenEvent
 from engine.demo_model import write_demo_model
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
-from node.conservation import ConservationWatch
 from node.engine_loop import EngineLoop
+from node.main import ConservationWatch
 from node.pool import DevicePool, open_device_pool
 
 PROMPT_TOKENS = 128

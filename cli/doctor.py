@@ -7,9 +7,8 @@ import click
 from cli.invocation import EXIT_ERROR
 from cli.output import Output, output_option, print_json
 from cli.table import format_table
-from kvtransfer.transports.rdma_checks import Finding, Machine, Verdict, check_rdma, works
+from cli.transport_checks import Finding, Machine, Verdict, check_rdma, check_ucx, works
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx_checks import check_ucx
 
 
 @click.command()

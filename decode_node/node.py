@@ -18,22 +18,20 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
-from cachestore.block_manager import BlockManager
-from cachestore.ledger import Ledger
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, check_first_token, granted_job, kept_job
 from decode_node.reserving import Admission, Reserving
 from decode_node.streams import TokenStreams
-from engine.core import Engine, TokenEvent
+from engine.core import TokenEvent
 from engine.sequence import Sequence
-from engine.types import Batch, FinishReason, KvSink, NullSink, Runner
+from engine.types import Batch, FinishReason, KvSink, NullSink
 from engine.wire import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, logprobs_to_proto
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
 from kvtransfer.status import block_load
 from node.engine_loop import EngineLoop
-from node.spill import Spill
+from node.pool import DevicePool
 
 log = get_log("decode")
 
@@ -51,30 +49,24 @@ class DecodeNode:
         self,
         *,
         config: DecodeConfig,
-        runner: Runner,
-        engine: Engine,
-        ledger: Ledger,
-        blocks: BlockManager,
-        spill: Spill | None,
+        pool: DevicePool,
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
     ) -> None:
         self.config = config
-        self.ledger = ledger
+        self.ledger = pool.ledger
         self.streams = TokenStreams(loop)
-        self._engine = engine
-        self._vocab_size = runner.vocab_size
-        self._blocks = blocks
-        self._spill = spill
+        self._engine = pool.engine
+        self._vocab_size = pool.runner.vocab_size
+        self._blocks = pool.blocks
+        self._spill = None if pool.host is None else pool.host.spill
         self._loop = loop
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
         self._reserving = Reserving(
             config=config,
-            runner=runner,
-            ledger=ledger,
-            blocks=blocks,
-            admission=Admission(spill, ledger, blocks, self._jobs.values()),
+            pool=pool,
+            admission=Admission(self._spill, pool.ledger, pool.blocks, self._jobs.values()),
             requests=lambda: self.requests,
             loop=loop,
             randomness=randomness,

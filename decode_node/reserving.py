@@ -16,10 +16,10 @@ from cachestore.spill_policy import Claim, each_fits
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, answer_growth, why_never
 from decode_node.resumed_first import ResumedFirst
-from engine.types import Runner
 from engine.wire import key_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from kvtransfer.receiver import Receiver
+from node.pool import DevicePool
 from node.spill import Spill
 
 
@@ -94,9 +94,7 @@ class Reserving:
         self,
         *,
         config: DecodeConfig,
-        runner: Runner,
-        ledger: Ledger,
-        blocks: BlockManager,
+        pool: DevicePool,
         admission: Admission,
         requests: Callable[[], int],
         loop: asyncio.AbstractEventLoop,
@@ -106,9 +104,9 @@ class Reserving:
         self.closed = False
         """The node is about to end: no place for anybody."""
         self._config = config
-        self._runner = runner
-        self._ledger = ledger
-        self._blocks = blocks
+        self._runner = pool.runner
+        self._ledger = pool.ledger
+        self._blocks = pool.blocks
         self._admission = admission
         self._requests = requests
         self._loop = loop

@@ -23,7 +23,6 @@ from kvtransfer.negotiation import (
     host_parts,
     rejected_transports,
 )
-from kvtransfer.receiver import Receiver
 
 
 class ReceiverService(transfer_pb2_grpc.TransferServicer):
@@ -32,7 +31,6 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
     def __init__(
         self,
         node: DecodeNode,
-        receiver: Receiver,
         liveness_streams: LivenessStreams,
         own: Incarnation,
         model: ModelInfo,
@@ -40,7 +38,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
     ) -> None:
         self._takes_requests = takes_requests
         self._node = node
-        self._receiver = receiver
+        self._receiver = node.receiver
         self._liveness_streams = liveness_streams
         self._own = own
         self._model = model

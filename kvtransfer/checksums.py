@@ -28,10 +28,9 @@ from baton.log import get_log
 from baton.tasks import call_loop
 from cachestore.layout import Layout
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.plan import Int64Array
 from kvtransfer.protocol.receiver import RecordsChecked, ReportCorrupt
 from kvtransfer.status import WriterPlace
-from kvtransfer.transport import WriteOps
+from kvtransfer.transport import Int64Array, WriteOps
 
 log = get_log("receiver")
 
@@ -283,7 +282,7 @@ class RecordChecks:
         self._sent.pop(grant, None)
         self._found.pop(grant, None)
 
-    async def run(self, grant: GrantId, then: Callable[[RecordsChecked], None]) -> None:
+    async def run(self, grant: GrantId, then: Callable[[RecordsChecked], object]) -> None:
         """Compare, then call `then`. Nothing is called, or kept, for a grant that is forgotten before or meanwhile."""
         sent = self._sent.get(grant)
         if sent is None:

@@ -20,7 +20,7 @@ PROTOCOL_MIN = 3
 PROTOCOL_MAX = 3
 """Versions of the Transfer protocol that this build speaks. 2: `writes_in_doubt` of Release and Revoke, without which a
 receiver must not believe a writer's claim. 3: two calls are named Release and
-Liveness."""
+Liveness, and all transports use one control channel."""
 
 SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
 
@@ -42,11 +42,11 @@ SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
     RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC, TransportName.RDMA, TransportName.TCP}),
 }
 """Which transports can read and write a region of each kind: the one place that says so. rdma reaches device memory
-where the card can register it (`rdma_regions`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
+where the card can register it (`rdma_device`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, without a word where there is no device,
-and with a warning where one cannot be used for the region (`rdma_offer`). ucx is used where a configuration names it
+and with a warning where one cannot be used for the region (`rdma_memory`). ucx is used where a configuration names it
 (docs/transports.md says why)."""
 
 

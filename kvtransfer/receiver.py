@@ -1,4 +1,4 @@
-"""The receiver's shell: carries out what `ReceiverMachine` instructs. Timers, revocation calls, waiting commits.
+"""The receiver's shell: carries out what `ReceiverMachine` instructs. Timers, Revoke calls, pending Commits, ports.
 
 Everything runs on the node's control thread. The node calls the methods; the transport's port calls `seal_landed` and
 `writer_gone`; the loop fires the timers. Each becomes one event, and each instruction one small action here.
@@ -7,19 +7,21 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
+
+import grpc.aio
+from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.rpc_client import Channels
+from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import RecordChecks, RecordChecksums
-from kvtransfer.plan import RecordRanges
 from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
@@ -38,7 +40,6 @@ from kvtransfer.protocol.receiver import (
     ReceiverEvent,
     ReceiverInstruction,
     ReceiverMachine,
-    RecordsChecked,
     RenewAsked,
     ReportCorrupt,
     RequestCancelled,
@@ -55,13 +56,21 @@ from kvtransfer.protocol.receiver import (
     WriterReleased,
     WriterSuspected,
 )
-from kvtransfer.receiver_ports import ReceiverPorts
-from kvtransfer.revoke_calls import RevokeCalls
 from kvtransfer.status import WriterHoldings, WriterPlace
-from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal, TooManyPairs, TransportName
-from kvtransfer.waiters import Waiters
+from kvtransfer.transport import (
+    DataEndpoint,
+    PairBeingFenced,
+    ReceiverEvents,
+    ReceiverPort,
+    Seal,
+    TooManyPairs,
+    TransportName,
+    WriteRanges,
+)
 
 log = get_log("receiver")
+KeyT = TypeVar("KeyT", bound=Hashable)
+AnswerT = TypeVar("AnswerT")
 
 _OVERDUE = {TimerKind.LEASE: "lease ran out", TimerKind.REVOKE: "grant not given back"}
 _ANSWERS = (AnswerGranted, AnswerRefused, AnswerRenew, AnswerResolve)
@@ -124,7 +133,7 @@ class ReceiverHost(Protocol):
 
 
 class Receiver:
-    """Grants of this process, their timers and waiters. `ports` is set once, before the first call."""
+    """Grants of this process, with their timers and pending calls. `ports` is set once, before the first call."""
 
     ports: ReceiverPorts
 
@@ -156,22 +165,15 @@ class Receiver:
         self._repeats = RepeatLog(log, loop.time)
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
-        self._commits: Waiters[GrantId, bool] = Waiters(loop)
-        self._releases: Waiters[tuple[Pair, ReserveNumber], None] = Waiters(loop)
+        self._commits: PendingCalls[GrantId, bool] = PendingCalls(loop)
+        self._releases: PendingCalls[tuple[Pair, ReserveNumber], None] = PendingCalls(loop)
         self._tasks = Tasks(loop, log)
-        self._revokes = RevokeCalls(
-            channels=channels,
-            tasks=self._tasks,
-            repeats=self._repeats,
-            revoke_ms=config.revoke_ms,
-            endpoint_of=lambda pair: self._writers.get(pair, ""),
-            told=self.holdings.name_of,
-            let_go=self._handle_event,
-        )
+        self._revoking: set[tuple[Pair, ReserveNumber]] = set()
+        """Grants with a Revoke call under way."""
         self._actions: dict[type, Callable[..., None]] = {
             AnswerCommit: self._answer_commit,
             AnswerRelease: lambda i: self._releases.answer((i.pair, i.number), None),
-            SendRevoke: self._revokes.send,
+            SendRevoke: self._send_revoke,
             FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
             ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
             StopRequest: self._stop_request,
@@ -179,7 +181,7 @@ class Receiver:
             StopGrantTimers: self._stop_timers,
             CountRefused: self._count_refused,
             ForgetGrant: self._forget,
-            CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle_event)),
+            CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle)),
             ReportCorrupt: lambda i: self.checks.report(i, self._places[i.pair]),
         }
 
@@ -305,7 +307,7 @@ class Receiver:
         self.checks.close()
         self._repeats.close()
 
-    # What the port tells (kvtransfer.transport.ReceiverEvents).
+    # What the ports report (kvtransfer.transport.ReceiverEvents).
 
     def seal_landed(self, pair: Pair, seal: Seal) -> None:
         self._handle(
@@ -355,16 +357,39 @@ class Receiver:
                 self._carry_out(self.grants.handle(failed))
         return event
 
-    def _handle_event(self, event: RecordsChecked | WriterReleased) -> None:
-        """Of a task of ours: nobody waits for an answer."""
-        self._handle(event)
+    def _send_revoke(self, instruction: SendRevoke) -> None:
+        which = (instruction.pair, instruction.number)
+        if which in self._revoking:
+            return  # that call ends within revoke_ms, and the timer comes again
+        self._revoking.add(which)
+        self._tasks.spawn(self._revoke(*which))
+
+    async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
+        """Ask the writer to release a grant. Its answer is a Release; no answer is no evidence."""
+        endpoint, name = self._writers.get(pair, ""), self.holdings.name_of(pair)
+        try:
+            stub = transfer_pb2_grpc.TransferStub(self._channels.get(endpoint))
+            header = common_pb2.Header(sender=pair.receiver, receiver=pair.writer)
+            request = transfer_pb2.RevokeRequest(header=header, number=number)
+            with rpc_errors(endpoint):
+                reply = await stub.Revoke(request, timeout=self.config.revoke_ms / 1000)
+        except BatonError as error:
+            self._repeats.warning("revoke unanswered", peer=name, number=number, error=error.message)
+            return
+        except grpc.aio.UsageError:
+            return  # the channel was closed under us: this node is stopping
+        finally:
+            self._revoking.discard((pair, number))
+        self._repeats.over(name, "it has answered")
+        in_doubt = reply.writes_in_doubt
+        self._handle(WriterReleased(pair=pair, number=number, lowest_live=ReserveNumber(0), in_doubt=in_doubt))
 
     def _carry_out(self, instructions: list[ReceiverInstruction]) -> ReceiverInstruction | None:
         """Act on each instruction in order; the one that answers the caller at once is returned."""
         answer = None
         for instruction in instructions:
             if isinstance(instruction, AnswerGranted):
-                ranges = RecordRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
+                ranges = WriteRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
                 self.ports.allow(instruction.pair, instruction.epoch, instruction.grant, ranges)
             if isinstance(instruction, _ANSWERS):
                 answer = instruction
@@ -425,3 +450,161 @@ class Receiver:
 
 def _shutting_down() -> BatonError:
     return BatonError(Reason.NODE_DRAINING, "This node is shutting down.")
+
+
+class ReceiverPorts:
+    """A node's receiving ports, one for each transport that it offers, seen as one.
+
+    A pair has one epoch over all transports, so evidence about the pair is evidence from every port that it used.
+    Passes calls to the ports, and their events to `events`. Control thread only; every port is added before the first
+    other call.
+    """
+
+    def __init__(self, events: ReceiverEvents) -> None:
+        self._events = events
+        self._ports: dict[TransportName, ReceiverPort] = {}
+        self._closed_last: list[Callable[[], Awaitable[None]]] = []
+        self._withdrawn: set[TransportName] = set()
+        self._used: dict[Pair, set[TransportName]] = {}
+        self._fences: dict[tuple[Pair, Epoch], dict[TransportName, str | None]] = {}
+
+    def add(self, port: ReceiverPort) -> None:
+        """Takes the port over: `close` closes it."""
+        assert port.transport not in self._ports, port.transport
+        self._ports[port.transport] = port
+
+    def close_last(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Have this called by `close`, after the ports: it may be called twice."""
+        self._closed_last.append(close)
+
+    def offer(self, transport: TransportName, works: bool) -> None:
+        """Whether new links may use this transport; one whose device is lost is withdrawn until it is back."""
+        (self._withdrawn.discard if works else self._withdrawn.add)(transport)
+
+    @property
+    def transports(self) -> tuple[TransportName, ...]:
+        """Those that work at the moment."""
+        return tuple(name for name in self._ports if name not in self._withdrawn)
+
+    @property
+    def withdrawn(self) -> tuple[TransportName, ...]:
+        """Those that do not work at the moment, and will again when their device is back."""
+        return tuple(name for name in self._ports if name in self._withdrawn)
+
+    def describe(self) -> dict[TransportName, dict[str, object]]:
+        """Counters and gauges of each port."""
+        return {name: port.describe() for name, port in self._ports.items()}
+
+    def expect(self, pair: Pair, epoch: Epoch, transport: TransportName) -> DataEndpoint:
+        """See `ReceiverPort.expect`.
+
+        Raises:
+            PairBeingFenced: evidence about this epoch is still to come, from this port or another.
+        """
+        if any(fenced == pair and at >= epoch for fenced, at in self._fences):
+            raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
+        endpoint = self._ports[transport].expect(pair, epoch)
+        self._used.setdefault(pair, set()).add(transport)
+        return endpoint
+
+    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
+        """See `ReceiverPort.allow`."""
+        for port in self._ports.values():
+            port.allow(pair, epoch, grant, ranges)
+
+    def forbid(self, grant: GrantId) -> bool:
+        """See `ReceiverPort.forbid`: False if any port has no evidence."""
+        proved = [port.forbid(grant) for port in self._ports.values()]
+        return all(proved)
+
+    def fence(self, pair: Pair, epoch: Epoch) -> None:
+        """See `ReceiverPort.fence`: `writer_gone` comes once every port that the pair was expected on has evidence."""
+        waits = self._fences.setdefault((pair, epoch), {})
+        for transport in self._used.get(pair) or set(self._ports):
+            if transport not in waits:
+                waits[transport] = None
+                self._ports[transport].fence(pair, epoch)
+
+    def seal_landed(self, pair: Pair, seal: Seal) -> None:
+        self._events.seal_landed(pair, seal)
+
+    def port_events(self, transport: TransportName) -> ReceiverEvents:
+        """The `events` to make the port of this transport with."""
+        return _PortEvents(self, transport)
+
+    def writer_gone_from(self, transport: TransportName, pair: Pair, epoch: Epoch, evidence: str) -> None:
+        """One port's evidence. Unasked (a dead writer, a lost connection) it makes the other ports fence as well."""
+        waits = self._fences.setdefault((pair, epoch), {})
+        waits[transport] = evidence
+        self.fence(pair, epoch)
+        if all(found is not None for found in waits.values()):
+            del self._fences[pair, epoch]
+            if len(waits) > 1:
+                evidence = "; ".join(f"{name.value}: {waits[name]}" for name in TransportName if name in waits)
+            self._events.writer_gone(pair, epoch, evidence)
+
+    def forget(self, pair: Pair) -> None:
+        """The writer process is known to have ended and nothing of it is left."""
+        self._used.pop(pair, None)
+
+    async def close(self) -> None:
+        """Close every port. No event is delivered any more."""
+        for port in self._ports.values():
+            await port.close()
+        for close in self._closed_last:
+            await close()
+
+
+@dataclass(frozen=True, slots=True)
+class _PortEvents:
+    ports: ReceiverPorts
+    transport: TransportName
+
+    def seal_landed(self, pair: Pair, seal: Seal) -> None:
+        self.ports.seal_landed(pair, seal)
+
+    def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
+        self.ports.writer_gone_from(self.transport, pair, epoch, evidence)
+
+
+class PendingCalls(Generic[KeyT, AnswerT]):
+    """Callers that wait for an answer. All under one key get the same answer, once. Control thread only; the caller
+    bounds the time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[KeyT, list[asyncio.Future[AnswerT]]] = {}
+
+    def __contains__(self, key: KeyT) -> bool:
+        return key in self._waiting
+
+    async def ask(self, key: KeyT, ask: Callable[[], object]) -> AnswerT:
+        """Wait from before `ask` is called, during which the answer may come. Raises what `fail` is given."""
+        waiter: asyncio.Future[AnswerT] = self._loop.create_future()
+        self._waiting.setdefault(key, []).append(waiter)
+        try:
+            ask()
+            return await waiter
+        finally:
+            others = self._waiting.get(key, [])
+            if waiter in others:
+                others.remove(waiter)
+                if not others:
+                    del self._waiting[key]
+
+    def answer(self, key: KeyT, answer: AnswerT) -> None:
+        for waiter in self._pop(key):
+            waiter.set_result(answer)
+
+    def fail(self, key: KeyT, error: Callable[[], Exception]) -> None:
+        """Each gets an error of its own."""
+        for waiter in self._pop(key):
+            waiter.set_exception(error())
+
+    def fail_all(self, error: Callable[[], Exception]) -> None:
+        for key in list(self._waiting):
+            self.fail(key, error)
+
+    def _pop(self, key: KeyT) -> list[asyncio.Future[AnswerT]]:
+        """Without those that were cancelled."""
+        return [waiter for waiter in self._waiting.pop(key, []) if not waiter.done()]

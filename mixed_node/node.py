@@ -26,14 +26,15 @@ from baton.errors import BatonError, Reason
 from baton.ids import GrantId, RequestKey
 from baton.log import get_log
 from baton.wire import NodeLoad
-from cachestore.block_manager import BlockManager, prefix_blocks_max
+from cachestore.block_manager import prefix_blocks_max
 from decode_node.job import answer_growth, why_never
 from decode_node.node import DecodeNode
-from engine.core import Engine, TokenEvent
+from engine.core import TokenEvent
 from engine.scheduler import EngineFullError
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, KvSink, Runner
+from engine.types import Batch, KvSink
 from node.engine_loop import EngineLoop
+from node.pool import DevicePool
 from prefill_node.job import Job, LocalRun
 from prefill_node.local_policy import LocalPolicy
 from prefill_node.node import PrefillNode
@@ -56,9 +57,7 @@ class MixedNode:
         *,
         policy: LocalPolicy,
         decode: DecodeNode,
-        runner: Runner,
-        engine: Engine,
-        blocks: BlockManager,
+        pool: DevicePool,
         granted: Callable[[], prefill_pb2.Granted],
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
@@ -67,9 +66,9 @@ class MixedNode:
         self.policy = policy
         self.decode = decode
         self.granted = granted
-        self._runner = runner
-        self._engine = engine
-        self._blocks = blocks
+        self._runner = pool.runner
+        self._engine = pool.engine
+        self._blocks = pool.blocks
         self._loop = loop
         self._randomness = randomness
         self._first: dict[RequestKey, asyncio.Future[TokenEvent]] = {}
@@ -161,14 +160,6 @@ class MixedNode:
             if first is not None:
                 first.set_result(event)
         self.prefill.step_ended(sink, to_hand_over)
-
-    # Upkeep.
-
-    def upkeep(self) -> None:
-        """Called every second."""
-        self.decode.reap()
-        self.prefill.upkeep()
-        self.prefill.look_again()
 
     def load(self) -> NodeLoad:
         """Each request once: a kept one is the decode half's."""

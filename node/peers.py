@@ -16,7 +16,7 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
-from kvtransfer.device.event_poster import EventPostedLink, EventPoster
+from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.link import DataDoesNotPass, PeerAddress
 from kvtransfer.liveness_stream import LivenessStream
@@ -25,13 +25,14 @@ from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
-from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
-from kvtransfer.transports.shm import ShmWriterLink, copy_turns
+from kvtransfer.transports.rdma_connect import RdmaUnproved
+from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.shm_writer import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.ucx import UcxWriterLink
-from kvtransfer.transports.ucx_offer import usable
+from kvtransfer.transports.ucx import usable
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 from kvtransfer.writer import WriterPeer
 from node.config import WriterNodeConfig
 from node.pool import DevicePool, add_fact
@@ -272,12 +273,7 @@ class Peers:
         """Raises ConnectError."""
         memory = self._rdma
         assert memory is not None
-
-        async def connect(events: WriterEvents) -> RdmaWriterLink:
-            return await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
-
-        if self._poster is None:
-            return await connect(events)
-        return await EventPostedLink.over(
-            connect, events, src_nbytes=self._pool.region.nbytes, poster=self._poster, loop=self._loop
-        )
+        link = await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
+        if self._poster is not None:
+            link.post_behind(self._poster)
+        return link

@@ -14,7 +14,7 @@ from batonpb import node_pb2
 from baton.cores import Cores, own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
-from baton.runtime import NodeRuntime, Progress
+from baton.runtime import Progress
 from baton.wire import ModelInfo
 from cachestore.block_manager import BlockManager
 from cachestore.layout import Layout, kv_layout
@@ -296,20 +296,6 @@ def _model_info(built: BuiltEngine, layout: Layout) -> ModelInfo:
         quantisation=built.quantisation,
         quantisation_must_agree=built.quantisation_must_agree,
     )
-
-
-def report_engine(runtime: NodeRuntime, pool: DevicePool) -> None:
-    """Tell of it in the node's status. Called once, when the node's own `status` is set, and what it offers."""
-    own_status = runtime.status
-    moving = transport_facts(pool.transports, pool.region.kind, runtime.transports)
-
-    def status(message: node_pb2.NodeStatus) -> None:
-        own_status(message)
-        message.engine.padding_blocks = pool.blocks.padding_blocks
-        for name, text in (*pool.describe().items(), *moving.items()):
-            message.engine.facts.add(name=name, text=text)
-
-    runtime.status = status
 
 
 def transport_facts(configured: Sequence[TransportName], region: RegionKind, offered: Sequence[str]) -> dict[str, str]:

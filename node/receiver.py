@@ -18,20 +18,17 @@ from baton.rpc_client import Channels
 from kvtransfer.checksums import RecordChecks
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.protocol.receiver import ReceiverMachine
-from kvtransfer.receiver import Receiver, ReceiverHost
-from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.receiver import Receiver, ReceiverHost, ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
-from kvtransfer.transports.rdma import RdmaReceiverPort
-from kvtransfer.transports.rdma_offer import LentRegistration, register_if_usable
-from kvtransfer.transports.shm import ShmReceiverPort
-from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS
+from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS, ShmReceiverPort
 from kvtransfer.transports.tcp import TcpReceiverPort
 from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS
-from kvtransfer.transports.ucx import UcxReceiverPort
-from kvtransfer.transports.ucx_offer import usable
-from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS
+from kvtransfer.transports.ucx import usable
+from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS, UcxReceiverPort
 from node.config import ReceiverNodeConfig
 from node.pool import DevicePool, add_fact
 from node.regions import checksum_thread, offered, rdma_region

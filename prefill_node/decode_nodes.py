@@ -13,10 +13,11 @@ from batonpb import transfer_pb2
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.wire import ModelInfo, NodeRecord
-from cachestore.block_manager import BlockManager
+from baton.wire import NodeRecord
 from kvtransfer.negotiation import differences
 from kvtransfer.writer import Handoff, WriterPeer
+from node.pool import DevicePool
+from prefill_node.config import PrefillConfig
 from prefill_node.job import Job
 from prefill_node.placement import (
     NOBODY_TO_ASK,
@@ -66,21 +67,19 @@ class DecodeNodes:
     def __init__(
         self,
         *,
-        model: ModelInfo,
+        config: PrefillConfig,
+        pool: DevicePool,
         records: Callable[[], Sequence[NodeRecord]],
         peer_for: Callable[[NodeRecord], WriterPeer],
-        blocks: BlockManager,
-        tries_max: int,
-        affinity_blocks_max: int,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
     ) -> None:
-        self._model = model
+        self._model = pool.model
         self._records = records
         self._peer_for = peer_for
-        self._blocks = blocks
-        self.affinity = DecodeAffinity(blocks_max=affinity_blocks_max)
-        self._tries_max = tries_max
+        self._blocks = pool.blocks
+        self.affinity = DecodeAffinity(blocks_max=config.affinity_blocks_max)
+        self._tries_max = config.decode_tries_max
         self._loop = loop
         self._rng = rng
         self._repeats = RepeatLog(log, loop.time, key="node")

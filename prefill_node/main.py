@@ -1,29 +1,29 @@
-"""Puts a prefill node together, runs it until it is asked to stop, and takes it apart in the reverse order."""
+"""Puts a prefill node together."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
-from collections.abc import Callable
-from random import Random
+from collections.abc import Callable, Sequence
 
 from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 
-from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.runtime import NodeRuntime, Progress
-from baton.wire import Role
+from baton.wire import NodeLoad, NodeRecord, Role
 from kvtransfer.status import HandoffObserver
-from node.conservation import ConservationWatch
-from node.engine_loop import EngineLoop, done_or_broken
+from kvtransfer.transport import TransportName
+from kvtransfer.transports.rdma_memory import LentRegistration
+from node.engine_loop import EngineLoop
+from node.main import serve_node
 from node.peers import Peers
-from node.pool import DevicePool, open_device_pool, report_engine
-from node.prefix_service import serve_prefixes
+from node.pool import DevicePool
+from node.service import WriterService
 from prefill_node.config import PrefillConfig
 from prefill_node.decode_nodes import DecodeNodes
+from prefill_node.job import LocalRunner
 from prefill_node.node import PrefillNode
-from prefill_node.service import PrefillService, WriterService
+from prefill_node.service import PrefillService
 
 
 async def serve(
@@ -35,97 +35,89 @@ async def serve(
     progress: Progress,
     observer: HandoffObserver | None = None,
 ) -> None:
-    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start.
+    """See `serve_node`. `observer` is called at every stage of every handoff, for measurements."""
 
-    `observer` is told of every handoff, for measurements.
-    """
-    rng = Random(secrets.randbits(64))
-    runtime = NodeRuntime(
+    def make(runtime: NodeRuntime, pool: DevicePool) -> PrefillHalf:
+        half = PrefillHalf(config, runtime, pool, observer=observer)
+        half.engine_loop = half.node.engine_loop = EngineLoop(pool.engine, half.node, name=config.name)
+        return half
+
+    await serve_node(
         config,
         Role.PREFILL,
-        pod=config.pod,
-        clock=SystemClock(),
-        rng=rng,
-        on_change=lambda: peers.follow_directory(),
-    )
-    await runtime.check_listen()
-    pool = await open_device_pool(
-        config.engine,
-        name=config.name,
+        make,
+        stop=stop,
+        drain=drain,
+        on_ready=on_ready,
         progress=progress,
         decodes=False,
-        transports=config.transports,
-        staging=config.staging,
     )
-    try:
-        peers = Peers(runtime=runtime, config=config, pool=pool, observer=observer)
-        node = PrefillNode(
-            config=config,
-            runner=pool.runner,
-            engine=pool.engine,
-            ledger=pool.ledger,
-            blocks=pool.blocks,
-            decode_nodes=DecodeNodes(
-                model=pool.model,
-                records=lambda: runtime.membership.nodes(Role.DECODE),
-                peer_for=peers.for_record,
-                blocks=pool.blocks,
-                tries_max=config.decode_tries_max,
-                affinity_blocks_max=config.affinity_blocks_max,
-                loop=asyncio.get_running_loop(),
-                rng=rng,
-            ),
-            loop=asyncio.get_running_loop(),
+
+
+class PrefillHalf:
+    """A prefill node, or that part of a mixed one, with its writers. Implements node.main.Half."""
+
+    engine_loop: EngineLoop
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        runtime: NodeRuntime,
+        pool: DevicePool,
+        *,
+        observer: HandoffObserver | None = None,
+        lent: LentRegistration | None = None,
+        local: LocalRunner | None = None,
+    ) -> None:
+        """See `Peers` for `lent`, `PrefillNode` for `local`. Raises InvalidField."""
+        loop = asyncio.get_running_loop()
+        self._runtime = runtime
+        self.peers = Peers(runtime=runtime, config=config, pool=pool, observer=observer, lent=lent)
+        decode_nodes = DecodeNodes(
+            config=config, pool=pool, records=self._records, peer_for=self.peers.for_record, loop=loop, rng=runtime.rng
         )
-        node.engine_loop = EngineLoop(pool.engine, node, name=config.name)
-        await _run(runtime, node, peers, pool, stop, drain, on_ready)
-    finally:
-        pool.close()
+        self.node = PrefillNode(config=config, pool=pool, decode_nodes=decode_nodes, loop=loop, local=local)
 
+    def _records(self) -> list[NodeRecord]:
+        """The decode nodes beside this one."""
+        own = self._runtime.incarnation
+        return [record for record in self._runtime.membership.nodes(Role.DECODE) if record.incarnation != own]
 
-async def _run(
-    runtime: NodeRuntime,
-    node: PrefillNode,
-    peers: Peers,
-    pool: DevicePool,
-    stop: asyncio.Event,
-    drain: asyncio.Event | None,
-    on_ready: Callable[[str], None],
-) -> None:
-    watch = ConservationWatch(pool.ledger, runtime.clock)
+    @property
+    def transports(self) -> Sequence[TransportName]:
+        return self.peers.transports
 
-    def upkeep() -> None:
-        watch.check_sometimes()
-        node.upkeep()
-        peers.upkeep()
+    def open(self) -> None:
+        self.add_prefill_service()
+        self._runtime.server.add(
+            "baton.v1.Transfer",
+            transfer_pb2_grpc.add_TransferServicer_to_server,
+            WriterService(self._runtime.incarnation, self.peers.find),
+        )
 
-    def status(message: node_pb2.NodeStatus) -> None:
-        watch.check()
-        message.conservation_errors = watch.errors
-        peers.add_status(message)
+    def add_prefill_service(self) -> None:
+        runtime = self._runtime
+        service = PrefillService(self.node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)
+        runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)
 
-    def holds() -> Holdings:
-        return dataclasses.replace(peers.holds(), requests=node.requests)
+    def follow_directory(self) -> None:
+        self.peers.follow_directory()
 
-    runtime.model, runtime.load = pool.model, lambda: peers.add_load(node.load())
-    runtime.transports = tuple(t.value for t in peers.transports)
-    runtime.status, runtime.upkeep, runtime.holds = status, upkeep, holds
-    serve_prefixes(runtime, pool)
-    report_engine(runtime, pool)
-    service = PrefillService(node, runtime.incarnation, lambda: runtime.lifecycle.takes_requests, runtime.rng)
-    runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)
-    runtime.server.add(
-        "baton.v1.Transfer",
-        transfer_pb2_grpc.add_TransferServicer_to_server,
-        WriterService(runtime.incarnation, peers.find),
-    )
-    stepping = asyncio.create_task(node.engine_loop.run(), name="engine-loop")
-    try:
-        on_ready(await runtime.open())
-        await done_or_broken(runtime.serve_until(stop, drain), stepping)
-    finally:
-        await runtime.leave()
-        await runtime.server.stop(runtime.config.stop_grace_ms / 1000)
-        await node.engine_loop.stop(stepping)
-        await peers.close()
-        await runtime.close()
+    def upkeep(self) -> None:
+        self.node.upkeep()
+        self.peers.upkeep()
+
+    def add_status(self, message: node_pb2.NodeStatus) -> None:
+        self.peers.add_status(message)
+
+    def load(self) -> NodeLoad:
+        return self.peers.add_load(self.node.load())
+
+    def holds(self) -> Holdings:
+        return dataclasses.replace(self.peers.holds(), requests=self.node.requests)
+
+    async def end_requests(self) -> None:
+        """They end with their calls."""
+
+    async def close(self) -> None:
+        await self.peers.close()

@@ -20,15 +20,15 @@ from baton.ids import BlockId, Incarnation, RequestKey
 from baton.retry_time import ROOM_SHARE, wait_s
 from baton.wire import NodeLoad
 from cachestore.block_manager import BlockManager, prefix_blocks_max
-from cachestore.ledger import Ledger
-from engine.core import Engine, TokenEvent
+from engine.core import TokenEvent
 from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, Runner, SequenceSlice
+from engine.types import Batch, FinishReason, KvSink, SequenceSlice
 from engine.wire import NOT_FINITE_MESSAGE, key_from_proto, params_from_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.status import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites
 from node.engine_loop import EngineLoop
+from node.pool import DevicePool
 from prefill_node.config import PrefillConfig
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.job import (
@@ -60,26 +60,23 @@ class PrefillNode:
         self,
         *,
         config: PrefillConfig,
-        runner: Runner,
-        engine: Engine,
-        ledger: Ledger,
-        blocks: BlockManager,
+        pool: DevicePool,
         decode_nodes: DecodeNodes,
         loop: asyncio.AbstractEventLoop,
         local: LocalRunner | None = None,
     ) -> None:
         """`local` is the other half of a mixed node."""
         self.config = config
-        self.ledger = ledger
-        self._runner = runner
-        self._engine = engine
-        self._blocks = blocks
+        self.ledger = pool.ledger
+        self._runner = pool.runner
+        self._engine = pool.engine
+        self._blocks = pool.blocks
         self._decode_nodes = decode_nodes
         self._loop = loop
         self._local = local
         self._queue: WaitingLine[Job] = WaitingLine(overtakes_max=config.engine.scheduler().overtakes_max)
         self._admitted: dict[RequestKey, Job] = {}
-        self._posting = Posting(blocks, num_layers=runner.kv_spec.num_layers)
+        self._posting = Posting(pool.blocks, num_layers=pool.layout.num_layers)
         self._rate = PrefillRate(
             tokens_per_step_max=config.engine.tokens_per_step_max, age_ms_max=config.rate_age_ms_max
         )

@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from batonpb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from batonpb import prefill_pb2, prefill_pb2_grpc
 
 from baton.drain import node_draining
-from baton.ids import Incarnation, ReserveNumber
+from baton.ids import Incarnation
 from baton.tracing import forward_metadata
 from baton.wire import check_header
-from kvtransfer.writer import WriterPeer
 from prefill_node.node import PrefillNode
 
 
@@ -43,20 +42,3 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         async with aclosing(events):
             async for event in events:
                 yield event
-
-
-class WriterService(transfer_pb2_grpc.TransferServicer):
-    """The writer's half of baton.v1.Transfer."""
-
-    def __init__(self, own: Incarnation, peer_of: Callable[[Incarnation], WriterPeer | None]) -> None:
-        self._own = own
-        self._peer_of = peer_of
-
-    async def Revoke(self, request: transfer_pb2.RevokeRequest, context: Any) -> transfer_pb2.RevokeReply:
-        receiver = check_header(request.header, own=self._own)
-        peer = self._peer_of(receiver)
-        if peer is None:
-            # Given up and its links closed, or never met: nothing is written there any more, and what may still be
-            # under way nobody here knows. The receiver's fence does.
-            return transfer_pb2.RevokeReply(writes_in_doubt=True)
-        return transfer_pb2.RevokeReply(writes_in_doubt=await peer.revoked(ReserveNumber(request.number)))

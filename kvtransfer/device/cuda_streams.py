@@ -9,7 +9,7 @@ import torch
 from triton.errors import TritonError
 
 from kvtransfer.device.copy_kernel import copy_records
-from kvtransfer.device.driver import DeviceError
+from kvtransfer.device.streams import DeviceError
 from kvtransfer.transport import WriteOps
 
 

@@ -20,14 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtransfer.device.gpudirect import DmaBuf, GpuDirect, page_span
-from kvtransfer.device.streams import DeviceStreams
+from kvtransfer.device.streams import DeviceError, DeviceStreams
 
 IPC_HANDLE_BYTES = 64
 _MPS_DIRECTORY = "/tmp/nvidia-mps"
-
-
-class DeviceError(Exception):
-    """The device, or its driver, has refused; the text says what was asked and what to do."""
 
 
 class PinnedMemory(Protocol):
@@ -272,3 +268,6 @@ class _Span:
             "data": (address, False),
             "version": 3,
         }
+
+
+__all__ = ["IPC_HANDLE_BYTES", "CudaDriver", "DeviceDriver", "DeviceError", "PinnedMemory", "mps_in_use"]

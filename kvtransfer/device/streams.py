@@ -15,6 +15,10 @@ POLL_INTERVAL_S = 50e-6
 """Between two looks at the oldest event: short beside a layer, long beside the look."""
 
 
+class DeviceError(Exception):
+    """The device, or its driver, has refused; the text says what was asked and what to do."""
+
+
 class DeviceEvent(Protocol):
     """A point in a stream."""
 

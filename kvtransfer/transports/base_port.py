@@ -12,9 +12,10 @@ from typing import ClassVar, Generic, TypeVar
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
-from kvtransfer.transports.acceptor import Acceptor, listen_on
+from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.port_fences import NotAdmitted, PortFences
+from kvtransfer.transports.pair_fence import PortFences
+from kvtransfer.transports.receiver_port import Acceptor, listen_on
 from kvtransfer.transports.tcp_socket import tune
 from kvtransfer.transports.words_connection import WordsConnection
 
@@ -155,7 +156,7 @@ class ListeningPort(BasePort[LimitsT, ReasonT, WordsT]):
         """The secret to be proved; None: the connection has been refused. To be asked with the HELLO, and again with
         the ANSWER: a fence, or a newer epoch, may have come in between."""
         secret = self._fences.secret(pair, epoch)
-        if isinstance(secret, NotAdmitted):
+        if isinstance(secret, RefusalReason):
             self._refuse(connection, self._reasons[secret.name])
             return None
         return secret

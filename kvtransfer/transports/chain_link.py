@@ -8,16 +8,21 @@ import socket
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from baton.ids import GrantId, Pair
 from kvtransfer.transport import DataEndpoint, Seal, WriterEvents
+from kvtransfer.transports.control_channel import (
+    RECV_BYTES,
+    Codec,
+    Inbox,
+    MalformedMessage,
+    Message,
+    Outbox,
+    close_politely,
+)
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.message_stream import Malformed, MessageStream
-from kvtransfer.transports.outbox import Outbox
 from kvtransfer.transports.post_queue import OpsPart, PostQueue
 from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits
-from kvtransfer.transports.tcp_socket import RECV_BYTES, close_politely
 from kvtransfer.transports.writer_link import BaseWriterLink, Mark
 
 
@@ -34,7 +39,7 @@ class ChainLink(BaseWriterLink):
         self,
         *,
         sock: socket.socket,
-        inbox: MessageStream[Any, Any],
+        codec: Codec,
         src_nbytes: int,
         dst_nbytes: int,
         endpoint: DataEndpoint,
@@ -46,10 +51,9 @@ class ChainLink(BaseWriterLink):
         seals_max: int,
         wake: Callable[[], None],
     ) -> None:
-        """At most `seals_max` seals are on their way. `wake` is for the thread, and called from any; `inbox` cuts what
-        comes into words for `_handle`."""
+        """At most `seals_max` seals are on their way. `wake` is for the thread, and called from any."""
         super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
-        self._sock, self._inbox = sock, inbox
+        self._sock, self._codec, self._inbox = sock, codec, Inbox(codec)
         self._seals_max = seals_max
         self._wake = wake
         self._lanes = ChainLanes(
@@ -62,7 +66,7 @@ class ChainLink(BaseWriterLink):
             wake=wake,
         )
         self._queue = self._lanes.queue
-        self._words = Outbox(sock, loop, self._connection_lost)
+        self._outbox = Outbox(sock, loop, self._connection_lost)
         self._seals_held: deque[Seal] = deque()
         self._seals_out: set[int] = set()
         self._seals_made = 0
@@ -79,11 +83,11 @@ class ChainLink(BaseWriterLink):
 
     @abstractmethod
     def _send_numbered(self, number: int, seal: Seal) -> None:
-        """Queue its parts, and say it."""
+        """Queue its parts, and send its message."""
 
     @abstractmethod
-    def _handle(self, message: Any) -> None:
-        """A word of the receiver's."""
+    def _handle(self, message: Message) -> None:
+        """From the receiver."""
 
     def _connection_lost(self, reason: str) -> None:
         """Nobody hears us any more: nothing is waited for, in an orderly end neither."""
@@ -107,7 +111,7 @@ class ChainLink(BaseWriterLink):
         try:
             for message in self._inbox.feed(data):
                 self._handle(message)
-        except Malformed as error:
+        except MalformedMessage as error:
             self._end(f"the receiver sent no message of ours: {error}")
 
     def _sealed(self, number: int) -> None:
@@ -143,11 +147,14 @@ class ChainLink(BaseWriterLink):
             self._closing_timer.cancel()
         self._loop.remove_reader(self._sock)
 
-    def _hang_up(self, last_word: bytes | None) -> None:
-        """Close the connection, behind the last word, if there is one and the connection takes it."""
-        if last_word is not None:
-            self._words.send(last_word)
-        self._words.close()
+    def _send_message(self, message: Message) -> None:
+        self._outbox.send(self._codec.encode(message))
+
+    def _hang_up(self, last: Message | None) -> None:
+        """Close the connection, behind the last message, if there is one and the connection takes it."""
+        if last is not None:
+            self._send_message(last)
+        self._outbox.close()
         close_politely(self._sock)
 
     def _send_next(self, seal: Seal) -> None:

@@ -1,16 +1,23 @@
-"""Which connections of one pair may still write, and which fences wait for them. Pure: no sockets, no clock.
+"""Which connections of a pair may still write, and which fences wait for them. `PairFence` has no I/O and no clock.
 
 A connection is *open* from the moment that it may write (shm: that the region's descriptor may have left for the
 writer), and stays so until there is evidence that it cannot any more. Nothing else closes it here (DESIGN I2, I3).
-`port_fences` keeps the books of all pairs of one port.
+`PortFences` has those of all pairs of one port, and reports a fence that has its evidence.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
-from baton.ids import Epoch
+from baton.ids import Epoch, Pair
+from kvtransfer.transport import PairBeingFenced, ReceiverEvents, TooManyPairs, TransportName
+from kvtransfer.transports.control_channel import RefusalReason
+
+SECRET_BYTES: Final = 16
 
 
 class Evidence(Enum):
@@ -32,7 +39,7 @@ class _Tally:
 
 
 class PairFence:
-    """The receiver's book of one pair. Connections are named by integers of the caller's choice."""
+    """Of one pair, at the receiver. Connections are named by integers of the caller's choice."""
 
     def __init__(self) -> None:
         self._expected: tuple[Epoch, bytes] | None = None
@@ -43,7 +50,7 @@ class PairFence:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is expected, open or waiting: the book may be forgotten."""
+        """Nothing is expected, open or waiting: this may be forgotten."""
         return self._expected is None and not self._open and not self._waiting
 
     @property
@@ -115,3 +122,101 @@ class PairFence:
                 parts.append(f"{count} {evidence.value}")
         pids = sorted(set().union(*(tally.pids_dead for tally in tallies)))
         return ", ".join(parts) + (f" (pid {', '.join(map(str, pids))})" if pids else "")
+
+
+class PortFences:
+    """All pairs that one port expects, has connections of, or fences. Runs on `loop`'s thread."""
+
+    def __init__(
+        self,
+        *,
+        transport: TransportName,
+        events: ReceiverEvents,
+        loop: asyncio.AbstractEventLoop,
+        randomness: Callable[[int], bytes],
+        pairs_max: int,
+    ) -> None:
+        self._transport = transport
+        self._events = events
+        self._loop = loop
+        self._randomness = randomness
+        self._pairs_max = pairs_max
+        self._pairs: dict[Pair, PairFence] = {}
+        self._closed = False
+        self.ended = 0
+        """Fences that have had their evidence."""
+
+    @property
+    def waiting(self) -> int:
+        """Fences that have no evidence yet."""
+        return sum(fence.fences_waiting for fence in self._pairs.values())
+
+    def book(self, pair: Pair) -> PairFence | None:
+        return self._pairs.get(pair)
+
+    def expect(self, pair: Pair, epoch: Epoch) -> bytes:
+        """Allow connections of this pair in this epoch, and no longer in an older one: the secret to be shown.
+
+        Raises:
+            PairBeingFenced: a fence of this epoch has begun.
+            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
+        """
+        assert not self._closed
+        fence = self._pairs.get(pair)
+        if fence is not None and fence.has_fenced(epoch):
+            raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
+        if fence is None:
+            if len(self._pairs) >= self._pairs_max:
+                raise TooManyPairs(
+                    f"{len(self._pairs)} pairs use this region's {self._transport.value} port, pairs_max is reached"
+                )
+            fence = self._pairs[pair] = PairFence()
+        secret = fence.secret(epoch)
+        if secret is None:
+            secret = self._randomness(SECRET_BYTES)
+            fence.expect(epoch, secret)
+        return secret
+
+    def secret(self, pair: Pair, epoch: Epoch) -> bytes | RefusalReason:
+        """What a connection of this pair and epoch has to prove, or why none is accepted: no epoch of the pair is
+        expected, or another one. To be asked again before it is opened: a fence, or a newer epoch, may have come."""
+        fence = self._pairs.get(pair)
+        if fence is None or fence.expected_epoch is None:
+            return RefusalReason.NOT_EXPECTED
+        return fence.secret(epoch) or RefusalReason.EPOCH
+
+    def opened(self, pair: Pair, connection: int, epoch: Epoch) -> None:
+        """See `PairFence.opened`."""
+        self._pairs[pair].opened(connection, epoch)
+
+    def closed(self, pair: Pair, connection: int, evidence: Evidence, pid: int = 0) -> None:
+        """See `PairFence.closed`. Fences that waited for it are reported soon."""
+        self._pairs[pair].closed(connection, evidence, pid)
+        self._loop.call_soon(self._settle, pair)
+
+    def is_fencing(self, pair: Pair, epoch: Epoch) -> bool:
+        """See `PairFence.is_fencing`."""
+        return self._pairs[pair].is_fencing(epoch)
+
+    def fence(self, pair: Pair, epoch: Epoch) -> list[int]:
+        """Begin a fence: `writer_gone` comes when it has its evidence. The connections that are still open."""
+        assert not self._closed
+        still_open = self._pairs.setdefault(pair, PairFence()).fence(epoch)
+        self._loop.call_soon(self._settle, pair)
+        return still_open
+
+    def close(self) -> None:
+        """Report nothing any more."""
+        self._closed = True
+        self._pairs.clear()
+
+    def _settle(self, pair: Pair) -> None:
+        """Report every fence of the pair that has its evidence; the callback may call back into this port."""
+        while not self._closed and (fence := self._pairs.get(pair)) is not None:
+            settled = fence.settled()
+            if settled is None:
+                if fence.is_idle:
+                    del self._pairs[pair]
+                return
+            self.ended += 1
+            self._events.writer_gone(pair, *settled)

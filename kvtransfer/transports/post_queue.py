@@ -64,6 +64,8 @@ class Batch(Generic[PartT]):
     left_bytes: int
     completed: Completed | None
     """Called in place of the queue's own."""
+    late: bool = False
+    """It waits for a device to compute its sources, or has: nothing of it is lent to whoever posts."""
     computed: bool = True
     parts_out: int = 0
     copied: bool = True
@@ -118,18 +120,12 @@ class PostQueue(Generic[PartT, LoanT]):
         loop: asyncio.AbstractEventLoop,
         completed: Completed,
         in_doubt: Callable[[GrantId], None] | None = None,
-        after: Callable[[Callable[[bool], None]], None] | None = None,
-        uncomputed: Callable[[GrantId], None] | None = None,
         abandoned_grants_max: int = ABANDONED_GRANTS_MAX,
     ) -> None:
         """`cut` is called by whoever posts. Its parts may be lazy: they are asked for one by one, with the lock held.
 
         `in_doubt` is called on the loop's thread for each grant with parts on their way when the lanes are lost
         (`lose`), before these complete.
-
-        `after` is `EventPoster.after`, where a device computes the sources and the lanes know of no stream: a batch
-        is taken once it has been called back. If it never will be, `uncomputed` gets the grant, on the loop's thread,
-        and abandons it.
         """
         self.lock = threading.Condition()
         self.stopped = False
@@ -144,8 +140,8 @@ class PostQueue(Generic[PartT, LoanT]):
         self._loop = loop
         self._completed = completed
         self._in_doubt = in_doubt
-        self._after = after
-        self._uncomputed = uncomputed
+        self._after: Callable[[Callable[[bool], None]], None] | None = None
+        self._uncomputed: Callable[[GrantId], None] = self.abandon
         self._abandoned_grants_max = abandoned_grants_max
         self._waiting: deque[Batch[PartT]] = deque()
         self._out: dict[int, Taken[PartT]] = {}
@@ -153,6 +149,17 @@ class PostQueue(Generic[PartT, LoanT]):
         self._abandoned: set[GrantId] = set()
         self._uncompleted: dict[GrantId, int] = {}
         self._lanes_used: dict[GrantId, int] = {}
+
+    def post_behind(
+        self, after: Callable[[Callable[[bool], None]], None], uncomputed: Callable[[GrantId], None]
+    ) -> None:
+        """From now on batches wait for the device that computes their sources. Before the first post.
+
+        For lanes that know of no stream: an RDMA card reads memory when it is told to, whatever a stream has queued.
+        `after` is `EventPoster.after`; a batch is taken once that has called back. If it never will, `uncomputed` gets
+        the grant, on the loop's thread, and abandons it.
+        """
+        self._after, self._uncomputed = after, uncomputed
 
     # Any thread.
 
@@ -175,6 +182,7 @@ class PostQueue(Generic[PartT, LoanT]):
             parts=iter(self._cut(ops)),
             left_bytes=total_bytes,
             completed=completed,
+            late=self._after is not None,
             computed=self._after is None,
         )
         with self.lock:
@@ -350,7 +358,6 @@ class PostQueue(Generic[PartT, LoanT]):
     def _when_computed(self, batch: Batch[PartT], computed: bool) -> None:
         """On the poster's thread, or, if not computed, on any."""
         if not computed:
-            assert self._uncomputed is not None
             call_loop(self._loop, self._uncomputed, batch.grant)
             return
         with self.lock:

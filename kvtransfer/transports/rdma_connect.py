@@ -1,25 +1,22 @@
-"""The writer's handshake: one connection for words, queue pairs for data, all of it proved."""
+"""The writer's handshake: one connection for messages, queue pairs for data, all of it proved."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import socket
 from dataclasses import dataclass
 from typing import Final
 
-from baton.endpoint import join_endpoint, split_endpoint
-from baton.errors import BatonError
 from baton.ids import Pair
 from baton.log import get_log
 from kvtransfer.transport import ConnectError, DataEndpoint
-from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.connect_words import ConnectWords, Dialect
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import WriterChannel, connect_error
 from kvtransfer.transports.limits import LinkLimits, check_limits
+from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold
-from kvtransfer.transports.tcp_socket import take_leave
 
 log = get_log("rdma")
 
@@ -48,37 +45,9 @@ class RdmaLinkLimits(LinkLimits):
 RDMA_LINK_LIMITS: Final = RdmaLinkLimits()
 
 
-class RdmaConnectError(ConnectError):
-    """Of an rdma link."""
-
-
-class RdmaUnproved(RdmaConnectError):
-    """All was said, the queue pairs are connected, and no data arrives: the devices do not reach each other (a route, a
-    VLAN, a filter of UDP port 4791, or a switch whose MTU is smaller than the devices')."""
-
-
-_DIALECT: Dialect[wire.Message] = Dialect(
-    encode=wire.encode, inbox=wire.Inbox, refused=wire.Refused, error=RdmaConnectError
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionAddress:
-    """`DataEndpoint.address` of this transport: where the receiver listens, and its region's address and key."""
-
-    listens: str
-    base: int
-    rkey: int
-
-    def encode(self) -> str:
-        return f"{self.listens}/{self.base:016x}/{self.rkey:08x}"
-
-    @classmethod
-    def decode(cls, address: str) -> RegionAddress:
-        """Raises ValueError or BatonError: not such an address."""
-        listens, base, rkey = address.split("/")
-        host, port = split_endpoint(listens)
-        return cls(listens=join_endpoint(host, port), base=int(base, 16), rkey=int(rkey, 16))
+class RdmaUnproved(ConnectError):
+    """The handshake is done, the queue pairs are connected, and no data arrives: the devices do not reach each other (a
+    route, a VLAN, a filter of UDP port 4791, or a switch whose MTU is smaller than the devices')."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +58,7 @@ class Connected:
     qps: QueuePairs
     region: RegionAddress
     region_nbytes: int
-    peer: wire.LinkEnds
+    peer: LinkEnds
 
 
 async def connect(
@@ -98,10 +67,10 @@ async def connect(
     """Connect, prove the pair's secret, and then that data passes. Lets go of the hold where it fails.
 
     Raises:
-        RdmaUnproved: words arrive at the receiver, and data does not.
-        RdmaConnectError: refused, unreachable, whoever answers does not know the secret, or too late.
+        RdmaUnproved: messages arrive at the receiver, and data does not.
+        ConnectError: refused, unreachable, whoever answers does not know the secret, or too late.
     """
-    words: ConnectWords[wire.Message] | None = None
+    channel: WriterChannel | None = None
     qps: QueuePairs | None = None
     acknowledged: asyncio.Future[None] | None = None
     try:
@@ -109,25 +78,28 @@ async def connect(
             region = RegionAddress.decode(endpoint.address)
             qps = QueuePairs(hold.device, hold.device.config.qps, os.urandom, sends=True)
             link = int.from_bytes(os.urandom(8))
-            hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, ends=qps.ends)
-            words = await ConnectWords.open(region.listens, loop, _DIALECT, address=endpoint.address)
-            welcome = await _shake_hands(words, endpoint, hello)
+            hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=qps.ends.encode())
+            channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
+            welcome = RdmaWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
+            if len(welcome.ends.qps) != len(qps.ends.qps):
+                raise ConnectError(f"{endpoint.address}: {len(welcome.ends.qps)} queue pairs in the welcome")
             qps.connect(welcome.ends)
             acknowledged = loop.create_future()
-            await _prove(words, qps, welcome, loop, acknowledged)
+            await _prove(channel, qps, welcome, loop, acknowledged)
         return Connected(
-            sock=words.sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends
+            sock=channel.sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends
         )
     except BaseException as error:
-        give_up(endpoint, hold, qps, words.sock if words is not None else None)
-        if acknowledged is not None and not _all_came(acknowledged) and _tells_of_the_way(error):
+        give_up(endpoint, hold, qps, channel.sock if channel is not None else None)
+        if acknowledged is not None and not _all_came(acknowledged) and _concerns_the_way(error):
             text = f"no data arrives within {limits.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
-            reason = error.reason if isinstance(error, RdmaConnectError) else None
+            reason = error.reason if isinstance(error, ConnectError) else None
             raise RdmaUnproved(f"{endpoint.address}: the devices do not reach each other: {text}", reason) from error
-        if isinstance(error, TimeoutError):
-            raise RdmaConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
-        if isinstance(error, (OSError, ValueError, BatonError, wire.MalformedMessage, QueuePairFailed)):
-            raise RdmaConnectError(f"{endpoint.address}: {error}") from error
+        failed = connect_error(
+            error, address=endpoint.address, connect_ms_max=limits.connect_ms_max, also=(QueuePairFailed,)
+        )
+        if failed is not None:
+            raise failed from error
         raise
 
 
@@ -136,29 +108,16 @@ def _all_came(acknowledged: asyncio.Future[None]) -> bool:
     return acknowledged.done() and not acknowledged.cancelled() and acknowledged.exception() is None
 
 
-def _tells_of_the_way(error: BaseException) -> bool:
+def _concerns_the_way(error: BaseException) -> bool:
     """Or else of something that has happened to one of the two meanwhile."""
-    refused = isinstance(error, RdmaConnectError) and error.reason is wire.RefusalReason.PROBE
+    refused = isinstance(error, ConnectError) and error.reason is wire.RefusalReason.PROBE
     return refused or isinstance(error, (TimeoutError, ProbeLost))
 
 
-async def _shake_hands(words: ConnectWords[wire.Message], endpoint: DataEndpoint, hello: wire.Hello) -> wire.Welcome:
-    await words.say(hello)
-    challenge = await words.hear(wire.Challenge)
-    await words.say(wire.Answer(proof=wire.writer_proof(endpoint.secret, hello, challenge.nonce)))
-    w = await words.hear(wire.Welcome)
-    wanted = wire.receiver_proof(endpoint.secret, hello, challenge.nonce, w.region_nbytes, w.probes, w.ends)
-    if not hmac.compare_digest(w.proof, wanted):
-        raise RdmaConnectError(f"{endpoint.address}: whoever listens there does not know the pair's secret")
-    if len(w.ends.qps) != len(hello.ends.qps):
-        raise RdmaConnectError(f"{endpoint.address}: {len(w.ends.qps)} queue pairs in the welcome")
-    return w
-
-
 async def _prove(
-    words: ConnectWords[wire.Message],
+    channel: WriterChannel,
     qps: QueuePairs,
-    welcome: wire.Welcome,
+    welcome: RdmaWelcome,
     loop: asyncio.AbstractEventLoop,
     acknowledged: asyncio.Future[None],
 ) -> None:
@@ -183,7 +142,7 @@ async def _prove(
 
     qps.post_probes(welcome.ends, welcome.probes)
     loop.add_reader(qps.fd, look)
-    ready = loop.create_task(words.hear(wire.Ready))
+    ready = loop.create_task(channel.receive(wire.Ready))
     try:
         await asyncio.gather(acknowledged, ready)
     finally:
@@ -205,4 +164,4 @@ def give_up(endpoint: DataEndpoint, hold: Hold, qps: QueuePairs | None, sock: so
         return
     hold.release()
     if sock is not None:
-        take_leave(sock, wire.encode(wire.Bye(epoch=endpoint.epoch)))
+        wire.take_leave(sock, CODEC.encode(wire.Bye(epoch=endpoint.epoch)))

@@ -1,18 +1,28 @@
-"""An opened RDMA device with the region registered once, and the queue pairs of a link on it."""
+"""An opened RDMA device, a node's region registered with it once, and the queue pairs of a link on it.
+
+A region lies in host memory or on a device. Memory of a device is registered as a dma-buf where its driver makes one
+and the card's takes it: that needs nothing but these two. Else by its address, as peer memory, for which a module of
+the kernel (nvidia_peermem) has to tell the card's driver what lies there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from enum import Enum
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from baton.log import get_log
-from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.device.driver import DeviceError
+from kvtransfer.device.gpudirect import GpuDirect
+from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.rdma import GID_BYTES, PROBE_BYTES, LinkEnds, ProbePlace, QpAddress
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
 from kvtransfer.transports.rdma_poster import (
     Addresses,
@@ -22,19 +32,203 @@ from kvtransfer.transports.rdma_poster import (
     rdma_library,
     take_event,
 )
-from kvtransfer.transports.rdma_regions import RdmaRegion, RegistrationRefused, VerbsRegistrar
 from kvtransfer.transports.rdma_verbs import LayoutUnknown, RdmaUnavailable, Verbs, channel_fd, load_verbs
 from kvtransfer.transports.settings import RdmaConfig
 
 log = get_log("rdma")
 
+HOP_LIMIT: Final = 64
+"""Routers that a packet may pass (RoCE v2)."""
 _POLL_MAX = 64
 _RNR_TIMER_CODE = 12
 _RNR_RETRIES = 6
-HOP_LIMIT: Final = 64
-"""Routers that a packet may pass (RoCE v2)."""
 """Repeats of an immediate for which no receive is posted, every 0.64 ms; 7 would be for ever. As many are posted as may
 come, so that none is ever repeated unless one side breaks the protocol."""
+
+
+WHAT_GPUS_NEED = (
+    "load the kernel's module nvidia_peermem (modprobe nvidia_peermem), or use NVIDIA's open kernel modules, which "
+    "make dma-bufs; a region larger than the GPU's BAR1 (nvidia-smi -q) cannot be registered either way"
+)
+_WHAT_HOSTS_NEED = "raise the limit of locked memory (ulimit -l, LimitMEMLOCK=, or the capability IPC_LOCK)"
+
+
+class RegistrationRefused(Exception):
+    """Memory cannot be registered with this card; the text says why."""
+
+
+class RegisteredAs(Enum):
+    HOST_MEMORY = "host memory"
+    DMA_BUF = "device memory as a dma-buf"
+    PEER_MEMORY = "device memory as peer memory"
+
+
+class Keys(NamedTuple):
+    """`base`: where the card finds the first byte, under these keys."""
+
+    base: int
+    lkey: int
+    rkey: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    keys: Keys
+    registered_as: RegisteredAs
+    why_not_better: str = ""
+    """Why not in the way that is tried first; empty: it was that one."""
+
+    @property
+    def told(self) -> str:
+        """For people."""
+        return self.registered_as.value + (f" ({self.why_not_better})" if self.why_not_better else "")
+
+
+class Registrar(Protocol):
+    """Registers memory with one card, and keeps it registered until it is closed itself."""
+
+    def by_address(self, address: int, nbytes: int) -> Keys:
+        """Raises RegistrationRefused."""
+        ...
+
+    def by_dma_buf(self, fd: int, offset: int, nbytes: int) -> Keys:
+        """`nbytes` from `offset` on; `fd` stays the caller's, who may close it at once. Raises RegistrationRefused."""
+        ...
+
+
+class RdmaRegion(Protocol):
+    """What `RdmaMemory` registers; its memory outlives that. Any thread, one at a time."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def register(self, registrar: Registrar, *, remote_writes: bool) -> Registration:
+        """The whole region. `remote_writes`: others may write into it. Raises RegistrationRefused."""
+        ...
+
+    def flush(self) -> bool:
+        """What a card is known to have written is seen by all that is launched after this. Whether anything had to be
+        done for that. Once registered; raises DeviceError."""
+        ...
+
+
+class HostBytes:
+    """A region in host memory: the processor sees what a card has written before the card says so."""
+
+    def __init__(self, array_U8: Callable[[], np.ndarray]) -> None:
+        """`array_U8` gives all bytes, which lie where they are for good; no view of them is kept."""
+        self._array_U8 = array_U8
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._array_U8())
+
+    def register(self, registrar: Registrar, *, remote_writes: bool) -> Registration:
+        """See `RdmaRegion.register`."""
+        del remote_writes  # they need nothing
+        array_U8 = self._array_U8()
+        assert array_U8.dtype == np.uint8 and array_U8.flags.c_contiguous
+        try:
+            keys = registrar.by_address(int(array_U8.ctypes.data), len(array_U8))
+        except RegistrationRefused as error:
+            raise RegistrationRefused(f"{error}; {_WHAT_HOSTS_NEED}") from error
+        return Registration(keys=keys, registered_as=RegisteredAs.HOST_MEMORY)
+
+    def flush(self) -> bool:
+        """See `RdmaRegion.flush`."""
+        return False
+
+
+class DeviceBytes:
+    """A region on a device."""
+
+    def __init__(self, region: DeviceRegion) -> None:
+        self._region = region
+        self._allowed: GpuDirect | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._region.nbytes
+
+    def register(self, registrar: Registrar, *, remote_writes: bool) -> Registration:
+        """See `RdmaRegion.register`: as a dma-buf, or else as peer memory."""
+        try:
+            allowed = self._region.driver.gpudirect()
+        except DeviceError as error:
+            raise RegistrationRefused(str(error)) from error
+        refusal = allowed.refusal(remote_writes=remote_writes)
+        if refusal is not None:
+            raise RegistrationRefused(refusal)
+        self._allowed = allowed
+        why = "the device's driver makes none"
+        if allowed.dma_buf:
+            try:
+                return Registration(keys=self._by_dma_buf(registrar), registered_as=RegisteredAs.DMA_BUF)
+            except (DeviceError, RegistrationRefused) as error:
+                why = str(error)
+        try:
+            keys = self._by_address(registrar, allowed)
+        except RegistrationRefused as error:
+            raise RegistrationRefused(f"as a dma-buf: {why}; as peer memory: {error}; {WHAT_GPUS_NEED}") from error
+        return Registration(keys=keys, registered_as=RegisteredAs.PEER_MEMORY, why_not_better=f"no dma-buf: {why}")
+
+    def flush(self) -> bool:
+        """See `RdmaRegion.flush`. A completion says that the card has sent its writes on, towards the device; only the
+        device's driver can say that they are there."""
+        assert self._allowed is not None, "not registered"
+        if self._allowed.ordered:
+            return False
+        self._region.driver.flush_remote_writes()
+        return True
+
+    def _by_dma_buf(self, registrar: Registrar) -> Keys:
+        region = self._region
+        found = region.driver.dma_buf(region.address, region.nbytes)
+        try:
+            return registrar.by_dma_buf(found.fd, found.offset, region.nbytes)
+        finally:
+            os.close(found.fd)
+
+    def _by_address(self, registrar: Registrar, allowed: GpuDirect) -> Keys:
+        if not allowed.peer_memory:
+            raise RegistrationRefused("the device's driver does not tell its pages")
+        return registrar.by_address(self._region.address, self._region.nbytes)
+
+
+class VerbsRegistrar:
+    """By pyverbs, in one protection domain, before which it is closed."""
+
+    def __init__(self, verbs: Verbs, domain: Any, access: int) -> None:
+        self._verbs = verbs
+        self._domain = domain
+        self._access = access
+        self._opened = contextlib.ExitStack()
+
+    def by_address(self, address: int, nbytes: int) -> Keys:
+        """See `Registrar`."""
+        return self._kept(address, lambda: self._verbs.mr.MR(self._domain, nbytes, self._access, address=address))
+
+    def by_dma_buf(self, fd: int, offset: int, nbytes: int) -> Keys:
+        """See `Registrar`. pyverbs gives such memory the addresses from `offset` on, whatever it has elsewhere."""
+        make = getattr(self._verbs.mr, "DmaBufMR", None)
+        if make is None:
+            raise RegistrationRefused("this pyverbs knows no dma-bufs; rdma-core 34 does")
+        try:
+            return self._kept(offset, lambda: make(self._domain, nbytes, self._access, dmabuf=fd, offset=offset))
+        except TypeError as error:
+            raise RegistrationRefused(f"this pyverbs takes no dma-buf by its descriptor: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is registered any more. Raises what pyverbs raises."""
+        self._opened.close()
+
+    def _kept(self, base: int, register: Callable[[], Any]) -> Keys:
+        try:
+            registered = register()
+        except self._verbs.error as error:
+            raise RegistrationRefused(str(error)) from error
+        self._opened.callback(registered.close)
+        return Keys(base, int(registered.lkey), int(registered.rkey))
 
 
 class QueuePairFailed(Exception):
@@ -84,7 +278,7 @@ class RdmaDevice:
         self.config = config
         self.verbs = load_verbs()
         self.nbytes = region.nbytes
-        self._probe_U8 = np.zeros(wire.PROBE_BYTES, np.uint8)
+        self._probe_U8 = np.zeros(PROBE_BYTES, np.uint8)
         self.probe_base = int(self._probe_U8.ctypes.data)
         self._close = contextlib.ExitStack()
         enums = self.verbs.enums
@@ -110,7 +304,7 @@ class RdmaDevice:
                     f"{port.device} cannot register the KV region of {self.nbytes:,} bytes: {error}"
                 ) from error
             try:
-                probe = registrar.by_address(self.probe_base, wire.PROBE_BYTES)
+                probe = registrar.by_address(self.probe_base, PROBE_BYTES)
             except RegistrationRefused as error:
                 raise RdmaUnavailable(f"{port.device} cannot register a page for probes: {error}") from error
             self._close = opened.pop_all()
@@ -126,9 +320,9 @@ class RdmaDevice:
         return self.port.best_gid.raw
 
     @property
-    def probes(self) -> wire.ProbePlace:
+    def probes(self) -> ProbePlace:
         """Where writers' probes go, and whence ours come."""
-        return wire.ProbePlace(base=self.probe_base, rkey=self.probe_rkey)
+        return ProbePlace(base=self.probe_base, rkey=self.probe_rkey)
 
     def close(self) -> None:
         """Let go of the region and the device. Its queue pairs are closed before. Idempotent."""
@@ -188,19 +382,19 @@ class QueuePairs:
             opened.pop_all()
         self._index = {int(qp.qp_num): index for index, qp in enumerate(self._qps)}
         packets = [int.from_bytes(randomness(3)) for _ in self._qps]
-        self.ends = wire.LinkEnds(
+        self.ends = LinkEnds(
             gid=device.gid,
             lid=device.lid,
             mtu=device.mtu,
             ethernet=device.ethernet,
             seals_max=device.seals_max,
             qps=tuple(
-                wire.QpAddress(number=int(qp.qp_num), first_packet=packet)
+                QpAddress(number=int(qp.qp_num), first_packet=packet)
                 for qp, packet in zip(self._qps, packets, strict=True)
             ),
         )
 
-    def connect(self, peer: wire.LinkEnds) -> None:
+    def connect(self, peer: LinkEnds) -> None:
         """Each to the peer's of the same index, at the smaller MTU. Raises QueuePairFailed."""
         assert len(peer.qps) == len(self._qps), (len(peer.qps), len(self._qps))
         try:
@@ -222,7 +416,7 @@ class QueuePairs:
                 log.warning("RDMA requests are posted one by one", reason=str(error))
         return PlainPoster(self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
 
-    def post_probes(self, peer: wire.LinkEnds, place: wire.ProbePlace) -> None:
+    def post_probes(self, peer: LinkEnds, place: ProbePlace) -> None:
         """On each a packet as large as the path takes, for some paths lose large ones alone; then `take_probes`.
 
         Raises QueuePairFailed.
@@ -345,9 +539,9 @@ class QueuePairs:
             enums.IBV_QP_STATE | enums.IBV_QP_PKEY_INDEX | enums.IBV_QP_PORT | enums.IBV_QP_ACCESS_FLAGS,
         )
 
-    def _to_ready(self, qp: Any, own: wire.QpAddress, other: wire.QpAddress, peer: wire.LinkEnds) -> None:
+    def _to_ready(self, qp: Any, own: QpAddress, other: QpAddress, peer: LinkEnds) -> None:
         enums, addr, config = self._verbs.enums, self._verbs.addr, self._device.config
-        gid = ":".join(peer.gid.hex()[i : i + 4] for i in range(0, 2 * wire.GID_BYTES, 4))
+        gid = ":".join(peer.gid.hex()[i : i + 4] for i in range(0, 2 * GID_BYTES, 4))
         route = addr.GlobalRoute(
             dgid=addr.GID(gid),
             sgid_index=self._device.port.best_gid.index,

@@ -14,9 +14,9 @@ until a flush succeeds.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
@@ -24,19 +24,23 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
-from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.base_port import ListeningPort
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import (
+    Inbox,
+    ReceiverChannel,
+    Refusal,
+    RefusalReason,
+    SealGather,
+    Signal,
+)
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.rdma_connect import RegionAddress
-from kvtransfer.transports.rdma_connection import Connection, NotWelcome
-from kvtransfer.transports.rdma_device import QueuePairFailed
+from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
-from kvtransfer.transports.rdma_wire import RefusalReason
-from kvtransfer.transports.seal_gather import SealGather, SealRefused, WholeSeal
-from kvtransfer.transports.tcp_socket import RECV_BYTES
+from kvtransfer.transports.receiver_port import Connection, ListeningPort
 
 log = get_log("rdma")
 
@@ -45,10 +49,65 @@ DESTROY_TRIES_MAX = 3
 """Once the port is closing; before, it is tried for as long as it takes."""
 
 
-class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
+@dataclass(slots=True, kw_only=True, eq=False)
+class RdmaConnection(Connection):
+    """`qps` from the moment that it may write until they are destroyed; then it is forgotten."""
+
+    destroy_timer: asyncio.TimerHandle | None = None
+    qps: QueuePairs | None = None
+    hold: Hold | None = None
+    probed: set[int] = field(default_factory=set)
+    """Queue pairs of which the probe has come."""
+    seals: SealGather | None = None
+    """From the moment that all have, and the link is made. Nothing of a grant comes down one that is not."""
+
+    @property
+    def ends(self) -> LinkEnds:
+        """The writer's."""
+        return LinkEnds.decode(self.hello.payload)
+
+    @property
+    def writer(self) -> str:
+        """For people."""
+        return f"{self.pair.writer:x}"
+
+    def open_qps(self, memory: RdmaMemory, randomness: Callable[[int], bytes]) -> QueuePairs:
+        """Acquire the device and make as many queue pairs as the writer has. Raises Refusal: nothing is kept."""
+        try:
+            hold = memory.acquire()
+        except RdmaUnavailable as error:
+            raise Refusal(RefusalReason.DEVICE) from error
+        if self.ends.ethernet != hold.device.ethernet:
+            hold.release()
+            raise Refusal(RefusalReason.LINK_LAYER)
+        try:
+            self.qps = QueuePairs(hold.device, len(self.ends.qps), randomness, sends=False)
+        except QueuePairFailed as error:
+            hold.release()
+            log.warning("no queue pairs for a writer", reason=str(error))
+            raise Refusal(RefusalReason.QUEUE_PAIR) from error
+        self.hold = hold
+        return self.qps
+
+    def leave_behind(self) -> None:
+        """Its queue pairs cannot be destroyed, and nobody will try any more: they stay until the process ends."""
+        assert self.hold is not None
+        self.cancel_destroy()
+        self.hold.leave_behind()
+        log.error("queue pairs are left to the end of the process: they cannot be destroyed", writer=self.writer)
+
+    def cancel_destroy(self) -> None:
+        """Try no more, until somebody does again."""
+        if self.destroy_timer is not None:
+            self.destroy_timer.cancel()
+            self.destroy_timer = None
+
+
+class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.RDMA
+    codec: ClassVar[wire.Codec] = CODEC
 
     def __init__(
         self,
@@ -64,7 +123,7 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
     ) -> None:
         """Listens at once. `memory` has the region, open to remote writes; it is the caller's and outlives the port.
 
-        Writers are told `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
+        Writers get `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
         `offered(False)` is called when the device is lost, `offered(True)` when it is back.
 
         Raises:
@@ -78,7 +137,6 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
             loop=loop,
             randomness=randomness,
             limits=limits,
-            reasons=RefusalReason,
         )
         self._memory = memory
         self._offered = offered
@@ -89,14 +147,14 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
         memory.when_returned(self._device_back)
         self._device_back()
 
-    def _address_told(self) -> str:
+    def _endpoint_address(self) -> str:
         device = self._hold.device if self._hold is not None else None
         # Without a device the address leads to a refusal, which says so.
         base, rkey = (device.base, device.rkey) if device is not None else (0, 0)
         return RegionAddress(listens=self.address, base=base, rkey=rkey).encode()
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
-        """Forbids nobody anything: a writer that has the key is bounded by its own library alone."""
+        """Not enforced: a writer that has the key is bounded only by its own library."""
         super().allow(pair, epoch, grant, ranges)
         self._unsealed[grant] = pair
 
@@ -108,7 +166,7 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
         flushed = True
         pair = self._unsealed.pop(grant, None)
         for connection in list(self._connections.values()):
-            if connection.qps is None or connection.hello is None or connection.hello.pair != pair:
+            if connection.qps is None or connection.pair != pair:
                 continue
             if connection.destroy_timer is not None:
                 flushed = False  # it has ended, and its own flush is still to come
@@ -116,8 +174,8 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
             try:
                 self._memory.flush()
             except DeviceError as error:
-                self._tell_refused("a grant is over, and the device's memory cannot be flushed", connection, error)
-                self._refuse(connection, RefusalReason.FLUSH)
+                self._log_refused("a grant is over, and the device's memory cannot be flushed", connection, error)
+                self._handle(connection, wire.Refuse(reason=RefusalReason.FLUSH))
                 flushed = False
         if not flushed and pair is not None:
             self._unsealed[grant] = pair
@@ -161,8 +219,6 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
             **super().describe(),
             "device": device.port.device if device is not None else "none",
             "registered": self._memory.describe(),
-            "connections_handshaking": len(self._connections) - len(writing),
-            "connections_writing": len(writing),
             "queue_pairs": sum(len(c.qps.ends.qps) for c in writing if c.qps is not None),
             "devices_lost": self._memory.devices_lost,
             "flushes": self._memory.flushes,
@@ -187,196 +243,132 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
         """Its queue pairs are of no use: destroy them, which fences their pairs, and let it go."""
         self._offered(False)
         for connection in list(self._connections.values()):
-            if (hello := connection.hello) is not None and connection.qps is not None:
-                self.fence(hello.pair, hello.epoch)
+            if connection.qps is not None:
+                self.fence(connection.pair, connection.epoch)
         assert self._hold is not None
         self._hold.release()
         self._hold = None
 
     # Handshake.
 
-    def _connection(self, number: int, sock: socket.socket) -> Connection:
-        return Connection(number=number, sock=sock)
+    def _connection(self, number: int, sock: socket.socket, channel: ReceiverChannel) -> RdmaConnection:
+        return RdmaConnection(number=number, sock=sock, codec=CODEC, channel=channel, inbox=Inbox(CODEC))
 
-    def _handshaking(self, connection: Connection) -> bool:
-        return connection.qps is None
+    def _is_writing(self, connection: RdmaConnection) -> bool:
+        return connection.qps is not None
 
-    def _handshake_late(self, connection: Connection) -> None:
-        self._refuse(connection, RefusalReason.DEADLINE if connection.qps is None else RefusalReason.PROBE)
+    def _identify(self, connection: RdmaConnection) -> None:
+        LinkEnds.decode(connection.hello.payload)
 
-    def _challenge(self, connection: Connection, hello: wire.Hello) -> None:
-        if self._secret(connection, hello.pair, hello.epoch) is None:
-            return
-        connection.hello = hello
-        connection.nonce = self._randomness(wire.NONCE_BYTES)
-        connection.send(wire.Challenge(nonce=connection.nonce))
+    def _prepare(self, connection: RdmaConnection) -> None:
+        qps = connection.open_qps(self._memory, self._randomness)
+        assert connection.hold is not None
+        device = connection.hold.device
+        welcome = RdmaWelcome(region_nbytes=device.nbytes, probes=device.probes, ends=qps.ends)
+        self._handle(connection, wire.Prepared(payload=welcome.encode(), probes=True))
 
-    def _welcome(self, connection: Connection, hello: wire.Hello, answer: wire.Answer) -> None:
-        secret = self._secret(connection, hello.pair, hello.epoch)
-        if secret is None:
-            return
-        if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
-            self._refuse(connection, RefusalReason.SECRET)
-            return
-        if sum(c.qps is not None for c in self._connections.values()) >= self._limits.connections_max:
-            self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
-            return
+    def _opened(self, connection: RdmaConnection) -> None:
+        """Its queue pairs can receive from here on, and only `_drop` ends that."""
+        assert connection.qps is not None
+        self._loop.add_reader(connection.qps.fd, self._completions, connection)
         try:
-            connection.open_qps(self._memory, hello, self._randomness)
-        except NotWelcome as error:
-            self._refuse(connection, error.reason)
-            return
-        qps = connection.qps
-        assert qps is not None
-        # Entered before the queue pairs can receive: from here on only `_drop` ends the connection.
-        self._fences.opened(hello.pair, connection.number, hello.epoch)
-        self._loop.add_reader(qps.fd, self._completions, connection)
-        try:
-            qps.connect(hello.ends)
+            connection.qps.connect(connection.ends)
         except QueuePairFailed as error:
             log.warning("no queue pairs for a writer", reason=str(error))
-            self._refuse(connection, RefusalReason.QUEUE_PAIR)
-            return
-        connection.send(connection.welcome(secret))
+            raise Refusal(RefusalReason.QUEUE_PAIR) from error
 
     # What writers say.
 
-    def _read(self, connection: Connection) -> None:
-        if connection.sock is None:
-            return
-        try:
-            data = connection.sock.recv(RECV_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._eof(connection)
-            return
-        try:
-            for message in connection.inbox.feed(data):
-                self._handle(connection, message)
-                if connection.number not in self._connections:
-                    return
-        except wire.MalformedMessage as error:
-            self._refuse(connection, error.reason)
-        except (SealRefused, DeviceError) as error:
-            self._refuse_seal(connection, error)
+    def _deliver(self, connection: RdmaConnection, message: wire.SealSent | wire.LateBye) -> None:
+        assert connection.seals is not None and isinstance(message, wire.SealSent)
+        self._report(connection, connection.seals.message_came(message))
 
-    def _handle(self, connection: Connection, message: wire.Message) -> None:
-        hello = connection.hello
-        match message:
-            case wire.Hello() if hello is None:
-                self._challenge(connection, message)
-            case wire.Answer() if hello is not None and connection.qps is None:
-                self._welcome(connection, hello, message)
-            case wire.SealSent() if connection.seals is not None:
-                self._tell(connection, connection.seals.told(message.number, message.seal, message.qps_mask))
-            case wire.Bye() if connection.qps is None:
-                self._drop(connection)
-            case wire.Bye(epoch=epoch) if hello is not None and epoch == hello.epoch:
-                # Its seals' immediates came before the device told it of their completion.
-                self._completions(connection, told=False)
-                self._drop(connection)
-            case _:
-                self._refuse(connection, RefusalReason.OUT_OF_ORDER)
+    def _left(self, connection: RdmaConnection, *, drained: bool) -> None:
+        del drained  # the queue pairs are destroyed, whatever is on its way
+        # The immediates of its seals came before the device reported their completion to it.
+        self._completions(connection, awaited=False)
+        self._drop(connection)
 
-    def _eof(self, connection: Connection) -> None:
+    def _lost(self, connection: RdmaConnection) -> None:
         """Without BYE. Seals of which all has come are delivered first; then what it left unfinished is fenced."""
-        hello = connection.hello
-        if connection.qps is None or hello is None:
-            self._drop(connection)
-            return
-        self._completions(connection, told=False)
+        self._completions(connection, awaited=False)
         self._fail(connection, "the connection ended without BYE")
 
-    def _completions(self, connection: Connection, *, told: bool = True) -> None:
-        """Take in the immediates that have come. `told`: because the device says that there are some."""
+    def _completions(self, connection: RdmaConnection, *, awaited: bool = True) -> None:
+        """Take in the immediates that have come. `awaited`: the device says that there are some."""
         qps = connection.qps
         if qps is None:
             return
         try:
-            if told:
+            if awaited:
                 qps.take_event()
             for index, immediate_be in qps.take_immediates():
+                number = socket.ntohl(immediate_be)
                 if connection.seals is not None:
-                    self._tell(connection, connection.seals.arrived(socket.ntohl(immediate_be), index))
-                elif not self._probe_came(connection, index, socket.ntohl(immediate_be)):
-                    return
+                    self._report(connection, connection.seals.number_came(number, index))
+                else:
+                    self._probe_came(connection, index, number)
         except QueuePairFailed as error:
             self._fail(connection, str(error))
-        except (SealRefused, DeviceError) as error:
-            self._refuse_seal(connection, error)
+        except Refusal as refusal:
+            self._handle(connection, wire.Refuse(reason=refusal.reason))
 
-    def _probe_came(self, connection: Connection, qp: int, number: int) -> bool:
-        """The link is made with the last of them. False: it was none, and the connection is refused."""
-        qps, hello = connection.qps, connection.hello
-        assert qps is not None and hello is not None
-        if not connection.probe_came(qp, number):
-            self._refuse(connection, RefusalReason.PROBE)
-            return False
+    def _probe_came(self, connection: RdmaConnection, qp: int, number: int) -> None:
+        """The first immediate on a queue pair, which is its index. The link is made with the last of them."""
+        qps = connection.qps
+        assert qps is not None
+        if qp in connection.probed or number != qp:
+            raise Refusal(RefusalReason.PROBE)
+        connection.probed.add(qp)
         if len(connection.probed) == len(qps.ends.qps):
             connection.cancel_timer()
-            connection.seals = SealGather(epoch=hello.epoch, ways=len(qps.ends.qps), seals_max=qps.ends.seals_max)
-            connection.send(wire.Ready())
-        return True
+            ways, seals_max = len(qps.ends.qps), qps.ends.seals_max
+            connection.seals = SealGather(epoch=connection.epoch, ways=ways, seals_max=seals_max)
+            self._handle(connection, Signal.PROBES_CAME)
 
-    def _tell(self, connection: Connection, whole: WholeSeal | None) -> None:
-        """Report a seal of which all has come, once what was written before it is seen. Raises DeviceError."""
-        hello = connection.hello
-        if whole is None or hello is None:
+    def _report(self, connection: RdmaConnection, whole: wire.SealSent | None) -> None:
+        """Report a seal of which all has come, once what was written before it is seen. Raises Refusal: it may be seen
+        late, so that the seal does not count, and the link ends."""
+        if whole is None:
             return
-        self._memory.flush()
+        try:
+            self._memory.flush()
+        except DeviceError as error:
+            self._log_refused("a seal is refused: the device's memory cannot be flushed", connection, error)
+            raise Refusal(RefusalReason.FLUSH) from error
         self._unsealed.pop(whole.seal.grant, None)
         self._counts["seals"] += 1
         connection.send(wire.Sealed(number=whole.number))
         if not self._closed:
-            self._events.seal_landed(hello.pair, whole.seal)
+            self._events.seal_landed(connection.pair, whole.seal)
 
     # Ends.
 
-    def _refuse_seal(self, connection: Connection, error: SealRefused | DeviceError) -> None:
-        """It breaks the protocol, or what it closes may be seen late: it does not count, and the link ends."""
-        if isinstance(error, SealRefused):
-            self._refuse(connection, RefusalReason[error.fault.name])
-            return
-        self._tell_refused("a seal is refused: the device's memory cannot be flushed", connection, error)
-        self._refuse(connection, RefusalReason.FLUSH)
-
-    def _tell_refused(self, what: str, connection: Connection, error: DeviceError) -> None:
-        """The link ends with it: each is told."""
+    def _log_refused(self, what: str, connection: RdmaConnection, error: DeviceError) -> None:
+        """The link ends with it: each is logged."""
         self._counts["flush_failed"] += 1
         log.error(what, writer=connection.writer, reason=str(error))
 
-    def _tell_failure(self, what: str, connection: Connection, error: QueuePairFailed | DeviceError) -> None:
+    def _log_failure(self, what: str, connection: RdmaConnection, error: QueuePairFailed | DeviceError) -> None:
         """Count it. Where it is for good it comes every second, and takes a line a minute."""
         self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
         self._repeats.error(what, peer=connection.writer, reason=str(error))
         self._repeats.upkeep()
 
-    def _fail(self, connection: Connection, reason: str) -> None:
+    def _fail(self, connection: RdmaConnection, reason: str) -> None:
         """The link cannot go on, and may have lost bytes: fence its pair. Unless it was never made."""
-        hello = connection.hello
-        assert hello is not None
         log.info("rdma link ended", writer=connection.writer, reason=reason)
-        if connection.seals is not None and not self._fences.is_fencing(hello.pair, hello.epoch) and not self._closed:
-            self.fence(hello.pair, hello.epoch)
+        if connection.seals is not None:
+            self._fence_own(connection)
         if connection.number in self._connections:
             self._drop(connection)
 
-    def _refuse(self, connection: Connection, reason: RefusalReason) -> None:
-        """Count, tell the peer, close. The pair of a link that was made is fenced."""
-        self._refused[reason] += 1
-        connection.send(wire.Refused(reason=reason))
-        if connection.qps is not None:
-            self._fail(connection, f"refused: {reason.name}")
-        else:
-            self._drop(connection)
+    def _broken(self, connection: RdmaConnection, reason: RefusalReason) -> None:
+        self._fail(connection, f"refused: {reason.name}")
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: RdmaConnection) -> None:
         """The one place where a connection stops counting as one that may write: its queue pairs are destroyed, and
         what has come through them is where it belongs."""
-        connection.cancel_timer()
         again = connection.destroy_timer is not None
         connection.cancel_destroy()
         if connection.qps is not None and not again:
@@ -389,14 +381,14 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RefusalReason, Connection]):
                 if not self._closed:
                     self._memory.flush()
             except (QueuePairFailed, DeviceError) as error:
-                self._tell_failure("a fence has no evidence yet", connection, error)
+                self._log_failure("a fence has no evidence yet", connection, error)
                 connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._drop, connection)
                 return
-            assert connection.hello is not None and connection.hold is not None
+            assert connection.hold is not None
             self._repeats.over(connection.writer, "its queue pairs are destroyed, the device is flushed")
             connection.qps = None
             connection.hold.release()
             self._counts["links_unproved"] += connection.seals is None
-            if not self._closed:
-                self._fences.closed(connection.hello.pair, connection.number, Evidence.DESTROYED)
+            if not self._closed and connection.channel.opened:
+                self._fences.closed(connection.pair, connection.number, Evidence.DESTROYED)
         self._connections.pop(connection.number, None)

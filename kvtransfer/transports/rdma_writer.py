@@ -16,13 +16,13 @@ from baton.ids import Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.tasks import call_loop
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
-from kvtransfer.transports import rdma_wire as wire
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLink
+from kvtransfer.transports.rdma import CODEC
 from kvtransfer.transports.rdma_connect import (
     RDMA_LINK_LIMITS,
     Connected,
-    RdmaConnectError,
     RdmaLinkLimits,
     connect,
     give_up,
@@ -74,7 +74,7 @@ class RdmaWriterLink(ChainLink):
         self._repeats = RepeatLog(log, loop.time)
         super().__init__(
             sock=connected.sock,
-            inbox=wire.Inbox(),
+            codec=CODEC,
             src_nbytes=hold.device.nbytes,
             dst_nbytes=connected.region_nbytes,
             endpoint=endpoint,
@@ -117,12 +117,12 @@ class RdmaWriterLink(ChainLink):
 
         Raises:
             RdmaUnproved: the devices do not reach each other.
-            RdmaConnectError: refused, unreachable, not the receiver, no device, or not done within `connect_ms_max`.
+            ConnectError: refused, unreachable, not the receiver, no device, or not done within `connect_ms_max`.
         """
         try:
             hold = memory.acquire()
         except RdmaUnavailable as error:
-            raise RdmaConnectError(str(error)) from error
+            raise ConnectError(str(error)) from error
         connected = await connect(endpoint, pair, hold, loop, limits)
         try:
             link = cls(
@@ -137,7 +137,7 @@ class RdmaWriterLink(ChainLink):
         except BaseException as error:
             give_up(endpoint, hold, connected.qps, connected.sock)
             if isinstance(error, (OSError, RuntimeError)):
-                raise RdmaConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
+                raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
             raise
         hold.on_lost(link._device_lost)
         return link
@@ -199,7 +199,7 @@ class RdmaWriterLink(ChainLink):
 
     def _send_numbered(self, number: int, seal: Seal) -> None:
         mask = self._lanes.seal(number, seal.grant)
-        self._words.send(wire.encode(wire.SealSent(number=number, seal=seal, qps_mask=mask)))
+        self._send_message(wire.SealSent(number=number, seal=seal, ways_mask=mask))
 
     def _handle(self, message: wire.Message) -> None:
         match message:
@@ -239,7 +239,7 @@ class RdmaWriterLink(ChainLink):
         self._repeats.over(self._address, "its queue pairs are destroyed")
         self._lanes.lose()
         self._hold.release()
-        self._let_go(wire.encode(wire.Bye(epoch=self._epoch)) if say_bye else None)
+        self._let_go(wire.Bye(epoch=self._epoch) if say_bye else None)
 
     def _leave_behind(self) -> None:
         log.error(
@@ -250,11 +250,8 @@ class RdmaWriterLink(ChainLink):
         self._hold.leave_behind()
         self._let_go(None)
 
-    def _let_go(self, last_word: bytes | None) -> None:
+    def _let_go(self, last: wire.Message | None) -> None:
         self._repeats.close()
-        self._hang_up(last_word)
+        self._hang_up(last)
         self._waker.close()
         self._finish_soon()
-
-
-__all__ = ["RdmaConnectError", "RdmaWriterLink"]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.errors import InvalidField, check_positive
-from kvtransfer.transports import rdma_wire, tcp_wire
+from kvtransfer.transports import tcp_wire
+from kvtransfer.transports.rdma import QPS_MAX
 
 UNANSWERED_MS_MAX: Final = 30_000
 """How long a packet may go without an acknowledgement before its queue pair fails, whatever is configured."""
@@ -90,7 +91,7 @@ class RdmaConfig:
     def __post_init__(self) -> None:
         # Code 0 would be no timeout at all.
         for name, least, most in (
-            ("qps", 1, rdma_wire.QPS_MAX),
+            ("qps", 1, QPS_MAX),
             ("ack_timeout_code", 1, 31),
             ("retries_max", 1, 7),
             ("traffic_class", 0, 255),

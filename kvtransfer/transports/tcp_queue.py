@@ -96,7 +96,8 @@ class StreamLanes:
         What is returned they send, as far as that goes without waiting, and then call `give_back`.
         """
         if (
-            batch.total_bytes <= self._at_once_bytes_max
+            not batch.late
+            and batch.total_bytes <= self._at_once_bytes_max
             and len(batch.ops.src) <= AT_ONCE_OPS_MAX
             and self.queue.waits_alone(batch)
         ):

@@ -16,14 +16,13 @@ import numpy as np
 from baton.ids import Pair
 from baton.log import get_log
 from baton.tasks import call_loop
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
-from kvtransfer.transports import ucx_wire as wire
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLink
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.rdma_queue import QueueLimits, SealPart
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.tcp_socket import take_leave
-from kvtransfer.transports.ucx_connect import UCX_LINK_LIMITS, Connected, UcxConnectError, connect
+from kvtransfer.transports.ucx import CODEC, UCX_LINK_LIMITS, Connected, connect
 from kvtransfer.transports.ucx_nixl import UcxFailed, ucx_transports
 
 log = get_log("ucx")
@@ -70,7 +69,7 @@ class UcxWriterLink(ChainLink):
         self._awake = threading.Event()
         super().__init__(
             sock=connected.sock,
-            inbox=wire.Inbox(),
+            codec=CODEC,
             src_nbytes=self._agent.nbytes,
             dst_nbytes=connected.region_nbytes,
             endpoint=endpoint,
@@ -108,7 +107,7 @@ class UcxWriterLink(ChainLink):
         """Connect, prove the pair's secret, register the source for this link, which lets go of it at its end.
 
         Raises:
-            UcxConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
+            ConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
         """
         config = config or UcxConfig()
         connected = await connect(endpoint, pair, source_region_U8, loop, config=config, limits=limits)
@@ -124,8 +123,8 @@ class UcxWriterLink(ChainLink):
             )
         except RuntimeError as error:
             connected.agent.destroy()
-            take_leave(connected.sock, wire.encode(wire.Bye(epoch=endpoint.epoch, drained=True)))
-            raise UcxConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
+            wire.take_leave(connected.sock, CODEC.encode(wire.Bye(epoch=endpoint.epoch)))
+            raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -169,7 +168,7 @@ class UcxWriterLink(ChainLink):
     # Control thread.
 
     def _send_numbered(self, number: int, seal: Seal) -> None:
-        self._words.send(wire.encode(wire.SealSent(number=number, seal=seal)))
+        self._send_message(wire.SealSent(number=number, seal=seal))
         self._lanes.seal(number, seal.grant)
 
     def _handle(self, message: wire.Message) -> None:
@@ -202,8 +201,5 @@ class UcxWriterLink(ChainLink):
             return
         drained = not self._queue.on_the_way  # else some are adrift, as it tells of each grant
         self._lanes.lose()
-        self._hang_up(wire.encode(wire.Bye(epoch=self._epoch, drained=drained)))
+        self._hang_up(wire.Bye(epoch=self._epoch, drained=drained))
         self._finish_soon()
-
-
-__all__ = ["UcxConnectError", "UcxWriterLink"]

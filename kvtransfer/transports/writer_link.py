@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.post_queue import PostQueue, TooManyAbandonedGrants
@@ -107,6 +108,13 @@ class BaseWriterLink(ABC):
     def fenced(self) -> bool:
         """See `WriterLink.fenced`."""
         return self._by_fence
+
+    def post_behind(self, poster: EventPoster) -> None:
+        """From now on post what a device computes only when it has: behind what the posting thread's stream has queued.
+
+        Once, before the first post. The poster is the caller's and outlives the link.
+        """
+        self._queue.post_behind(poster.after, self.abandon)
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.

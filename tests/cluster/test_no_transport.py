@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidField
-from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.receiver import ReceiverPorts
 from kvtransfer.transport import RegionKind, TransportName
 from node import peers, receiver
 from node.peers import Peers

@@ -11,45 +11,40 @@ import numpy as np
 
 from baton.ids import Epoch, Pair
 from kvtransfer.device.driver import DeviceDriver
-from kvtransfer.device.event_poster import EventPostedLink, EventPoster
+from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.host_driver import HostDriver, HostStream
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.region import Region
 from kvtransfer.transport import (
+    ConnectError,
     DataEndpoint,
     ReceiverEvents,
     ReceiverPort,
     TransportName,
     WriteOps,
+    WriteRanges,
     WriterEvents,
     WriterLink,
 )
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.rdma import (
-    DeviceBytes,
-    HostBytes,
-    RdmaConfig,
-    RdmaConnectError,
-    RdmaLinkLimits,
-    RdmaMemory,
-    RdmaReceiverPort,
-    RdmaWriterLink,
-)
-from kvtransfer.transports.shm import ShmConnectError, ShmLinkLimits, ShmReceiverPort, ShmWriterLink
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes
+from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.settings import RdmaConfig, UcxConfig
+from kvtransfer.transports.shm_receiver import ShmReceiverPort
+from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConfig, TcpConnectError, TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.ucx import (
-    UcxConfig,
-    UcxConnectError,
-    UcxReceiverPort,
-    UcxWriterLink,
-)
 from kvtransfer.transports.ucx_nixl import destruction_fences
+from kvtransfer.transports.ucx_receiver import UcxReceiverPort
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
-ConnectErrors = (ShmConnectError, TcpConnectError, RdmaConnectError, UcxConnectError)
+ConnectErrors = (ConnectError, TcpConnectError, ConnectError, ConnectError)
 
 
 class OwningPort(RdmaReceiverPort):
@@ -87,12 +82,14 @@ class OwningStagedLink(StagedTcpLink):
         self._source.close()
 
 
-class OwningPostedLink(EventPostedLink):
+class OwningPostedLink(TcpWriterLink):
     """With a poster of its own."""
+
+    poster: EventPoster
 
     async def close(self) -> None:
         await super().close()
-        self._poster.close()
+        self.poster.close()
 
 
 def staged(region: Any) -> StagedRegion:
@@ -135,15 +132,15 @@ class ComputedSource(FakeDeviceRegion):
         super().close()
 
 
-class OwningPostedRdmaLink(EventPostedLink):
+class OwningPostedRdmaLink(OwningLink):
     """With a poster, a registration and a source of its own."""
 
-    memory: RdmaMemory
+    poster: EventPoster
     source: ComputedSource
 
     async def close(self) -> None:
-        await super().close()
-        self._poster.close()
+        await RdmaWriterLink.close(self)
+        self.poster.close()
         await self.memory.close()
         self.source.close()
 
@@ -247,16 +244,14 @@ class Kit:
         if self.behind_events:
             poster = EventPoster(streams=FakeStreams(), name="event-poster")
             try:
-                return await OwningPostedLink.over(
-                    lambda events: TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp, short),
-                    events,
-                    src_nbytes=len(source_U8),
-                    poster=poster,
-                    loop=loop,
-                )
+                posted = await OwningPostedLink.connect(endpoint, pair, source_U8, events, loop, tcp, short)
             except BaseException:
                 poster.close()
                 raise
+            assert isinstance(posted, OwningPostedLink)
+            posted.post_behind(poster)
+            posted.poster = poster
+            return posted
         return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp, short)
 
 
@@ -273,19 +268,15 @@ async def rdma_from_device(
     memory = RdmaMemory(region=DeviceBytes(source), config=config, loop=loop, remote_writes=False)
     poster = EventPoster(streams=source.driver.streams, name="event-poster")
     try:
-        link = await OwningPostedRdmaLink.over(
-            lambda events: RdmaWriterLink.connect(endpoint, pair, memory, events, loop, limits),
-            events,
-            src_nbytes=source.nbytes,
-            poster=poster,
-            loop=loop,
-        )
+        link = await OwningPostedRdmaLink.connect(endpoint, pair, memory, events, loop, limits)
     except BaseException:
         poster.close()
         await memory.close()
         source.close()
         raise
-    link.memory, link.source = memory, source
+    assert isinstance(link, OwningPostedRdmaLink)
+    link.post_behind(poster)
+    link.memory, link.source, link.poster = memory, source, poster
     return link
 
 
@@ -313,8 +304,11 @@ UCX_KITS = (
 """Where NIXL is installed: `make test-ucx` runs them. Of all that UCX has it takes cma on one host."""
 
 
-class Everything:
+class Everything(WriteRanges):
     """Ranges of a grant that may write anywhere."""
+
+    def __init__(self) -> None:
+        pass
 
     def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
         return True

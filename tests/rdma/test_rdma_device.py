@@ -16,32 +16,29 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch
+from cli.transport_checks import check_rdma, works
 from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transport import Seal
-from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma import (
-    DeviceBytes,
-    HostBytes,
-    RdmaConnectError,
-    RdmaMemory,
-    RdmaUnavailable,
-    RdmaUnproved,
-)
-from kvtransfer.transports.rdma_checks import check_rdma, works
+from kvtransfer.transport import ConnectError, Seal
+from kvtransfer.transports.rdma import LinkEnds
+from kvtransfer.transports.rdma_connect import RdmaUnproved
 from kvtransfer.transports.rdma_device import (
     RDMA_LIMITS,
+    DeviceBytes,
+    HostBytes,
     ProbeLost,
     QueuePairFailed,
     QueuePairs,
     RdmaDevice,
+    RegisteredAs,
     mtu_bytes,
     open_device,
 )
+from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
-from kvtransfer.transports.rdma_regions import RegisteredAs
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.settings import RdmaConfig
 from tests.conformance.transport_kits import RDMA_KITS, OwningLink
 from tests.conformance.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
@@ -169,7 +166,7 @@ def test_a_link_whose_data_goes_astray_is_not_made(monkeypatch: pytest.MonkeyPat
     reason; the receiver fences nothing, and in the same epoch the pair links when its packets find their way."""
     connect = QueuePairs.connect
 
-    def astray(qps: QueuePairs, peer: wire.LinkEnds) -> None:
+    def astray(qps: QueuePairs, peer: LinkEnds) -> None:
         others = tuple(replace(qp, number=qp.number ^ 0x7F0000) for qp in peer.qps)
         connect(qps, replace(peer, qps=others) if qps._sends else peer)
 
@@ -265,7 +262,7 @@ def test_the_link_is_taken_away_and_comes_back() -> None:
                 assert r.events.gone_epochs == [(PAIR, EPOCH)]
                 assert await removing.wait() == 0
             assert isinstance(it, OwningLink)
-            with pytest.raises(RdmaConnectError):
+            with pytest.raises(ConnectError):
                 await it.connect(
                     r.port.expect(PAIR, Epoch(EPOCH + 1)), PAIR, it.memory, events, asyncio.get_event_loop()
                 )

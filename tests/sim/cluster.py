@@ -20,6 +20,7 @@ import cli.directory
 import decode_node.main
 import decode_node.service
 import node.engine_loop
+import node.main
 import node.peers
 import node.receiver
 import prefill_node.main
@@ -347,7 +348,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         token_bytes=lambda count: current().loop.rng.randbytes(count),
     )
     capture = _capture
-    mains = (router.main, prefill_node.main, decode_node.main)
+    mains = (router.main, node.main)
     return [
         (baton.runtime, "Channels", channels),
         (baton.runtime, "RpcServer", server),
@@ -358,19 +359,18 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (cli.directory, "SystemClock", SimClock),
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
         *((module, "SystemClock", SimClock) for module in (*mains, router.node)),
-        *((main, "secrets", secrets) for main in mains),
+        *((main, "secrets", secrets) for main in (*mains, decode_node.main)),
         *((main, "NodeRuntime", capture("runtime", NodeRuntime)) for main in mains),
         (router.main, "RouterNode", capture("router", RouterNode)),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
         (prefill_node.main, "Peers", capture("peers", Peers)),
-        (prefill_node.main, "open_device_pool", open_pool),
+        (node.main, "open_device_pool", open_pool),
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
         *((module, "register_if_usable", no_device) for module in (node.peers, node.receiver)),
         (node.peers, "host_identity", lambda: current().host),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),
-        (decode_node.main, "open_device_pool", open_pool),
         (node.receiver, "_open_port", open_port),
         (decode_node.service, "host_identity", lambda: current().host),
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),

@@ -16,8 +16,7 @@ import node.receiver
 from baton.ids import Epoch, GrantId, Pair, RequestKey
 from decode_node.node import DecodeNode
 from kvtransfer.protocol.receiver import FencePair, PairFenced, ReceiverMachine
-from kvtransfer.receiver import Receiver
-from kvtransfer.receiver_ports import ReceiverPorts
+from kvtransfer.receiver import Receiver, ReceiverPorts
 from router.subscriptions import Inbox
 from tests.explorer import mutants as machines
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from batonpb import decode_pb2, node_pb2, prefill_pb2, transfer_pb2
 
 import decode_node.main
-import mixed_node.main
+import node.main
 import prefill_node.main
 import router.main
 from baton.config import describe
@@ -322,16 +322,13 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
         return str(config.name)
 
     with ExitStack() as stack:
-        for module in (router.main, prefill_node.main, decode_node.main, mixed_node.main):
+        for module in (router.main, node.main):
             stack.enter_context(patch.object(module, "NodeRuntime", capture(cluster.runtimes, NodeRuntime, by_first)))
         for owner, name, books, make in (
             (router.main, "RouterNode", cluster._router, RouterNode),
             (prefill_node.main, "PrefillNode", cluster.prefill, PrefillNode),
             (prefill_node.main, "Peers", cluster.peers, Peers),
             (decode_node.main, "DecodeNode", cluster.decode, DecodeNode),
-            (mixed_node.main, "PrefillNode", cluster.prefill, PrefillNode),
-            (mixed_node.main, "Peers", cluster.peers, Peers),
-            (mixed_node.main, "DecodeNode", cluster.decode, DecodeNode),
         ):
             stack.enter_context(patch.object(owner, name, capture(books, make, by_config)))
         yield

@@ -17,12 +17,18 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvtransfer.transports import rdma_connect, rdma_connection, rdma_memory, rdma_offer
-from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, RdmaLimits
+from kvtransfer.transports import rdma_connect, rdma_memory, rdma_receiver
+from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress
+from kvtransfer.transports.rdma_device import (
+    Keys,
+    ProbeLost,
+    QueuePairFailed,
+    RdmaLimits,
+    RdmaRegion,
+    RegistrationRefused,
+)
 from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
 from kvtransfer.transports.rdma_poster import Poster
-from kvtransfer.transports.rdma_regions import Keys, RdmaRegion, RegistrationRefused
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.settings import RdmaConfig
 
@@ -62,7 +68,7 @@ class DoubleDevice:
         self.registration = region.register(registrar, remote_writes=remote_writes)
         self.base, self.lkey, self.rkey = self.registration.keys
         self.nbytes, self.region_U8 = region.nbytes, registrar.registered_U8
-        self.probes = wire.ProbePlace(base=next(_numbers), rkey=next(_numbers))
+        self.probes = ProbePlace(base=next(_numbers), rkey=next(_numbers))
         self.mtu, self.lid, self.ethernet = 5, 0, True
         self.send_wrs_max, self.seals_max = limits.send_wrs_max, limits.seals_max
         self.closed = False
@@ -94,26 +100,26 @@ class DoubleQueuePairs:
         self.immediates: list[tuple[int, int]] = []
         self.probed: list[int] = []
         self.broken = False
-        self.peer: wire.LinkEnds | None = None
+        self.peer: LinkEnds | None = None
         self.destroyed = False
-        self.ends = wire.LinkEnds(
+        self.ends = LinkEnds(
             gid=device.gid,
             lid=0,
             mtu=5,
             ethernet=True,
             seals_max=device.seals_max,
-            qps=tuple(wire.QpAddress(number=next(_numbers), first_packet=1) for _ in range(count)),
+            qps=tuple(QpAddress(number=next(_numbers), first_packet=1) for _ in range(count)),
         )
         for qp in self.ends.qps:
             self.alive[qp.number] = self
 
-    def connect(self, peer: wire.LinkEnds) -> None:
+    def connect(self, peer: LinkEnds) -> None:
         self.peer = peer
 
     def poster(self, *, dst_base: int, rkey: int) -> Poster:
         return DoublePoster(self, dst_base, rkey)
 
-    def post_probes(self, peer: wire.LinkEnds, place: wire.ProbePlace) -> None:
+    def post_probes(self, peer: LinkEnds, place: ProbePlace) -> None:
         for index, end in enumerate(peer.qps):
             status = self.probes_lost.get(index, 0)
             if status == 0:
@@ -234,9 +240,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(rdma_memory, "open_device", open_device)
     monkeypatch.setattr(rdma_memory, "why_lost", lambda _: state["lost"])
     monkeypatch.setattr(rdma_memory, "find_ports", find)
-    monkeypatch.setattr(rdma_offer, "find_ports", find)
     monkeypatch.setattr(rdma_connect, "QueuePairs", DoubleQueuePairs)
-    monkeypatch.setattr(rdma_connection, "QueuePairs", DoubleQueuePairs)
+    monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)
     monkeypatch.setattr(DoubleQueuePairs, "on_the_way", None)
     monkeypatch.setattr(DoubleQueuePairs, "probes_lost", {})

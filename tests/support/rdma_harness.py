@@ -14,20 +14,16 @@ import pytest
 from baton.ids import Epoch
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import rdma_receiver
-from kvtransfer.transports import rdma_wire as wire
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.rdma import (
-    HostBytes,
-    RdmaConfig,
-    RdmaLimits,
-    RdmaLinkLimits,
-    RdmaMemory,
-    RdmaReceiverPort,
-    RdmaRegion,
-    RdmaWriterLink,
-)
-from kvtransfer.transports.rdma_connect import RegionAddress
+from kvtransfer.transports.rdma import CODEC, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaRegion
+from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.settings import RdmaConfig
 from tests.support.rdma_double import DoubleDevice, DoubleQueuePairs, install
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
@@ -117,7 +113,7 @@ class Raw:
         self.source_U8 = np.zeros(1, np.uint8)
         device = DoubleDevice(HostBytes(lambda: self.source_U8), CONFIG, remote_writes=False, limits=LIMITS)
         self.qps = DoubleQueuePairs(device, 2, os.urandom, sends=True)
-        self.inbox = wire.Inbox()
+        self.inbox = wire.Inbox(CODEC)
         self.waiting: list[wire.Message] = []
 
     async def open(self) -> None:
@@ -125,7 +121,7 @@ class Raw:
         self.reader, self.writer = await asyncio.open_connection(host, int(port))
 
     async def say(self, *messages: wire.Message) -> None:
-        self.writer.write(b"".join(map(wire.encode, messages)))
+        self.writer.write(b"".join(map(CODEC.encode, messages)))
         await self.writer.drain()
 
     async def hear(self) -> wire.Message | None:
@@ -137,22 +133,23 @@ class Raw:
                 self.waiting += self.inbox.feed(data)
         return self.waiting.pop(0)
 
-    async def welcome(self) -> wire.Welcome:
+    async def welcome(self) -> RdmaWelcome:
         """Up to a link that is made."""
         welcome = await self.welcome_unproved()
         self.qps.post_probes(welcome.ends, welcome.probes)
         assert await self.hear() == wire.Ready()
         return welcome
 
-    async def welcome_unproved(self) -> wire.Welcome:
+    async def welcome_unproved(self) -> RdmaWelcome:
         await self.open()
-        hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, ends=self.qps.ends)
+        hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=self.qps.ends.encode())
         await self.say(hello)
         challenge = await self.hear()
         assert isinstance(challenge, wire.Challenge)
-        await self.say(wire.Answer(proof=wire.writer_proof(self.endpoint.secret, hello, challenge.nonce)))
-        welcome = await self.hear()
-        assert isinstance(welcome, wire.Welcome)
+        await self.say(wire.Answer(proof=CODEC.writer_proof(self.endpoint.secret, hello, challenge.nonce)))
+        message = await self.hear()
+        assert isinstance(message, wire.Welcome)
+        welcome = RdmaWelcome.decode(message.payload)
         self.qps.connect(welcome.ends)
         return welcome
 

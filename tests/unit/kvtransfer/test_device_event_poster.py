@@ -5,90 +5,80 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from baton.ids import Epoch, GrantId
+from baton.ids import GrantId
 from kvtransfer.device.driver import DeviceError
-from kvtransfer.device.event_poster import EventPostedLink, EventPoster
-from kvtransfer.transport import Seal, WriteOps, WriteOutOfBounds, WriterEvents
-from tests.support.shm_harness import DEADLINE_S, Recorder, grant_of, run
-from tests.support.staging_scenes import EPOCH, GRANT, NBYTES, RECORD, Node, whole
+from kvtransfer.device.event_poster import EventPoster
+from kvtransfer.transport import WriteOps, WriteOutOfBounds
+from kvtransfer.transports.post_queue import Batch, OpsPart, PostQueue
+from tests.support.shm_harness import DEADLINE_S, grant_of, run
+from tests.support.staging_scenes import GRANT, NBYTES, RECORD, Node, whole
 from tests.support.tcp_harness import wait_until
 
 OTHER = grant_of(8)
 
 
-class ReadingLink:
-    """A link that reads its sources when they are posted, as a card does that no stream orders."""
+def cut_whole(ops: WriteOps) -> list[OpsPart]:
+    return [OpsPart(ops=ops, nbytes=ops.total_bytes)]
 
-    fenced = False
-    epoch: Epoch = EPOCH
-    region_nbytes = NBYTES
+
+class ReadingLane:
+    """Reads its sources when they are taken, as a card does that no stream orders."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._wake = threading.Condition()
-        self.posted: list[tuple[GrantId, int]] = []
-        self.sealed: list[Seal] = []
-        self.refused: set[GrantId] = set()
-        self.closed = False
+        self.queue: PostQueue[OpsPart, None]
+        self.read: list[tuple[GrantId, int]] = []
 
-    def post(self, grant: GrantId, ops: WriteOps) -> None:
-        """Records (grant, the source's first byte), -1 for what a real link would complete uncopied."""
-        at = int(ops.src[0])
-        value = -1
-        if not self.closed and grant not in self.refused:
+    def offer(self, batch: Batch[OpsPart]) -> None:
+        """Records (grant, the source's first byte)."""
+        while (taken := self.queue.take(0)) is not None:
+            at = int(taken.part.ops.src[0])
             self._node.look(self._node.region, at, at + RECORD, write=False)
-            value = int(self._node.region.bytes_U8[at])
-        with self._wake:
-            self.posted.append((grant, value))
-            self._wake.notify_all()
+            self.read.append((taken.batch.grant, int(self._node.region.bytes_U8[at])))
+            self.queue.finished(taken, copied=True)
 
-    def wait_for(self, count: int) -> None:
-        with self._wake:
-            assert self._wake.wait_for(lambda: len(self.posted) >= count, DEADLINE_S), self.posted
-
-    def seal(self, seal: Seal) -> None:
-        self.sealed.append(seal)
-
-    def abandon(self, grant: GrantId) -> None:
-        self.refused.add(grant)
-
-    def forget(self, grant: GrantId) -> None:
-        self.refused.discard(grant)
-
-    async def close(self) -> None:
-        self.closed = True
-
-    def describe(self) -> dict[str, object]:
-        return {"transport": "reading"}
+    def stop(self) -> None:
+        pass
 
 
 class Scene:
+    """`completed` has (grant, whether copied)."""
+
     def __init__(self, seed: int) -> None:
         self.node = Node(seed)
         self.poster = EventPoster(streams=self.node.device, name="event-poster", poll_interval_s=1e-5)
-        self.below = ReadingLink(self.node)
-        self.events = Recorder()
-        self.link: EventPostedLink
+        self.lane = ReadingLane(self.node)
+        self.completed: list[tuple[GrantId, bool]] = []
+        self.uncomputed: list[GrantId] = []
+        self.queue = self.lane.queue = PostQueue(
+            cut_whole,
+            self.lane,
+            src_nbytes=NBYTES,
+            dst_nbytes=NBYTES,
+            loop=asyncio.get_running_loop(),
+            completed=lambda grant, writes, nbytes, copied: self.completed.append((grant, copied)),
+        )
+        self.queue.post_behind(self.poster.after, self._never_computed)
 
-    async def connect(self) -> Scene:
-        async def below(events: WriterEvents) -> ReadingLink:
-            assert events is not self.events
-            return self.below
-
-        loop = asyncio.get_running_loop()
-        self.link = await EventPostedLink.over(below, self.events, src_nbytes=NBYTES, poster=self.poster, loop=loop)
-        return self
+    def _never_computed(self, grant: GrantId) -> None:
+        self.uncomputed.append(grant)
+        self.queue.abandon(grant)
 
     def compute_and_post(self, block: int, value: int, grant: GrantId = GRANT) -> None:
-        self.link.post(grant, whole(self.node.compute(0, block, value), RECORD))
+        self.queue.post(grant, whole(self.node.compute(0, block, value), RECORD))
+
+    async def until(self, completed: int) -> None:
+        await wait_until(lambda: len(self.completed) >= completed)
 
     async def close(self) -> None:
-        await self.link.close()
+        self.queue.stop()
         self.poster.close()
+        await asyncio.sleep(0)
         self.node.staged.close()
         assert self.node.found == []
 
@@ -99,12 +89,13 @@ def test_what_is_posted_has_been_computed(seed: int) -> None:
     order of the posts."""
 
     async def test() -> None:
-        scene = await Scene(seed).connect()
+        scene = Scene(seed)
         for block in range(8):
             scene.compute_and_post(block, 10 + block, GRANT if block % 2 else OTHER)
-        await asyncio.to_thread(scene.below.wait_for, 8)
-        assert scene.below.posted == [(GRANT if i % 2 else OTHER, 10 + i) for i in range(8)]
-        assert scene.link.describe() == {"transport": "reading", "batches_uncomputed": 0}
+        await scene.until(8)
+        assert scene.lane.read == [(GRANT if i % 2 else OTHER, 10 + i) for i in range(8)]
+        assert scene.completed == [(GRANT if i % 2 else OTHER, True) for i in range(8)]
+        assert scene.queue.describe()["batches_uncomputed"] == 0
         await scene.close()
 
     run(test())
@@ -114,10 +105,10 @@ def test_a_poster_that_does_not_wait_is_found() -> None:
     """The event taken as passed: the simulator objects to the read."""
 
     async def test() -> None:
-        scene = await Scene(1).connect()
+        scene = Scene(1)
         scene.node.device.hasty = True
         scene.compute_and_post(0, 7)
-        await asyncio.to_thread(scene.below.wait_for, 1)
+        await scene.until(1)
         (found,) = scene.node.found
         assert found == "the host touches region[0:64], and nothing orders it after layer 0 of stream 0"
         scene.node.found.clear()
@@ -126,33 +117,32 @@ def test_a_poster_that_does_not_wait_is_found() -> None:
     run(test())
 
 
-def test_an_abandoned_grant_and_a_closed_link_wait_for_no_kernel() -> None:
-    """The device stands still: what is abandoned goes down at once, to be completed uncopied there, and the rest when
-    the link is closed; nothing goes down twice."""
+def test_an_abandoned_grant_and_a_stopped_queue_wait_for_no_kernel() -> None:
+    """The device stands still: what is abandoned completes at once, uncopied, and the rest when the queue is stopped;
+    nothing completes twice."""
 
     async def test() -> None:
-        scene = await Scene(2).connect()
+        scene = Scene(2)
         scene.node.freeze()
         for block in range(3):
             scene.compute_and_post(block, 1, GRANT if block else OTHER)
-        assert scene.link.describe()["batches_uncomputed"] == 3
-        scene.link.abandon(GRANT)
-        assert scene.below.posted == [(GRANT, -1), (GRANT, -1)]
-        scene.link.forget(GRANT)
-        assert scene.below.refused == set()
-        await scene.link.close()
-        assert scene.below.posted == [(GRANT, -1), (GRANT, -1), (OTHER, -1)]
+        assert scene.queue.describe()["batches_uncomputed"] == 3
+        scene.queue.abandon(GRANT)
+        await asyncio.sleep(0)
+        assert scene.completed == [(GRANT, False), (GRANT, False)]
+        scene.queue.forget(GRANT)
+        scene.queue.stop()
+        await asyncio.sleep(0)
+        assert scene.completed == [(GRANT, False), (GRANT, False), (OTHER, False)]
         scene.node.thaw()
         # Behind all events of before.
         passed = threading.Event()
         scene.poster.after(lambda computed: passed.set() if computed else None)
         assert await asyncio.to_thread(passed.wait, DEADLINE_S)
-        assert len(scene.below.posted) == 3
+        assert len(scene.completed) == 3
+        assert scene.lane.read == []
         with pytest.raises(WriteOutOfBounds):
-            scene.link.post(GRANT, whole(1))
-        seal = Seal(grant=OTHER, epoch=EPOCH, writes=1, bytes_written=1)
-        scene.link.seal(seal)
-        assert (scene.below.sealed, scene.link.epoch, scene.link.fenced) == ([seal], EPOCH, False)
+            scene.queue.post(GRANT, whole(1))
         await scene.close()
 
     run(test())
@@ -160,13 +150,10 @@ def test_an_abandoned_grant_and_a_closed_link_wait_for_no_kernel() -> None:
 
 @pytest.mark.parametrize("how", ["the device fails", "the poster is closed"])
 def test_what_is_never_computed_is_abandoned(how: str) -> None:
-    """Posted or to be posted: the grant is given up below, where its batches then complete uncopied."""
-
-    def broken() -> Any:
-        raise DeviceError("an illegal memory access was encountered")
+    """Posted or to be posted: the grant is abandoned, and its batches complete uncopied."""
 
     async def test() -> None:
-        scene = await Scene(3).connect()
+        scene = Scene(3)
         scene.node.freeze()
         scene.compute_and_post(0, 1)
         scene.compute_and_post(1, 1, OTHER)
@@ -174,15 +161,20 @@ def test_what_is_never_computed_is_abandoned(how: str) -> None:
             scene.node.device.run_some = broken  # type: ignore[method-assign]
         else:
             scene.poster.close()
-        await wait_until(lambda: len(scene.below.posted) == 2)
-        assert sorted(scene.below.posted) == [(GRANT, -1), (OTHER, -1)]
+        await scene.until(2)
+        assert sorted(scene.completed) == [(GRANT, False), (OTHER, False)]
         scene.compute_and_post(2, 1)
-        await wait_until(lambda: len(scene.below.posted) == 3)
-        assert scene.below.posted[2] == (GRANT, -1)
-        assert scene.below.refused == {GRANT, OTHER}
+        await scene.until(3)
+        assert scene.completed[2] == (GRANT, False)
+        assert set(scene.uncomputed) == {GRANT, OTHER}
+        assert scene.lane.read == []
         await scene.close()
 
     run(test())
+
+
+def broken(*_: Any) -> Any:
+    raise DeviceError("an illegal memory access was encountered")
 
 
 @pytest.mark.parametrize("abandoned", [GRANT, OTHER])
@@ -190,24 +182,27 @@ def test_an_error_of_the_device_is_raised_for_what_was_not_taken(
     abandoned: GrantId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device fails while a batch is posted, and just then a grant is abandoned. Is it the batch's own, then the
-    batch has gone below, where it completes, and the error is not raised on top of that; otherwise it is raised, and
-    the batch is nowhere."""
+    batch has completed, and the error is not raised on top of that; otherwise it is raised, and the batch is nowhere.
+    Either way it is heard of once."""
 
     async def test() -> None:
-        scene = await Scene(4).connect()
+        scene = Scene(4)
 
-        def failing(_: Any) -> None:
-            scene.link.abandon(abandoned)
-            raise DeviceError("an illegal memory access was encountered")
+        def failing(_: Callable[[bool], None]) -> None:
+            scene.queue.abandon(abandoned)
+            broken()
 
-        monkeypatch.setattr(scene.poster, "after", failing)
+        scene.queue.post_behind(failing, scene.queue.abandon)
         if abandoned == GRANT:
             scene.compute_and_post(0, 1)
         else:
             with pytest.raises(DeviceError):
                 scene.compute_and_post(0, 1)
-        assert scene.below.posted == ([(GRANT, -1)] if abandoned == GRANT else [])
-        assert scene.link.describe()["batches_uncomputed"] == 0
+        assert scene.queue.uncompleted(GRANT) == (abandoned == GRANT)
+        await asyncio.sleep(0)
+        assert scene.completed == ([(GRANT, False)] if abandoned == GRANT else [])
+        assert scene.queue.describe()["batches_uncomputed"] == 0
+        assert scene.queue.uncompleted(GRANT) == 0
         await scene.close()
 
     run(test())

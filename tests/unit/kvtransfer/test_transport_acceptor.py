@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvtransfer.transports.acceptor import Acceptor
+from kvtransfer.transports.receiver_port import Acceptor
 
 DEADLINE_S: Final = 30.0
 GONE: Final = ("ECONNABORTED", "EPROTO", "EPERM", "ENETDOWN", "EHOSTUNREACH", "EOPNOTSUPP")

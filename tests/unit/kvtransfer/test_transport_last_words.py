@@ -17,14 +17,19 @@ import pytest
 
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
-from kvtransfer.transports import rdma_wire, tcp_wire, ucx_wire
-from kvtransfer.transports.rdma import HostBytes, RdmaMemory, RdmaWriterLink
-from kvtransfer.transports.rdma_connect import RegionAddress
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports import tcp_wire
+from kvtransfer.transports.control_channel import UNREAD_BYTES_MAX, close_politely, take_leave
+from kvtransfer.transports.rdma import CODEC as RDMA
+from kvtransfer.transports.rdma import RegionAddress
+from kvtransfer.transports.rdma_device import HostBytes
+from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.tcp import StreamLimits, TcpWriterLink
 from kvtransfer.transports.tcp_landing import LandingMemory
-from kvtransfer.transports.tcp_socket import UNREAD_BYTES_MAX, close_politely, take_leave
 from kvtransfer.transports.tcp_stream import ReceiveStream
-from kvtransfer.transports.ucx import UcxWriterLink
+from kvtransfer.transports.ucx import CODEC as UCX
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.rdma_harness import CONFIG, double
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.tcp_harness import wait_until
@@ -200,13 +205,13 @@ def endpoint_of(transport: TransportName, address: str) -> DataEndpoint:
 Link = Callable[[str], Coroutine[Any, Any, None]]
 REFUSED: dict[Link, bytes] = {
     link_tcp: tcp_wire.encode(tcp_wire.Refused(reason=tcp_wire.RefusalReason.EPOCH)),
-    link_rdma: rdma_wire.encode(rdma_wire.Refused(reason=rdma_wire.RefusalReason.EPOCH)),
-    link_ucx: ucx_wire.encode(ucx_wire.Refused(reason=ucx_wire.RefusalReason.EPOCH)),
+    link_rdma: RDMA.encode(wire.Refused(reason=wire.RefusalReason.EPOCH)),
+    link_ucx: UCX.encode(wire.Refused(reason=wire.RefusalReason.EPOCH)),
 }
 BYES: dict[Link, bytes] = {
     link_tcp: tcp_wire.encode(tcp_wire.Bye(sequence=0, epoch=EPOCH)),
-    link_rdma: rdma_wire.encode(rdma_wire.Bye(epoch=EPOCH)),
-    link_ucx: ucx_wire.encode(ucx_wire.Bye(epoch=EPOCH, drained=True)),
+    link_rdma: RDMA.encode(wire.Bye(epoch=EPOCH)),
+    link_ucx: UCX.encode(wire.Bye(epoch=EPOCH)),
 }
 
 

@@ -14,19 +14,15 @@ import pytest
 
 from baton.errors import InvalidField
 from baton.ids import Epoch
-from kvtransfer.transport import PairBeingFenced, Seal, TransportName
-from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma import (
-    HostBytes,
-    RdmaConnectError,
-    RdmaLinkLimits,
-    RdmaMemory,
-    RdmaReceiverPort,
-    RdmaUnavailable,
-    RdmaWriterLink,
-)
-from kvtransfer.transports.rdma_connect import RegionAddress
-from kvtransfer.transports.rdma_offer import register_if_usable
+from kvtransfer.transport import ConnectError, PairBeingFenced, Seal, TransportName
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.rdma import CODEC, ProbePlace, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.rdma_device import HostBytes
+from kvtransfer.transports.rdma_memory import RdmaMemory, register_if_usable
+from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from tests.conformance.transport_suite import expected_region, record_ops
 from tests.support.rdma_double import Deliver, DoubleQueuePairs
 from tests.support.rdma_harness import (
@@ -48,7 +44,7 @@ from tests.support.shm_peer import source_bytes
 __all__ = ["double"]
 
 pytestmark = pytest.mark.usefixtures("double")
-PROBES = wire.ProbePlace(base=1, rkey=1)
+PROBES = ProbePlace(base=1, rkey=1)
 
 
 def test_records_land_and_the_seal_waits_for_every_queue_pair_that_they_took() -> None:
@@ -248,7 +244,7 @@ def test_what_is_on_its_way_when_the_link_ends_is_adrift_until_the_receiver_has_
         async with receiving() as r, linked(r, source_bytes(1, REGION_NBYTES)) as (link, events):
             held: list[Deliver] = []
             monkeypatch.setattr(DoubleQueuePairs, "on_the_way", held)
-            monkeypatch.setattr(RdmaReceiverPort, "_eof", lambda port, c: port._loop.remove_reader(c.sock))
+            monkeypatch.setattr(RdmaReceiverPort, "_lost", lambda port, c: port._loop.remove_reader(c.sock))
             link.post(GRANT, record_ops(1, 4))
             link.post(OTHER, record_ops(2, 4))
             async with asyncio.timeout(DEADLINE_S):
@@ -275,10 +271,10 @@ def test_what_is_on_its_way_when_the_link_ends_is_adrift_until_the_receiver_has_
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([wire.SealSent(number=1, seal=seal_of(), qps_mask=4)], "SEAL"),
-        ([wire.SealSent(number=1, seal=seal_of(), qps_mask=0)], "SEAL"),
-        ([wire.SealSent(number=1, seal=seal_of(), qps_mask=1)] * 2, "SEAL"),
-        ([wire.SealSent(number=n, seal=seal_of(), qps_mask=1) for n in range(5)], "SEALS_MAX"),
+        ([wire.SealSent(number=1, seal=seal_of(), ways_mask=4)], "SEAL"),
+        ([wire.SealSent(number=1, seal=seal_of(), ways_mask=0)], "SEAL"),
+        ([wire.SealSent(number=1, seal=seal_of(), ways_mask=1)] * 2, "SEAL"),
+        ([wire.SealSent(number=n, seal=seal_of(), ways_mask=1) for n in range(5)], "SEALS_MAX"),
         ([wire.Sealed(number=1)], "OUT_OF_ORDER"),
         ([wire.Bye(epoch=Epoch(99))], "OUT_OF_ORDER"),
     ],
@@ -309,7 +305,7 @@ def test_strangers_cost_no_queue_pair() -> None:
             silent, wrong, noise = Raw(r), Raw(r), Raw(r)
             for raw in (silent, wrong, noise):
                 await raw.open()
-            await wrong.say(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, ends=wrong.qps.ends))
+            await wrong.say(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=wrong.qps.ends.encode()))
             assert isinstance(await wrong.hear(), wire.Challenge)
             await wrong.say(wire.Answer(proof=bytes(32)))
             noise.writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -336,11 +332,12 @@ def test_a_receiver_that_does_not_know_the_secret_gets_no_data() -> None:
 
             async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 await reader.read(4096)
-                writer.write(wire.encode(wire.Challenge(nonce=bytes(32))))
+                writer.write(CODEC.encode(wire.Challenge(nonce=bytes(32))))
                 await reader.read(4096)
                 ends = next(iter(DoubleQueuePairs.alive.values())).ends
-                false = wire.Welcome(proof=bytes(32), region_nbytes=REGION_NBYTES, probes=PROBES, ends=ends)
-                writer.write(wire.encode(false))
+                says = RdmaWelcome(region_nbytes=REGION_NBYTES, probes=PROBES, ends=ends)
+                false = wire.Welcome(proof=bytes(32), payload=says.encode())
+                writer.write(CODEC.encode(false))
                 await writer.drain()
                 writer.close()
 
@@ -351,7 +348,7 @@ def test_a_receiver_that_does_not_know_the_secret_gets_no_data() -> None:
                     transport=TransportName.RDMA, address=address, secret=endpoint.secret, epoch=EPOCH
                 )
                 loop = asyncio.get_running_loop()
-                with pytest.raises(RdmaConnectError, match="does not know the pair's secret"):
+                with pytest.raises(ConnectError, match="does not know the pair's secret"):
                     await RdmaWriterLink.connect(elsewhere, PAIR, r.memory, Recorder(), loop)
 
     run(test())

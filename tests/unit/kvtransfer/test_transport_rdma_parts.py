@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 from collections.abc import Callable
@@ -12,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.ids import Epoch, GrantId, Incarnation, Pair
-from kvtransfer.transport import Seal
-from kvtransfer.transports import rdma_checks
-from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma_checks import Machine, Verdict, check_rdma, works
-from kvtransfer.transports.rdma_connect import RdmaLinkLimits, RegionAddress
+from cli import transport_checks
+from cli.transport_checks import Machine, Verdict, check_rdma, works
+from kvtransfer.transports.control_channel import MalformedMessage
+from kvtransfer.transports.rdma import QPS_MAX, LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma_connect import RdmaLinkLimits
 from kvtransfer.transports.rdma_device import RdmaLimits
 from kvtransfer.transports.rdma_ports import GidKind, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
@@ -34,82 +34,38 @@ from tests.support.cli_harness import run_baton
 U64 = st.integers(0, (1 << 64) - 1)
 U24 = st.integers(0, (1 << 24) - 1)
 ENDS = st.builds(
-    wire.LinkEnds,
+    LinkEnds,
     gid=st.binary(min_size=16, max_size=16),
     lid=st.integers(0, 65535),
     mtu=st.integers(1, 5),
     ethernet=st.booleans(),
     seals_max=st.integers(1, 65535),
-    qps=st.lists(st.builds(wire.QpAddress, number=U24, first_packet=U24), min_size=1, max_size=wire.QPS_MAX).map(tuple),
+    qps=st.lists(st.builds(QpAddress, number=U24, first_packet=U24), min_size=1, max_size=QPS_MAX).map(tuple),
 )
-PAIRS = st.builds(Pair, receiver=U64.map(Incarnation), writer=U64.map(Incarnation))
-SEALS = st.builds(
-    Seal,
-    grant=st.binary(min_size=16, max_size=16).map(GrantId),
-    epoch=U64.map(Epoch),
-    writes=U64,
-    bytes_written=U64,
-)
-PROOFS = st.binary(min_size=32, max_size=32)
-PLACES = st.builds(wire.ProbePlace, base=U64, rkey=st.integers(0, (1 << 32) - 1))
-MESSAGES = st.one_of(
-    st.builds(wire.Hello, pair=PAIRS, epoch=U64.map(Epoch), link=U64, ends=ENDS),
-    st.builds(wire.Challenge, nonce=PROOFS),
-    st.builds(wire.Answer, proof=PROOFS),
-    st.builds(wire.Welcome, proof=PROOFS, region_nbytes=U64, probes=PLACES, ends=ENDS),
-    st.just(wire.Ready()),
-    st.builds(wire.Refused, reason=st.sampled_from(wire.RefusalReason)),
-    st.builds(wire.SealSent, number=U64, seal=SEALS, qps_mask=U64),
-    st.builds(wire.Sealed, number=U64),
-    st.builds(wire.Fence, epoch=U64.map(Epoch)),
-    st.builds(wire.Bye, epoch=U64.map(Epoch)),
-)
+PLACES = st.builds(ProbePlace, base=U64, rkey=st.integers(0, (1 << 32) - 1))
+WELCOMES = st.builds(RdmaWelcome, region_nbytes=U64, probes=PLACES, ends=ENDS)
 
 
-@given(st.lists(MESSAGES, max_size=4), st.integers(1, 200))
-def test_messages_come_through_whole_however_the_stream_is_cut(messages: list[wire.Message], step: int) -> None:
-    stream = b"".join(map(wire.encode, messages))
-    inbox, heard = wire.Inbox(), []
-    for start in range(0, len(stream), step):
-        heard += list(inbox.feed(stream[start : start + step]))
-    assert heard == messages
-    assert inbox.empty
+@given(ENDS, WELCOMES)
+def test_payloads_come_out_as_they_went_in(ends: LinkEnds, welcome: RdmaWelcome) -> None:
+    """Cut short, or longer, they are refused."""
+    assert LinkEnds.decode(ends.encode()) == ends
+    assert RdmaWelcome.decode(welcome.encode()) == welcome
+    for broken in (ends.encode()[:-1], ends.encode() + b"x", b""):
+        with pytest.raises(MalformedMessage):
+            LinkEnds.decode(broken)
+    for broken in (welcome.encode()[:19], welcome.encode()[:-1]):
+        with pytest.raises(MalformedMessage):
+            RdmaWelcome.decode(broken)
 
 
-@given(MESSAGES, st.integers(0, 600), st.integers(1, 255))
-def test_a_changed_byte_is_another_message_or_none(message: wire.Message, at: int, change: int) -> None:
-    """Never an error of ours: a message of the same kind, more bytes wanted, or a refusal."""
-    stream = bytearray(wire.encode(message))
-    stream[at % len(stream)] ^= change
-    try:
-        heard = list(wire.Inbox().feed(bytes(stream)))
-    except wire.MalformedMessage:
-        return
-    assert heard != [message]
-
-
-def test_proofs_cover_what_each_side_says() -> None:
-    """Other queue pairs, another nonce, another place, the other side's label: another proof."""
-    ends = wire.LinkEnds(
-        gid=bytes(16), lid=1, mtu=3, ethernet=True, seals_max=4, qps=(wire.QpAddress(number=1, first_packet=2),)
-    )
-    other = wire.LinkEnds(
-        gid=bytes(16), lid=1, mtu=3, ethernet=True, seals_max=4, qps=(wire.QpAddress(number=2, first_packet=2),)
-    )
-    pair = Pair(receiver=Incarnation(1), writer=Incarnation(2))
-    secret, nonce = b"s" * 16, bytes(32)
-    proofs = {
-        wire.writer_proof(secret, wire.Hello(pair=pair, epoch=Epoch(1), link=1, ends=ends), nonce),
-        wire.writer_proof(secret, wire.Hello(pair=pair, epoch=Epoch(1), link=1, ends=other), nonce),
-        wire.writer_proof(secret, wire.Hello(pair=pair, epoch=Epoch(1), link=1, ends=ends), b"n" * 32),
-    }
-    hello = wire.Hello(pair=pair, epoch=Epoch(1), link=1, ends=ends)
-    place = wire.ProbePlace(base=1, rkey=2)
-    proofs |= {wire.receiver_proof(secret, hello, nonce, 1, place, e) for e in (ends, other)}
-    proofs |= {wire.receiver_proof(secret, hello, nonce, 2, place, ends)}
-    for moved in (wire.ProbePlace(base=2, rkey=2), wire.ProbePlace(base=1, rkey=1)):
-        proofs.add(wire.receiver_proof(secret, hello, nonce, 1, moved, ends))
-    assert len(proofs) == 8
+@given(ENDS, st.integers(0, 600), st.integers(1, 255))
+def test_a_changed_byte_is_another_end_or_none(ends: LinkEnds, at: int, change: int) -> None:
+    """Never an error of ours: other ends, or a refusal."""
+    payload = bytearray(ends.encode())
+    payload[at % len(payload)] ^= change
+    with contextlib.suppress(MalformedMessage):
+        assert LinkEnds.decode(bytes(payload)) != ends
 
 
 def test_the_region_travels_in_the_address() -> None:
@@ -260,7 +216,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     make_device(tmp_path / "sys", "rxe0", [(IPV4, V2)], uverbs="uverbs0")
     write(tmp_path / "dev/infiniband/uverbs0", "")
     write(tmp_path / "proc/self/status", "Name:\tbaton\nCapEff:\t0000000000000000")
-    monkeypatch.setattr(rdma_checks, "load_verbs", lambda _: None)
+    monkeypatch.setattr(transport_checks, "load_verbs", lambda _: None)
     return Machine(
         sysfs=tmp_path / "sys",
         devices=tmp_path / "dev",
@@ -305,7 +261,7 @@ def test_each_thing_that_is_missing_is_named(machine: Machine, monkeypatch: pyte
         raise RdmaUnavailable("pyverbs is not installed; install it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rdma_checks, "load_verbs", no_verbs)
+        patch.setattr(transport_checks, "load_verbs", no_verbs)
         assert missing(machine) == [("pyverbs", "pyverbs is not installed")]
     (machine.sysfs / "class/infiniband_verbs/uverbs0/ibdev").unlink()
     assert [what for what, _ in missing(machine)] == ["module"]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch
-from kvtransfer.transport import DataEndpoint, TransportName
-from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma_connect import RdmaConnectError
+from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.rdma import CODEC
 from kvtransfer.transports.rdma_poster import (
     Addresses,
     DeviceBroken,
@@ -208,12 +208,12 @@ def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.Monke
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
-        with pytest.raises(RdmaConnectError, match="no thread to post with"):
+        with pytest.raises(ConnectError, match="no thread to post with"):
             await RdmaWriterLink.connect(endpoint, pair_of(1), memory, Recorder(), loop)
 
     descriptors = len(os.listdir("/proc/self/fd"))
     with theirs:
         asyncio.run(scene())
         assert happened == ["destroyed", "released"]
-        assert list(wire.Inbox().feed(theirs.recv(4096))) == [wire.Bye(epoch=Epoch(3))]
+        assert list(wire.Inbox(CODEC).feed(theirs.recv(4096))) == [wire.Bye(epoch=Epoch(3))]
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2

@@ -9,10 +9,11 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from kvtransfer.transport import DataEndpoint, TransportName
-from kvtransfer.transports import rdma_wire as wire
-from kvtransfer.transports.rdma import HostBytes, RdmaConnectError, RdmaUnproved
-from kvtransfer.transports.rdma_connect import RegionAddress
+from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.rdma import CODEC, ProbePlace, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma_connect import RdmaUnproved
+from kvtransfer.transports.rdma_device import HostBytes
 from tests.conformance.transport_kits import RDMA_KITS
 from tests.conformance.transport_suite import record_ops
 from tests.conformance.transport_suite_more import a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence
@@ -122,7 +123,7 @@ def test_nothing_is_sealed_on_a_link_that_is_not_made() -> None:
         async with receiving() as r:
             raw = Raw(r)
             await raw.welcome_unproved()
-            await raw.say(wire.SealSent(number=1, seal=seal_of(), qps_mask=1))
+            await raw.say(wire.SealSent(number=1, seal=seal_of(), ways_mask=1))
             assert await raw.hear() == wire.Refused(reason=wire.RefusalReason.OUT_OF_ORDER)
             assert await raw.hear() is None
             assert (r.events.gone, r.events.seals) == ([], [])
@@ -172,19 +173,20 @@ def test_a_receiver_that_ends_meanwhile_says_nothing_of_the_way(monkeypatch: pyt
 
     async def test() -> None:
         async with receiving() as r:
-            secret, nonce, probes = bytes(16), bytes(32), wire.ProbePlace(base=1, rkey=1)
+            secret, nonce, probes = bytes(16), bytes(32), ProbePlace(base=1, rkey=1)
             there_U8 = np.zeros(REGION_NBYTES, np.uint8)
             device = DoubleDevice(HostBytes(lambda: there_U8), CONFIG, remote_writes=True, limits=LIMITS)
             theirs = DoubleQueuePairs(device, 2, lambda count: bytes(count), sends=False)
 
             async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                (hello,) = wire.Inbox().feed(await reader.read(4096))
+                (hello,) = wire.Inbox(CODEC).feed(await reader.read(4096))
                 assert isinstance(hello, wire.Hello)
-                writer.write(wire.encode(wire.Challenge(nonce=nonce)))
+                writer.write(CODEC.encode(wire.Challenge(nonce=nonce)))
                 await reader.read(4096)
-                proof = wire.receiver_proof(secret, hello, nonce, REGION_NBYTES, probes, theirs.ends)
-                welcome = wire.Welcome(proof=proof, region_nbytes=REGION_NBYTES, probes=probes, ends=theirs.ends)
-                writer.write(wire.encode(welcome))
+                says = RdmaWelcome(region_nbytes=REGION_NBYTES, probes=probes, ends=theirs.ends).encode()
+                proof = CODEC.receiver_proof(secret, hello, nonce, says)
+                welcome = wire.Welcome(proof=proof, payload=says)
+                writer.write(CODEC.encode(welcome))
                 await writer.drain()
                 writer.close()
 
@@ -193,7 +195,7 @@ def test_a_receiver_that_ends_meanwhile_says_nothing_of_the_way(monkeypatch: pyt
                 address = RegionAddress(listens=f"127.0.0.1:{port}", base=1, rkey=1).encode()
                 there = DataEndpoint(transport=TransportName.RDMA, address=address, secret=secret, epoch=EPOCH)
                 monkeypatch.setattr(r.port, "expect", lambda *_: there)
-                with pytest.raises(RdmaConnectError, match="the receiver closed the connection") as caught:
+                with pytest.raises(ConnectError, match="the receiver closed the connection") as caught:
                     async with linked(r, source_bytes(1, REGION_NBYTES)):
                         raise AssertionError("there is no link")
                 assert not isinstance(caught.value, RdmaUnproved)

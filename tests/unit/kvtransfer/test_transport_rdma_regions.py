@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvtransfer.device.driver import CudaDriver, DeviceError
 from kvtransfer.device.gpudirect import DmaBuf, GpuDirect, PageSpan, page_span
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transports.rdma_regions import (
+from kvtransfer.transports.rdma_device import (
     DeviceBytes,
     HostBytes,
     Keys,

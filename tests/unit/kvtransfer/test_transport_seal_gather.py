@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.ids import Epoch, GrantId
 from kvtransfer.transport import Seal
-from kvtransfer.transports.rdma_wire import RefusalReason as RdmaReason
-from kvtransfer.transports.seal_gather import SealFault, SealGather, SealRefused, WholeSeal
-from kvtransfer.transports.ucx_wire import RefusalReason as UcxReason
+from kvtransfer.transports.control_channel import Refusal, SealGather, SealSent
 
 EPOCH = Epoch(3)
 
@@ -21,37 +17,37 @@ def seal(number: int, epoch: Epoch = EPOCH) -> Seal:
     return Seal(grant=GrantId(bytes(16)), epoch=epoch, writes=number, bytes_written=0)
 
 
-def whole(number: int) -> WholeSeal:
-    return WholeSeal(number=number, seal=seal(number))
+def said(number: int, epoch: Epoch = EPOCH, ways_mask: int = 1) -> SealSent:
+    return SealSent(number=number, seal=seal(number, epoch), ways_mask=ways_mask)
 
 
 def test_a_seal_is_whole_with_its_second_part() -> None:
     """One way: in either order, each once; a repeat of a part, another epoch's seal and too many halves are refused."""
     parts = SealGather(epoch=EPOCH, ways=1, seals_max=2)
     waiting = [parts.waiting]
-    assert parts.told(1, seal(1)) is None
+    assert parts.message_came(said(1)) is None
     waiting.append(parts.waiting)
-    assert parts.arrived(1) == whole(1)
-    assert parts.arrived(2) is None
+    assert parts.number_came(1) == said(1)
+    assert parts.number_came(2) is None
     waiting.append(parts.waiting)
     assert waiting == [False, True, False]
-    assert parts.told(2, seal(2)) == whole(2)
-    parts.told(3, seal(3))
-    with pytest.raises(SealRefused, match=r"^SEAL$"):
-        parts.told(3, seal(3))
-    with pytest.raises(SealRefused, match=r"^SEAL$"):
-        parts.told(4, seal(4, Epoch(2)))
-    parts.arrived(5)
-    with pytest.raises(SealRefused, match=r"^SEAL$"):
-        parts.arrived(5)
-    with pytest.raises(SealRefused, match=r"^SEALS_MAX$"):
-        parts.arrived(6)
+    assert parts.message_came(said(2)) == said(2)
+    parts.message_came(said(3))
+    with pytest.raises(Refusal, match=r"^SEAL$"):
+        parts.message_came(said(3))
+    with pytest.raises(Refusal, match=r"^SEAL$"):
+        parts.message_came(said(4, Epoch(2)))
+    parts.number_came(5)
+    with pytest.raises(Refusal, match=r"^SEAL$"):
+        parts.number_came(5)
+    with pytest.raises(Refusal, match=r"^SEALS_MAX$"):
+        parts.number_came(6)
 
 
 @pytest.mark.parametrize("mask", [0, 8, 9])
 def test_a_seal_names_ways_that_there_are(mask: int) -> None:
-    with pytest.raises(SealRefused, match=r"^SEAL$"):
-        SealGather(epoch=EPOCH, ways=3, seals_max=2).told(1, seal(1), mask)
+    with pytest.raises(Refusal, match=r"^SEAL$"):
+        SealGather(epoch=EPOCH, ways=3, seals_max=2).message_came(said(1, ways_mask=mask))
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.randoms(use_true_random=False))
@@ -67,13 +63,8 @@ def test_each_seal_is_told_once_with_the_last_of_its_parts(masks: list[int], rng
     last = {number: at for at, (number, _) in enumerate(parts)}
     for at, (number, way) in enumerate(parts):
         if way is None:
-            told = gather.told(number, seal(number), masks[number - first])
+            told = gather.message_came(said(number, ways_mask=masks[number - first]))
         else:
-            told = gather.arrived(number & 0xFFFF_FFFF, way)
-        assert told == (whole(number) if last[number] == at else None)
+            told = gather.number_came(number & 0xFFFF_FFFF, way)
+        assert told == (said(number, ways_mask=masks[number - first]) if last[number] == at else None)
     assert not gather.waiting
-
-
-def test_each_wire_has_a_reason_for_each_fault() -> None:
-    for wire, fault in itertools.product((RdmaReason, UcxReason), SealFault):
-        assert wire[fault.name].name == fault.name

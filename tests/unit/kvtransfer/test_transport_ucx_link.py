@@ -19,19 +19,15 @@ from baton.endpoint import split_endpoint
 from baton.ids import Epoch
 from kvtransfer.negotiation import host_identity
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, PairBeingFenced, Seal
-from kvtransfer.transports import ucx_connect
-from kvtransfer.transports import ucx_wire as wire
+from kvtransfer.transport import ConnectError, DataEndpoint, PairBeingFenced, Seal
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports import ucx
+from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.ucx import (
-    RefusalReason,
-    UcxConfig,
-    UcxConnectError,
-    UcxReceiverPort,
-    UcxWriterLink,
-)
-from kvtransfer.transports.ucx_connect import UCX_LINK_LIMITS
-from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS
+from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.ucx import CODEC, UCX_LINK_LIMITS, UcxHello
+from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS, UcxReceiverPort
+from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.shm_peer import source_bytes
 from tests.support.ucx_double import AgentDouble, agents
@@ -96,11 +92,11 @@ class ByHand:
     def __init__(self) -> None:
         self.sock = socket.socket()
         self.sock.setblocking(False)
-        self.inbox = wire.Inbox()
+        self.inbox = wire.Inbox(CODEC)
         self.messages: list[wire.Message] = []
 
     async def say(self, message: wire.Message) -> None:
-        await asyncio.get_running_loop().sock_sendall(self.sock, wire.encode(message))
+        await asyncio.get_running_loop().sock_sendall(self.sock, CODEC.encode(message))
 
     async def hear(self) -> wire.Message | None:
         """The next message; None: the receiver has closed."""
@@ -115,11 +111,12 @@ class ByHand:
     async def link(self, endpoint: DataEndpoint, host: str, pid: int) -> wire.Message | None:
         """The answer to the ANSWER."""
         await asyncio.get_running_loop().sock_connect(self.sock, split_endpoint(endpoint.address))
-        hello = wire.Hello(pair=PAIR, epoch=endpoint.epoch, link=9, host=host, pid=pid)
+        own = UcxHello(host=host, pid=pid)
+        hello = wire.Hello(pair=PAIR, epoch=endpoint.epoch, link=9, payload=own.encode())
         await self.say(hello)
         challenge = await self.hear()
         assert isinstance(challenge, wire.Challenge)
-        await self.say(wire.Answer(proof=wire.writer_proof(endpoint.secret, hello, challenge.nonce)))
+        await self.say(wire.Answer(proof=CODEC.writer_proof(endpoint.secret, hello, challenge.nonce)))
         return await self.hear()
 
 
@@ -332,7 +329,7 @@ def test_a_writer_elsewhere_vouches_for_a_link_that_failed_with_nothing_on_its_w
     """On transports whose fence is not proved its BYE is all the evidence that there will ever be. All that was posted
     has arrived, only a look at it fails: the BYE says so, and the pair lives on. With a write on its way it cannot: its
     connection stays, in sight, and the pair is fenced by nothing but the end of the receiver."""
-    monkeypatch.setattr(ucx_connect, "host_identity", lambda: ELSEWHERE)
+    monkeypatch.setattr(ucx, "host_identity", lambda: ELSEWHERE)
 
     async def case() -> None:
         async with receiving("all") as r:
@@ -383,7 +380,7 @@ def test_no_ucx_at_either_side_is_an_error_and_no_link(agents: Agents) -> None:
     async def case() -> None:
         async with receiving() as r:
             agents.unavailable = "writer"
-            with pytest.raises(UcxConnectError, match="the test says so"):
+            with pytest.raises(ConnectError, match="the test says so"):
                 async with linked(r):
                     pass
             agents.unavailable = "receiver"
@@ -401,7 +398,9 @@ def test_words_out_of_order_are_refused_and_the_word_still_heard(agents: Agents)
 
     async def case() -> None:
         async with receiving() as r, by_hand(r) as writer:
-            await writer.say(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, host=ELSEWHERE, pid=1))
+            await writer.say(
+                wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=UcxHello(host=ELSEWHERE, pid=1).encode())
+            )
             assert await writer.hear() == wire.Refused(reason=RefusalReason.OUT_OF_ORDER)
             assert await writer.hear() == wire.Fence(epoch=EPOCH)
             await writer.say(wire.SealSent(number=1, seal=SEAL))

@@ -1,17 +1,18 @@
-"""Prefix cache and pins of one node, as others see them: the service that takes pins, the node's status."""
+"""Services that serving nodes have in common: the one that takes pins, and the writer's part of baton.v1.Transfer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
-from batonpb import node_pb2, pins_pb2, pins_pb2_grpc
+from batonpb import node_pb2, pins_pb2, pins_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 
 from baton.clock import Clock
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import Incarnation
+from baton.ids import Incarnation, ReserveNumber
 from baton.log import get_log
-from baton.runtime import NodeRuntime
 from baton.wire import check_header
+from kvtransfer.writer import WriterPeer
 from node.pool import DevicePool
 
 log = get_log("pins")
@@ -20,30 +21,17 @@ NAME_CHARS_MAX: Final = 63
 SALT_BYTES_MAX: Final = 256
 
 
-def serve_prefixes(runtime: NodeRuntime, pool: DevicePool) -> None:
-    """Take pins, let them run out, tell of them. Called once, when the node's own `status` and `upkeep` are set."""
-    own_status, own_upkeep, clock = runtime.status, runtime.upkeep, runtime.clock
-
-    def status(message: node_pb2.NodeStatus) -> None:
-        own_status(message)
-        _report(message.prefixes, pool, clock.monotonic_s())
-
-    def upkeep() -> None:
-        for name in pool.pins.expire(clock.monotonic_s()):
-            log.warning("pin ran out: no router renewed it", pin=name)
-        own_upkeep()
-
-    runtime.status, runtime.upkeep = status, upkeep
-    runtime.server.add(
-        "baton.v1.NodePins", pins_pb2_grpc.add_NodePinsServicer_to_server, PinService(pool, runtime.incarnation, clock)
-    )
+def expire_pins(pool: DevicePool, clock: Clock) -> None:
+    """Called every second."""
+    for name in pool.pins.expire(clock.monotonic_s()):
+        log.warning("pin expired: no router renewed it", pin=name)
 
 
-def _report(message: node_pb2.PrefixStatus, pool: DevicePool, now_s: float) -> None:
+def add_prefix_status(message: node_pb2.PrefixStatus, pool: DevicePool, clock: Clock) -> None:
     cache = pool.blocks.prefix_cache
     message.prompt_tokens, message.hit_tokens = cache.stats.prompt_tokens, cache.stats.hit_tokens
     message.pinned_blocks, message.pinned_blocks_max = cache.pinned_blocks, pool.pins.blocks_max
-    for pin in pool.pins.states(now_s):
+    for pin in pool.pins.states(clock.monotonic_s()):
         message.pins.add(
             name=pin.name,
             blocks=pin.blocks,
@@ -98,3 +86,20 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
                 f"Token id {max(request.tokens)} is outside the vocabulary of {model.vocab_size}.",
                 field="tokens",
             )
+
+
+class WriterService(transfer_pb2_grpc.TransferServicer):
+    """The writer's half of baton.v1.Transfer."""
+
+    def __init__(self, own: Incarnation, peer_of: Callable[[Incarnation], WriterPeer | None]) -> None:
+        self._own = own
+        self._peer_of = peer_of
+
+    async def Revoke(self, request: transfer_pb2.RevokeRequest, context: Any) -> transfer_pb2.RevokeReply:
+        receiver = check_header(request.header, own=self._own)
+        peer = self._peer_of(receiver)
+        if peer is None:
+            # Given up and its links closed, or never met: nothing is written there any more, and what may still be
+            # under way nobody here knows. The receiver's fence does.
+            return transfer_pb2.RevokeReply(writes_in_doubt=True)
+        return transfer_pb2.RevokeReply(writes_in_doubt=await peer.revoked(ReserveNumber(request.number)))

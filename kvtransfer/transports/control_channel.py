@@ -1,0 +1,962 @@
+"""The control channel of a link: framing, one handshake, one set of refusals, one state machine, for every transport.
+
+    writer                                           receiver
+      HELLO(pair, epoch, link, payload)         ->
+                                                <-       CHALLENGE(nonce)
+      ANSWER(proof)                             ->
+                                                <-       WELCOME(proof, payload)
+                                                <-       READY                     rdma: every probe has come
+      SEAL(number, seal, ways) ...              ->
+                                                <-       SEALED(number)            rdma, ucx: all its parts have come
+      BYE(epoch, sequence, drained)             ->       nothing follows
+                                                <-       FENCE(epoch)
+
+REFUSED(reason) may come from the receiver at any point. The secret never travels: each side shows an HMAC-SHA256 over
+the HELLO, the nonce and, in the WELCOME, its payload, under a label of its own. What HELLO and WELCOME carry beyond
+that is the transport's payload. LATE_BYE(nonce) is shm's: BYE on a new connection, for the one that was challenged with
+this nonce and broke.
+
+What is evidence stays on the channel that orders it: on tcp this is the data connection itself, where SEAL and BYE have
+a place in the sequence of DATA; shm's BYE says that the region is unmapped; ucx's says whether all writes were drained;
+rdma and ucx answer a seal by SEALED when its parts have come beside the data.
+
+A message is a head (magic, version, kind, length of the body) and a body; integers are little-endian. On a stream
+messages follow each other; tcp pads each to one size, since it reads them between frames; shm has one in each packet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, ClassVar, Final, TypeVar
+
+from baton.endpoint import split_endpoint
+from baton.errors import BatonError
+from baton.ids import Epoch, GrantId, Incarnation, Pair
+from kvtransfer.transport import ConnectError, Seal, TransportName
+
+PROTOCOL_VERSION: Final = 3
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+GRANT_BYTES: Final = 16
+RECV_BYTES: Final = 1 << 12
+"""Read in one call where only messages are expected."""
+UNREAD_BYTES_MAX: Final = 1 << 20
+"""Read, and dropped, of a connection that is being closed."""
+_MAGIC: Final = b"Bt"
+_HEAD: Final = struct.Struct("<2sBBI")
+HEAD_BYTES: Final = _HEAD.size
+
+
+class RefusalReason(Enum):
+    """Why a receiver refuses a message or a connection. The value is the wire code."""
+
+    MALFORMED = 1
+    VERSION = 2
+    OUT_OF_ORDER = 3
+    NOT_EXPECTED = 4
+    EPOCH = 5
+    SECRET = 6
+    DEADLINE = 7
+    CONNECTIONS_MAX = 8
+    HANDSHAKES_MAX = 9
+    DESCRIPTORS = 10
+    SEAL = 11
+    SEALS_MAX = 12
+    # shm
+    USER = 20
+    NO_PIDFD = 21
+    # tcp
+    REPLAYED = 30
+    SEQUENCE = 31
+    OVERSIZED = 32
+    TRUNCATED = 33
+    OUT_OF_GRANT = 34
+    ACKS_UNREAD = 35
+    # rdma
+    DEVICE = 40
+    LINK_LAYER = 41
+    QUEUE_PAIR = 42
+    PROBE = 43
+    FLUSH = 44
+    # ucx
+    UCX = 50
+
+
+class Refusal(Exception):
+    """The receiver refuses what a writer sent, or asks for."""
+
+    def __init__(self, reason: RefusalReason, text: str = "") -> None:
+        super().__init__(text or reason.name)
+        self.reason = reason
+
+
+class MalformedMessage(Refusal):
+    """Bytes that are not a message of this channel. `reason` is MALFORMED or VERSION."""
+
+    def __init__(self, text: str, reason: RefusalReason = RefusalReason.MALFORMED) -> None:
+        super().__init__(reason, text)
+
+
+# Messages.
+
+
+class Kind(IntEnum):
+    """Code of a message on the wire."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    ANSWER = 3
+    WELCOME = 4
+    REFUSED = 5
+    SEAL = 6
+    SEALED = 7
+    FENCE = 8
+    BYE = 9
+    READY = 10
+    LATE_BYE = 11
+    DATA = 12
+    ACK = 13
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What every message has: its kind, the layout of its body, and whether bytes of any length follow that."""
+
+    KIND: ClassVar[Kind]
+    LAYOUT: ClassVar[struct.Struct]
+    HAS_PAYLOAD: ClassVar[bool] = False
+
+    def body(self) -> bytes:
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Message:
+        """From what `LAYOUT` unpacks, and what follows, if anything may. Raises MalformedMessage."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """`link` is random, and the same in all connections of one link. `payload` is the transport's."""
+
+    KIND = Kind.HELLO
+    LAYOUT = struct.Struct("<QQQQ")
+    HAS_PAYLOAD = True
+    pair: Pair
+    epoch: Epoch
+    link: int = 0
+    payload: bytes = b""
+
+    def body(self) -> bytes:
+        return self.LAYOUT.pack(self.pair.receiver, self.pair.writer, self.epoch, self.link) + self.payload
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Hello:
+        receiver, writer, epoch, link, payload = fields
+        pair = Pair(receiver=Incarnation(receiver), writer=Incarnation(writer))
+        return cls(pair=pair, epoch=Epoch(epoch), link=link, payload=payload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge(Message):
+    KIND = Kind.CHALLENGE
+    LAYOUT = struct.Struct(f"<{NONCE_BYTES}s")
+    nonce: bytes
+
+    def body(self) -> bytes:
+        assert len(self.nonce) == NONCE_BYTES, len(self.nonce)
+        return self.nonce
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Challenge:
+        return cls(nonce=fields[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Message):
+    KIND = Kind.ANSWER
+    LAYOUT = struct.Struct(f"<{PROOF_BYTES}s")
+    proof: bytes
+
+    def body(self) -> bytes:
+        assert len(self.proof) == PROOF_BYTES, len(self.proof)
+        return self.proof
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Answer:
+        return cls(proof=fields[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(Message):
+    """`payload` is the transport's: what the writer needs to write."""
+
+    KIND = Kind.WELCOME
+    LAYOUT = struct.Struct(f"<{PROOF_BYTES}s")
+    HAS_PAYLOAD = True
+    proof: bytes
+    payload: bytes
+
+    def body(self) -> bytes:
+        assert len(self.proof) == PROOF_BYTES, len(self.proof)
+        return self.proof + self.payload
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Welcome:
+        return cls(proof=fields[0], payload=fields[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Message):
+    KIND = Kind.REFUSED
+    LAYOUT = struct.Struct("<H")
+    reason: RefusalReason
+
+    def body(self) -> bytes:
+        return self.LAYOUT.pack(self.reason.value)
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Refused:
+        try:
+            return cls(reason=RefusalReason(fields[0]))
+        except ValueError as error:
+            raise MalformedMessage(f"refusal reason {fields[0]}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealSent(Message):
+    """`ways_mask` has a bit for each way that the grant's data took: tcp streams, on each of which the seal goes; rdma
+    queue pairs, on each of which its number goes. On tcp `number` is the stream's sequence."""
+
+    KIND = Kind.SEAL
+    LAYOUT = struct.Struct(f"<QQ{GRANT_BYTES}sQQQ")
+    number: int
+    seal: Seal
+    ways_mask: int = 1
+
+    def body(self) -> bytes:
+        seal = self.seal
+        assert len(seal.grant) == GRANT_BYTES, len(seal.grant)
+        return self.LAYOUT.pack(self.number, seal.epoch, seal.grant, seal.writes, seal.bytes_written, self.ways_mask)
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> SealSent:
+        number, epoch, grant, writes, bytes_written, ways_mask = fields
+        seal = Seal(grant=GrantId(grant), epoch=Epoch(epoch), writes=writes, bytes_written=bytes_written)
+        return cls(number=number, seal=seal, ways_mask=ways_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed(Message):
+    KIND = Kind.SEALED
+    LAYOUT = struct.Struct("<Q")
+    number: int
+
+    def body(self) -> bytes:
+        return self.LAYOUT.pack(self.number)
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Sealed:
+        return cls(number=fields[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence(Message):
+    KIND = Kind.FENCE
+    LAYOUT = struct.Struct("<Q")
+    epoch: Epoch
+
+    def body(self) -> bytes:
+        return self.LAYOUT.pack(self.epoch)
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Fence:
+        return cls(epoch=Epoch(fields[0]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bye(Message):
+    """`sequence` is its place behind tcp's DATA and SEAL. `drained`: every write that was posted has completed."""
+
+    KIND = Kind.BYE
+    LAYOUT = struct.Struct("<QQB")
+    epoch: Epoch
+    sequence: int = 0
+    drained: bool = True
+
+    def body(self) -> bytes:
+        return self.LAYOUT.pack(self.epoch, self.sequence, self.drained)
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Bye:
+        return cls(epoch=Epoch(fields[0]), sequence=fields[1], drained=bool(at_most(fields[2], 1)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready(Message):
+    """Each queue pair has carried its probe: seals may come."""
+
+    KIND = Kind.READY
+    LAYOUT = struct.Struct("<")
+
+    def body(self) -> bytes:
+        return b""
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Ready:
+        assert not fields
+        return cls()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateBye(Message):
+    """BYE for the connection that was challenged with this nonce, whose socket broke first."""
+
+    KIND = Kind.LATE_BYE
+    LAYOUT = struct.Struct(f"<{NONCE_BYTES}s")
+    nonce: bytes
+
+    def body(self) -> bytes:
+        assert len(self.nonce) == NONCE_BYTES, len(self.nonce)
+        return self.nonce
+
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> LateBye:
+        return cls(nonce=fields[0])
+
+
+_COMMON: Final[tuple[type[Message], ...]] = (
+    Hello, Challenge, Answer, Welcome, Refused, SealSent, Sealed, Fence, Bye,
+)  # fmt: skip
+
+
+def at_most(value: int, limit: int) -> int:
+    """Raises MalformedMessage."""
+    if value > limit:
+        raise MalformedMessage(f"{value}, at most {limit} is possible here")
+    return value
+
+
+# Framing.
+
+
+class Codec:
+    """The messages of one transport's channel, as bytes."""
+
+    def __init__(
+        self,
+        transport: TransportName,
+        *own: type[Message],
+        payload_bytes_max: int,
+        message_bytes: int | None = None,
+        packets: bool = False,
+    ) -> None:
+        """`own`: kinds beside the common ones. `payload_bytes_max`: of HELLO and WELCOME. `message_bytes`: each message
+        is padded to this size. `packets`: the connection keeps the borders of messages."""
+        self.transport = transport
+        self.message_bytes = message_bytes
+        self.packets = packets
+        self.payload_bytes_max = payload_bytes_max
+        self._kinds: dict[int, type[Message]] = {message.KIND: message for message in (*_COMMON, *own)}
+        self._zeros = bytes(message_bytes or 0)
+
+    def encode(self, message: Message) -> bytes:
+        body = message.body()
+        packet = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, message.KIND, len(body)) + body
+        if self.message_bytes is not None:
+            assert len(packet) <= self.message_bytes, (message, len(packet))
+            return packet.ljust(self.message_bytes, b"\0")
+        return packet
+
+    def decode(self, packet: bytes | bytearray | memoryview) -> Message:
+        """The message of exactly these bytes.
+
+        Raises:
+            MalformedMessage: wrong magic, version, kind, length, value or padding.
+        """
+        message, end = self._head(packet)
+        if self.message_bytes is None:
+            if len(packet) != end:
+                raise MalformedMessage(f"{message.__name__} of {len(packet)} bytes instead of {end}")
+        elif packet[end:] != self._zeros[end:]:
+            raise MalformedMessage(f"{message.__name__} with bytes after its end")
+        layout = message.LAYOUT
+        fields = layout.unpack_from(packet, HEAD_BYTES)
+        if message.HAS_PAYLOAD:
+            fields = (*fields, bytes(packet[HEAD_BYTES + layout.size : end]))
+        return message.of(fields)
+
+    def whole_bytes(self, received: bytearray) -> int | None:
+        """Size of the message that `received` begins with; None: the rest of it is still to come. Raises
+        MalformedMessage."""
+        if self.message_bytes is not None:
+            return self.message_bytes if len(received) >= self.message_bytes else None
+        if len(received) < HEAD_BYTES:
+            return None
+        end = self._head(received)[1]
+        return end if len(received) >= end else None
+
+    def writer_proof(self, secret: bytes, hello: Hello, nonce: bytes) -> bytes:
+        """What the writer shows in its ANSWER."""
+        return self._proof("writer", secret, hello, nonce)
+
+    def receiver_proof(self, secret: bytes, hello: Hello, nonce: bytes, payload: bytes) -> bytes:
+        """What the receiver shows in its WELCOME: it knows the secret, and the payload is its own."""
+        return self._proof("receiver", secret, hello, nonce, payload)
+
+    def _proof(self, side: str, secret: bytes, hello: Hello, nonce: bytes, payload: bytes = b"") -> bytes:
+        label = f"baton {self.transport.value} {side}".encode()
+        return hmac.digest(secret, label + self.encode(hello) + nonce + payload, "sha256")
+
+    def _head(self, packet: bytes | bytearray | memoryview) -> tuple[type[Message], int]:
+        """The kind, and where the message ends."""
+        if len(packet) < HEAD_BYTES:
+            raise MalformedMessage(f"{len(packet)} bytes")
+        magic, version, code, nbytes = _HEAD.unpack_from(packet)
+        if magic != _MAGIC:
+            raise MalformedMessage(f"magic {magic!r}")
+        if version != PROTOCOL_VERSION:
+            text = f"protocol version {version}, ours is {PROTOCOL_VERSION}"
+            raise MalformedMessage(text, RefusalReason.VERSION)
+        message = self._kinds.get(code)
+        if message is None:
+            raise MalformedMessage(f"kind {code}")
+        extra = nbytes - message.LAYOUT.size
+        if not 0 <= extra <= (self.payload_bytes_max if message.HAS_PAYLOAD else 0):
+            raise MalformedMessage(f"{message.__name__} with a body of {nbytes} bytes")
+        return message, HEAD_BYTES + nbytes
+
+
+class Inbox:
+    """Cuts what comes into messages. Not thread-safe."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._received = bytearray()
+
+    @property
+    def empty(self) -> bool:
+        """No beginning of a message waits for the rest of it."""
+        return not self._received
+
+    @property
+    def read_bytes_max(self) -> int:
+        """What to read at once. Where messages have one size: no byte behind the present one, for data may follow."""
+        if self._codec.message_bytes is None:
+            return RECV_BYTES
+        return self._codec.message_bytes - len(self._received)
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are whole now. Raises MalformedMessage, after which the stream is of no use."""
+        if self._codec.packets:
+            yield self._codec.decode(data)
+            return
+        self._received += data
+        while (nbytes := self._codec.whole_bytes(self._received)) is not None:
+            packet = bytes(self._received[:nbytes])
+            del self._received[:nbytes]
+            yield self._codec.decode(packet)
+
+
+# The writer's side.
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class WriterChannel:
+    """The writer's end of a channel while its link is being made: one message at a time from either side.
+
+    The socket does not block, and is the caller's.
+    """
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, codec: Codec, *, address: str) -> None:
+        """`address` is for people."""
+        self.sock = sock
+        self.nonce = b""
+        """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
+        self._loop = loop
+        self.codec = codec
+        self._inbox = Inbox(codec)
+        self._address = address
+
+    @classmethod
+    async def open(cls, listens: str, loop: asyncio.AbstractEventLoop, codec: Codec, *, address: str) -> WriterChannel:
+        """Connect to `listens`, host:port. Raises OSError, and BatonError BAD_ENDPOINT."""
+        sock = await open_connection(listens, loop)
+        try:
+            tune(sock)
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock, loop, codec, address=address)
+
+    async def shake_hands(self, secret: bytes, hello: Hello) -> Welcome:
+        """Prove the pair's secret, and have the receiver prove it.
+
+        Raises:
+            ConnectError: refused, closed, out of turn, or whoever listens there does not know the secret.
+            OSError: the connection is lost.
+            MalformedMessage: what came is not a message of this channel.
+        """
+        await self.send(hello)
+        self.nonce = (await self.receive(Challenge)).nonce
+        await self.send(Answer(proof=self.codec.writer_proof(secret, hello, self.nonce)))
+        welcome = await self.receive(Welcome)
+        wanted = self.codec.receiver_proof(secret, hello, self.nonce, welcome.payload)
+        if not hmac.compare_digest(welcome.proof, wanted):
+            raise ConnectError(f"{self._address}: whoever listens there does not know the pair's secret")
+        return welcome
+
+    async def send(self, message: Message) -> None:
+        """Raises OSError."""
+        await self._loop.sock_sendall(self.sock, self.codec.encode(message))
+
+    async def receive(self, wanted: type[MessageT]) -> MessageT:
+        """The next message: it has to be of this kind, and the last that was sent so far. Raises as `shake_hands`."""
+        while True:
+            data = await self._receive_bytes()
+            if not data:
+                raise ConnectError(f"{self._address}: the receiver closed the connection")
+            for message in self._inbox.feed(data):
+                if isinstance(message, Refused):
+                    raise ConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
+                if not isinstance(message, wanted):
+                    raise ConnectError(f"{self._address}: {type(message).__name__} instead of {wanted.__name__}")
+                if not self._inbox.empty:
+                    raise ConnectError(f"{self._address}: the receiver speaks out of turn")
+                return message
+
+    def leave(self, last: Message) -> None:
+        """There will be no link: say so, and close the socket."""
+        take_leave(self.sock, self.codec.encode(last))
+
+    async def _receive_bytes(self) -> bytes:
+        return await self._loop.sock_recv(self.sock, self._inbox.read_bytes_max)
+
+
+def connect_error(
+    error: BaseException, *, address: str, connect_ms_max: int, also: tuple[type[Exception], ...] = ()
+) -> ConnectError | None:
+    """What a failed handshake is raised as; None: as it is. `also`: errors of the transport's own."""
+    if isinstance(error, TimeoutError):
+        return ConnectError(f"{address}: no link within {connect_ms_max} ms")
+    if isinstance(error, (OSError, ValueError, BatonError, MalformedMessage, *also)):
+        return ConnectError(f"{address}: {error}")
+    return None
+
+
+class Outbox:
+    """Messages that wait for a socket to take them: sent in order, now what it takes, the rest when it takes more.
+
+    Loop's thread. The socket does not block, and is the caller's, who calls `close` before closing it.
+    """
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, broken: Callable[[str], None]) -> None:
+        """`broken` is called when the connection is lost; what was waiting is dropped."""
+        self._sock = sock
+        self._loop = loop
+        self._broken = broken
+        self._waiting = bytearray()
+
+    def send(self, packet: bytes) -> None:
+        self._waiting += packet
+        self._flush()
+
+    def close(self) -> None:
+        """Send nothing more. Idempotent."""
+        self._waiting.clear()
+        self._loop.remove_writer(self._sock)
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                del self._waiting[: self._sock.send(self._waiting)]
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+            return
+        except OSError as error:
+            self.close()
+            self._broken(f"connection lost: {error}")
+            return
+        self._loop.remove_writer(self._sock)
+
+
+# The receiver's side.
+
+
+class ChannelState(Enum):
+    NEW = "waits for HELLO"
+    SURPLUS = "beyond connections_max: only a LATE_BYE counts, which makes room"
+    CHALLENGED = "waits for ANSWER"
+    PREPARING = "proved; the port makes what its data needs"
+    PROBING = "may write; not all its probes have come"
+    OPEN = "may write, and seal"
+    BROKEN = "broke the protocol while it may write: only its BYE counts"
+    LOST = "its connection is over; it may write on until there is evidence"
+    ENDED = "never could write, and never will"
+
+
+class Signal(Enum):
+    """Events that are not messages, and carry nothing."""
+
+    PROBES_CAME = "every queue pair has carried its probe"
+    EOF = "the connection is closed, or lost"
+    DEADLINE = "the time for the handshake is over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the writer's data needs is there, and this is the WELCOME's payload. `probes`: the link is to be proved."""
+
+    payload: bytes
+    probes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """The port refuses what has come."""
+
+    reason: RefusalReason
+
+
+Event = Message | Prepared | Refuse | Signal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """A message that concerns the transport: SEAL, LATE_BYE."""
+
+    message: SealSent | LateBye
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """It may write, and said BYE."""
+
+    drained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """It may write, and was refused."""
+
+    reason: RefusalReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountRefusal:
+    reason: RefusalReason
+
+
+class Do(Enum):
+    """Instructions that carry nothing."""
+
+    IDENTIFY = "look at the HELLO's payload, and take hold of the process; may refuse"
+    PREPARE = "make what the data needs, then `Prepared`; may refuse"
+    OPEN = "from now on it counts as one that may write; may refuse"
+    START = "the WELCOME has been sent"
+    COUNT_SEAL_REFUSED = "a seal that does not count"
+    LOSE = "it may write, and its connection is of no more use"
+    DROP = "it never could write: close its connection"
+
+
+Instruction = Send | Deliver | Left | Broken | CountRefusal | Do
+Instructions = list[Instruction]
+
+
+class ReceiverChannel:
+    """The receiver's end of one writer's channel, from HELLO to BYE. Without I/O: see `handle`.
+
+    Instructions are carried out in order. One that refuses is followed by the event `Refuse`, and no other of its list.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        secret_of: Callable[[Pair, Epoch], bytes | RefusalReason],
+        randomness: Callable[[int], bytes],
+        surplus: bool = False,
+    ) -> None:
+        """`secret_of` gives what a connection of this pair and epoch has to prove now, or why none is accepted."""
+        self.state = ChannelState.SURPLUS if surplus else ChannelState.NEW
+        self.hello: Hello | None = None
+        self.nonce = b""
+        self.proved = False
+        """It has shown that it knows the secret."""
+        self.opened = False
+        """It may write, or could once."""
+        self._codec = codec
+        self._secret_of = secret_of
+        self._randomness = randomness
+
+    @property
+    def may_write(self) -> bool:
+        return self.state in _MAY_WRITE
+
+    def handle(self, event: Event) -> Instructions:
+        """What follows from an event, in this order."""
+        step = _TRANSITIONS.get((self.state, event if isinstance(event, Signal) else type(event)))
+        if step is not None:
+            return step(self, event)
+        return self._unexpected() if isinstance(event, Message) else []
+
+    def _unexpected(self) -> Instructions:
+        match self.state:
+            case ChannelState.BROKEN | ChannelState.LOST | ChannelState.ENDED:
+                return []
+            case ChannelState.SURPLUS:
+                return self._refuse(Refuse(reason=RefusalReason.CONNECTIONS_MAX))
+            case _:
+                return self._refuse(Refuse(reason=RefusalReason.OUT_OF_ORDER))
+
+    def _secret(self) -> bytes | RefusalReason:
+        """Asked again at each step: a fence, or a newer epoch, may have come in between."""
+        assert self.hello is not None
+        return self._secret_of(self.hello.pair, self.hello.epoch)
+
+    def _challenge(self, hello: Hello) -> Instructions:
+        self.hello = hello
+        secret = self._secret()
+        if isinstance(secret, RefusalReason):
+            return self._refuse(Refuse(reason=secret))
+        # An answer to a nonce that is sent after IDENTIFY shows that the process lived then.
+        self.nonce = self._randomness(NONCE_BYTES)
+        self.state = ChannelState.CHALLENGED
+        return [Do.IDENTIFY, Send(message=Challenge(nonce=self.nonce))]
+
+    def _prove(self, answer: Answer) -> Instructions:
+        assert self.hello is not None
+        secret = self._secret()
+        if isinstance(secret, RefusalReason):
+            return self._refuse(Refuse(reason=secret))
+        if not hmac.compare_digest(answer.proof, self._codec.writer_proof(secret, self.hello, self.nonce)):
+            return self._refuse(Refuse(reason=RefusalReason.SECRET))
+        self.proved = True
+        self.state = ChannelState.PREPARING
+        return [Do.PREPARE]
+
+    def _welcome(self, prepared: Prepared) -> Instructions:
+        assert self.hello is not None
+        secret = self._secret()
+        if isinstance(secret, RefusalReason):
+            return self._refuse(Refuse(reason=secret))
+        self.opened = True
+        self.state = ChannelState.PROBING if prepared.probes else ChannelState.OPEN
+        proof = self._codec.receiver_proof(secret, self.hello, self.nonce, prepared.payload)
+        # It counts before the writer can have what it needs: from here on only evidence ends it.
+        return [Do.OPEN, Send(message=Welcome(proof=proof, payload=prepared.payload)), Do.START]
+
+    def _ready(self, _: Signal) -> Instructions:
+        self.state = ChannelState.OPEN
+        return [Send(message=Ready())]
+
+    def _deliver(self, message: SealSent) -> Instructions:
+        return [Deliver(message=message)]
+
+    def _late_bye(self, message: LateBye) -> Instructions:
+        self.state = ChannelState.ENDED
+        return [Do.DROP, Deliver(message=message)]
+
+    def _count_seal(self, _: SealSent) -> Instructions:
+        return [Do.COUNT_SEAL_REFUSED]
+
+    def _bye(self, bye: Bye) -> Instructions:
+        assert self.hello is not None
+        if bye.epoch != self.hello.epoch:
+            return self._unexpected()
+        self._close()
+        return [Left(drained=bye.drained)]
+
+    def _eof(self, _: Signal) -> Instructions:
+        if not self.may_write:
+            return self._end(_)
+        self._close()
+        return [Do.LOSE]
+
+    def _close(self) -> None:
+        """What came before counts, unless it broke the protocol."""
+        if self.state is not ChannelState.BROKEN:
+            self.state = ChannelState.LOST
+
+    def _end(self, _: Event) -> Instructions:
+        self.state = ChannelState.ENDED
+        return [Do.DROP]
+
+    def _late(self, _: Signal) -> Instructions:
+        probing = self.state is ChannelState.PROBING
+        return self._refuse(Refuse(reason=RefusalReason.PROBE if probing else RefusalReason.DEADLINE))
+
+    def _refuse(self, refuse: Refuse) -> Instructions:
+        """One that may write is left the chance to say BYE."""
+        said: Instructions = [CountRefusal(reason=refuse.reason), Send(message=Refused(reason=refuse.reason))]
+        match self.state:
+            case ChannelState.BROKEN:
+                return [*said, Do.LOSE]
+            case ChannelState.PROBING | ChannelState.OPEN:
+                self.state = ChannelState.BROKEN
+                return [*said, Broken(reason=refuse.reason)]
+            case ChannelState.LOST:
+                return [*said, Broken(reason=refuse.reason)]
+            case _:
+                self.state = ChannelState.ENDED
+                return [*said, Do.DROP]
+
+
+_HANDSHAKING = (ChannelState.NEW, ChannelState.CHALLENGED, ChannelState.PREPARING)
+_MAY_WRITE = frozenset({ChannelState.PROBING, ChannelState.OPEN, ChannelState.BROKEN, ChannelState.LOST})
+_TRANSITIONS: Final[dict[tuple[ChannelState, type[Any] | Signal], Callable[[ReceiverChannel, Any], Instructions]]] = {
+    (ChannelState.NEW, Hello): ReceiverChannel._challenge,
+    (ChannelState.CHALLENGED, Answer): ReceiverChannel._prove,
+    (ChannelState.PREPARING, Prepared): ReceiverChannel._welcome,
+    (ChannelState.PROBING, Signal.PROBES_CAME): ReceiverChannel._ready,
+    (ChannelState.OPEN, SealSent): ReceiverChannel._deliver,
+    (ChannelState.BROKEN, SealSent): ReceiverChannel._count_seal,
+    (ChannelState.NEW, LateBye): ReceiverChannel._late_bye,
+    (ChannelState.SURPLUS, LateBye): ReceiverChannel._late_bye,
+    **{(state, Bye): ReceiverChannel._end for state in _HANDSHAKING},
+    **{(state, Bye): ReceiverChannel._bye for state in _MAY_WRITE - {ChannelState.LOST}},
+    **{(state, Signal.DEADLINE): ReceiverChannel._late for state in (*_HANDSHAKING, ChannelState.SURPLUS)},
+    (ChannelState.PROBING, Signal.DEADLINE): ReceiverChannel._late,
+    **{(state, Signal.EOF): ReceiverChannel._eof for state in ChannelState if state is not ChannelState.ENDED},
+    **{(state, Refuse): ReceiverChannel._refuse for state in ChannelState if state is not ChannelState.ENDED},
+}
+
+
+# Seals in parts.
+
+_NUMBER_MASK: Final = 0xFFFF_FFFF
+"""What comes beside the data has 32 bits of a seal's number."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Parts:
+    """Of one seal: its message, the ways that it names, and those on which its number has come, as bits."""
+
+    message: SealSent | None = None
+    arrived: int = 0
+
+
+class SealGather:
+    """Puts the parts of each seal of rdma or ucx together, in any order: its message, and its number beside the data on
+    each way that the data took. Pure."""
+
+    def __init__(self, *, epoch: Epoch, ways: int, seals_max: int) -> None:
+        """`ways`: queue pairs of rdma; 1 for ucx. `seals_max`: seals of which a part may be missing."""
+        self._epoch = epoch
+        self._ways = ways
+        self._seals_max = seals_max
+        self._parts: dict[int, _Parts] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """A message has come whose numbers have not, or not all."""
+        return any(parts.message is not None for parts in self._parts.values())
+
+    def message_came(self, message: SealSent) -> SealSent | None:
+        """Returned if the seal is whole now. Raises Refusal: SEAL, a part that cannot be or has come before; SEALS_MAX,
+        too many seals of which a part is missing."""
+        if message.seal.epoch != self._epoch or not 0 < message.ways_mask < 1 << self._ways:
+            raise Refusal(RefusalReason.SEAL)
+        parts = self._of(message.number)
+        if parts.message is not None:
+            raise Refusal(RefusalReason.SEAL)
+        parts.message = message
+        return self._whole(message.number, parts)
+
+    def number_came(self, number: int, way: int = 0) -> SealSent | None:
+        """Beside the data: the seal if it is whole now. Raises as `message_came`."""
+        parts = self._of(number)
+        if parts.arrived >> way & 1:
+            raise Refusal(RefusalReason.SEAL)
+        parts.arrived |= 1 << way
+        return self._whole(number, parts)
+
+    def _of(self, number: int) -> _Parts:
+        number &= _NUMBER_MASK
+        if number not in self._parts and len(self._parts) >= self._seals_max:
+            raise Refusal(RefusalReason.SEALS_MAX)
+        return self._parts.setdefault(number, _Parts())
+
+    def _whole(self, number: int, parts: _Parts) -> SealSent | None:
+        if parts.message is None or parts.arrived != parts.message.ways_mask:
+            return None
+        del self._parts[number & _NUMBER_MASK]
+        return parts.message
+
+
+# Sockets.
+
+KEEPALIVE_IDLE_S: Final = 10
+"""Seconds of silence before the kernel probes the peer,"""
+KEEPALIVE_INTERVAL_S: Final = 5
+"""between two probes,"""
+KEEPALIVE_PROBES_MAX: Final = 4
+"""and unanswered probes before it gives the peer up."""
+USER_TIMEOUT_MS: Final = 20_000
+"""How long sent bytes may go without an acknowledgement of the peer's kernel (RFC 5482)."""
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and notice a peer whose machine or network is gone. Buffer sizes are left to the kernel: setting
+    one would switch off its own tuning, which knows the path better."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES_MAX)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+
+async def open_connection(address: str, loop: asyncio.AbstractEventLoop) -> socket.socket:
+    """A non-blocking connection to the first address of `address` (host:port) that takes one; the caller's.
+
+    Raises:
+        BatonError: BAD_ENDPOINT.
+        OSError: none takes one.
+    """
+    host, port = split_endpoint(address)
+    failure: OSError | None = None
+    for family, kind, protocol, _, at in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+        try:
+            await loop.sock_connect(sock, at)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+    raise failure or OSError(f"{host} has no address")
+
+
+def take_leave(sock: socket.socket, last: bytes) -> None:
+    """Send the last message, if the connection takes it now, and close. Waits for nothing."""
+    with contextlib.suppress(OSError):
+        sock.send(last, socket.MSG_DONTWAIT)
+    close_politely(sock)
+
+
+def close_politely(sock: socket.socket) -> None:
+    """With bytes left unread the kernel would answer by a reset, and drop what it has not sent yet, or sent in vain.
+
+    Reads what has come, and no more than `UNREAD_BYTES_MAX` of it. Waits for nothing.
+    """
+    left = UNREAD_BYTES_MAX
+    with contextlib.suppress(OSError):
+        while left > 0 and (data := sock.recv(RECV_BYTES, socket.MSG_DONTWAIT)):
+            left -= len(data)
+    sock.close()

@@ -1,0 +1,185 @@
+"""Runs a serving node from its start to its end: runtime, pool, engine loop, and the half or halves that it serves.
+
+What is put together here is taken apart in the reverse order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Protocol
+
+from batonpb import node_pb2, pins_pb2_grpc
+
+from baton.clock import Clock, SystemClock
+from baton.drain import Holdings
+from baton.log import get_log
+from baton.runtime import NodeRuntime, Progress
+from baton.wire import NodeLoad, Role
+from cachestore.ledger import ConservationError, Ledger
+from kvtransfer.transport import TransportName
+from node.config import NodeConfig
+from node.engine_loop import EngineLoop, done_or_broken
+from node.pool import DevicePool, open_device_pool, transport_facts
+from node.service import PinService, add_prefix_status, expire_pins
+from node.spill import SpillConfig
+
+log = get_log("ledger")
+
+TIME_SHARE_MAX = 0.02
+"""Of the control thread's time: in a very large region the recount comes less often than it is asked for."""
+
+
+class ConservationWatch:
+    """The running check of block conservation (I4): recounts one ledger when asked to. A violation is counted and
+    logged."""
+
+    def __init__(self, ledger: Ledger, clock: Clock, *, beside: Callable[[], None] | None = None) -> None:
+        """`beside` recounts what lies beside the ledger, and raises ConservationError too."""
+        self._ledger = ledger
+        self._beside = beside
+        self._clock = clock
+        self._next_s = 0.0
+        self.errors = 0
+
+    def check_sometimes(self) -> None:
+        """The regular check, within its share of the time."""
+        began_s = self._clock.monotonic_s()
+        if began_s >= self._next_s:
+            self.check()
+            took_s = self._clock.monotonic_s() - began_s
+            self._next_s = began_s + took_s / TIME_SHARE_MAX
+
+    def check(self) -> None:
+        try:
+            self._ledger.check()
+            if self._beside is not None:
+                self._beside()
+        except ConservationError as error:
+            self.errors += 1
+            log.error("blocks are not conserved", problem=str(error), errors=self.errors)
+
+
+class Half(Protocol):
+    """What a node serves: prefill, decode, or both. Control thread only."""
+
+    engine_loop: EngineLoop
+
+    @property
+    def transports(self) -> Sequence[TransportName]:
+        """Offered to other nodes. Complete once `open` has returned."""
+        ...
+
+    def open(self) -> None:
+        """Listen for data connections, and add services to the node's server. Raises BatonError, InvalidField."""
+        ...
+
+    def follow_directory(self) -> None:
+        """The directory has changed."""
+        ...
+
+    def upkeep(self) -> None:
+        """Called every second."""
+        ...
+
+    def add_status(self, message: node_pb2.NodeStatus) -> None: ...
+
+    def load(self) -> NodeLoad: ...
+
+    def holds(self) -> Holdings: ...
+
+    async def end_requests(self) -> None:
+        """Give up what runs. The server still answers."""
+        ...
+
+    async def close(self) -> None:
+        """Close links and ports. The engine loop has ended."""
+        ...
+
+
+async def serve_node(
+    config: NodeConfig,
+    role: Role,
+    make: Callable[[NodeRuntime, DevicePool], Half],
+    *,
+    stop: asyncio.Event,
+    drain: asyncio.Event | None,
+    on_ready: Callable[[str], None],
+    progress: Progress,
+    spill: SpillConfig | None = None,
+    decodes: bool = True,
+) -> None:
+    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start.
+
+    `on_ready` gets the endpoint. `spill` and `decodes` are those of `open_device_pool`.
+    """
+    runtime = NodeRuntime(
+        config,
+        role,
+        pod=config.pod,
+        clock=SystemClock(),
+        rng=Random(secrets.randbits(64)),
+        on_change=lambda: half.follow_directory(),
+    )
+    await runtime.check_listen()
+    pool = await open_device_pool(
+        config.engine,
+        name=config.name,
+        progress=progress,
+        spill=spill,
+        decodes=decodes,
+        transports=config.transports,
+        staging=config.staging,
+    )
+    try:
+        half = make(runtime, pool)
+        stepping = asyncio.create_task(half.engine_loop.run(), name="engine-loop")
+        try:
+            half.open()
+            _report(runtime, half, pool)
+            on_ready(await runtime.open())
+            await done_or_broken(runtime.serve_until(stop, drain), stepping)
+        finally:
+            await runtime.leave()
+            await half.end_requests()
+            await runtime.server.stop(config.stop_grace_ms / 1000)
+            await half.engine_loop.stop(stepping)
+            await half.close()
+            await runtime.close()
+    finally:
+        pool.close()
+
+
+def _report(runtime: NodeRuntime, half: Half, pool: DevicePool) -> None:
+    """Status, load and upkeep of the node."""
+    spill = None if pool.host is None else pool.host.spill
+    watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
+    runtime.transports = tuple(transport.value for transport in half.transports)
+    facts = transport_facts(pool.transports, pool.region.kind, runtime.transports)
+
+    def upkeep() -> None:
+        expire_pins(pool, runtime.clock)
+        watch.check_sometimes()
+        half.upkeep()
+
+    def status(message: node_pb2.NodeStatus) -> None:
+        watch.check()
+        message.conservation_errors = watch.errors
+        half.add_status(message)
+        if spill is not None:
+            for what, count in spill.report(pool.layout.num_layers * pool.layout.record_bytes).items():
+                message.counters.add(name=f"spill: {what}", value=count)
+        add_prefix_status(message.prefixes, pool, runtime.clock)
+        message.engine.padding_blocks = pool.blocks.padding_blocks
+        for name, text in (*pool.describe().items(), *facts.items()):
+            message.engine.facts.add(name=name, text=text)
+
+    runtime.model, runtime.load, runtime.holds = pool.model, half.load, half.holds
+    runtime.status, runtime.upkeep = status, upkeep
+    runtime.server.add(
+        "baton.v1.NodePins",
+        pins_pb2_grpc.add_NodePinsServicer_to_server,
+        PinService(pool, runtime.incarnation, runtime.clock),
+    )
