@@ -228,7 +228,7 @@ class Receiver:
         return answer.renewed
 
     async def commit(self, event: CommitAsked, checksums: RecordChecksums | None = None) -> bool:
-        """True once seals and commit are here and agree; False when the grant has been revoked.
+        """True once seal and commit are here and agree; False if the grant has been revoked.
 
         Raises BatonError DATA_CORRUPT where sampled records are not what `checksums` says: the grant is over then;
         BAD_FIELD where they cannot be of this grant.
@@ -254,7 +254,7 @@ class Receiver:
         self._handle(RequestCancelled(key=key))
 
     def supersede(self, key: RequestKey) -> None:
-        """This attempt runs here without a grant: those before it let go, and get no grant any more."""
+        """This attempt runs here without a grant. Earlier attempts let go and get no more grants."""
         if key.attempt > 0:
             self.cancel(RequestKey(request=key.request, attempt=Attempt(key.attempt - 1)))
 
@@ -272,8 +272,8 @@ class Receiver:
     def writers_seen(self, owners: Mapping[str, Incarnation]) -> None:
         """What the directory says: which incarnation is at which endpoint.
 
-        A writer whose endpoint another incarnation has taken over has ended; one that is not listed has, probably.
-        Both are fenced, the latter only when nothing of it is under way; their books go with the fence's evidence.
+        A writer whose endpoint another incarnation has taken over has ended. A writer that is not listed has probably
+        ended. Both are fenced, the latter only when nothing of it is under way, and forgotten with the evidence.
         """
         present = set(owners.values())
         for pair, endpoint in list(self._writers.items()):
@@ -284,8 +284,8 @@ class Receiver:
                 self._handle(WriterSuspected(pair=pair))
 
     def writer_lost(self, pair: Pair) -> None:
-        """The writer is out of reach, and may come back: what it has open here is taken back, with a fence."""
-        if pair not in self._writers:  # its books are closed, so it has ended in order, or has never connected
+        """The writer is out of reach and may come back. Its open grants are revoked, with a fence."""
+        if pair not in self._writers:  # it has ended in order and is forgotten, or has never connected
             log.info("writer gone", writer=self.holdings.name_of(pair))
             return
         log.warning("writer lost", writer=self.holdings.name_of(pair))
@@ -342,8 +342,8 @@ class Receiver:
         return self._carry_out(instructions)
 
     def _without_failed_copies(self, event: ReserveAsked | WriterReleased) -> ReserveAsked | WriterReleased:
-        """The event without what a port contradicts: the writer's word does not end its right to a grant while copies
-        of that grant may still run on a device that has failed. Such a grant waits for a fence."""
+        """The event without what a port contradicts: a Release does not end the right to a grant while copies of it may
+        still run on a device that has failed. Such a grant waits for a fence."""
         lowest_live = event.lowest_live
         for number, grant in self.grants.uncommitted(event.pair):
             named = isinstance(event, WriterReleased) and number == event.number
