@@ -39,6 +39,7 @@ from kvtransfer.protocol.writer import (
     HandoffAsked,
     HandoffCancelled,
     HandoffEnd,
+    HandoffEvent,
     LeaseLapsed,
     LinkLost,
     PeerGone,
@@ -75,8 +76,6 @@ RELEASE_FAILED: Final = "release call failed"
 Metadata = tuple[tuple[str, str], ...]
 
 _GRANT_REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
-_OF_SEVERAL = (HandoffAsked, LinkLost, PeerGone)
-"""Events about several handoffs; every other event names one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,7 +433,7 @@ class WriterPeer:
         return step
 
     def step_finished(self, step: StepWrites, missing: int) -> None:
-        """So many of its writes were never posted."""
+        """The step is over; `missing` of its writes were never posted."""
         step.handoff.steps.discard(step)
         if missing:
             self._completed(step.handoff, missing, missing * self.layout.record_bytes)
@@ -468,7 +467,7 @@ class WriterPeer:
         return await waiter
 
     def peer_gone(self) -> None:
-        """The receiver process is known to have ended: give everything up, tell nobody."""
+        """The receiver process is known to have ended: give everything up, and call nobody."""
         if not self._gone:
             self._gone = True
             self._repeats.over(self.address.name, "nothing more is asked of it")
@@ -535,7 +534,7 @@ class WriterPeer:
     def handle(self, event: WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             self._actions[type(instruction)](instruction)
-        for number in list(self._handoffs) if isinstance(event, _OF_SEVERAL) else [event.number]:
+        for number in [event.number] if isinstance(event, HandoffEvent) else list(self._handoffs):
             self._forget_if_over(number)
 
     def _forget_if_over(self, number: ReserveNumber) -> None:
@@ -599,7 +598,7 @@ class WriterPeer:
         if handoff.link is not None:
             handoff.link.abandon(instruction.grant)
         for step in handoff.steps:
-            # What an engine step has not posted yet it never will: the writer's answer need not wait for its end.
+            # The step posts nothing more, so the answer to the receiver need not wait for its end.
             self._loop.call_soon(step.finish)
 
     def _release_sources(self, instruction: ReleaseSources) -> None:
