@@ -73,10 +73,8 @@ class Region:
         self.nbytes = nbytes
         self._fd = fd
         self._mapping = mapping
-        self._closed = False
-        self.array_U8 = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
-        """All bytes, writable. Views of it must be dropped before `close`, which deletes it."""
-        self.huge_bytes = _huge_bytes(self.array_U8.ctypes.data)
+        self._array_U8: np.ndarray | None = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
+        self.huge_bytes = _huge_bytes(self._array_U8.ctypes.data)
         """How much of it lay in huge pages when it was made: they make copies faster where there are many records."""
 
     @classmethod
@@ -125,6 +123,12 @@ class Region:
             raise
 
     @property
+    def array_U8(self) -> np.ndarray:
+        """All bytes, writable. Views of it must be dropped before `close`."""
+        assert self._array_U8 is not None, "the region is closed"
+        return self._array_U8
+
+    @property
     def memory(self) -> np.ndarray:
         """What a runner is bound to: `array_U8`."""
         return self.array_U8
@@ -132,7 +136,7 @@ class Region:
     @property
     def fd(self) -> int:
         """The memfd; still owned by the region."""
-        assert not self._closed, "the region is closed"
+        assert self._array_U8 is not None, "the region is closed"
         return self._fd
 
     def close(self) -> None:
@@ -141,15 +145,14 @@ class Region:
         Raises:
             RegionInUse: a view of `array_U8` is still alive; the region stays open.
         """
-        if self._closed:
+        if self._array_U8 is None:
             return
-        del self.array_U8
+        self._array_U8 = None
         try:
             self._mapping.close()
         except BufferError as error:
-            self.array_U8 = np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes)
+            self._array_U8 = np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes)
             raise RegionInUse("arrays or tensors still look into the region; drop them before closing it") from error
-        self._closed = True
         os.close(self._fd)
 
 
