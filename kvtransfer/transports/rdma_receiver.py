@@ -36,8 +36,7 @@ from kvtransfer.transports.control_channel import (
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
-from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
+from kvtransfer.transports.rdma_device import Hold, QueuePairFailed, QueuePairs, RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.receiver_port import Connection, ListeningPort

@@ -1,7 +1,7 @@
 """Transport for any network: the writer sends records from its region, the receiver takes them into its own.
 
 Here are the messages that only tcp has, what its HELLO and WELCOME carry, and the writer's handshake. `tcp_receiver`
-has the port and `tcp_stream` its receive threads, `tcp_writer` the link, `tcp_payload` what calls the kernel.
+has the port and `tcp_receiver` its receive threads, `tcp_writer` the link, `tcp_payload` what calls the kernel.
 
     writer                                        receiver
       DATA(sequence, epoch, grant) ...     ->

@@ -12,7 +12,7 @@ from cachestore.ledger import Ledger
 from kvtransfer.negotiation import LOST_THERE
 from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
-from kvtransfer.transports import rdma_memory
+from kvtransfer.transports import rdma_device
 from kvtransfer.transports.rdma_device import RdmaLimits
 from kvtransfer.transports.rdma_poster import posts_by
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
@@ -70,7 +70,7 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
     want of the receiver's device. It says so too when the device is back, since its link stays as it is; the next link
     is over rdma again, and nothing is left to say."""
     state = install(monkeypatch)
-    monkeypatch.setattr(rdma_memory, "RDMA_LIMITS", RdmaLimits(device_check_ms=5))
+    monkeypatch.setattr(rdma_device, "RDMA_LIMITS", RdmaLimits(device_check_ms=5))
     rng = random.Random(3)
 
     async def scenario() -> None:
