@@ -83,7 +83,7 @@ class Registration:
     """Why not in the way that is tried first; empty: it was that one."""
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """For people."""
         return self.registered_as.value + (f" ({self.why_not_better})" if self.why_not_better else "")
 
@@ -195,7 +195,7 @@ class DeviceBytes:
 
     def _by_address(self, registrar: Registrar, allowed: GpuDirect) -> Keys:
         if not allowed.peer_memory:
-            raise RegistrationRefused("the device's driver does not tell its pages")
+            raise RegistrationRefused("the device's driver does not report its pages")
         return registrar.by_address(self._region.address, self._region.nbytes)
 
 
@@ -461,7 +461,7 @@ class QueuePairs:
         return int(count)
 
     def take_event(self) -> None:
-        """`fd` is readable: take the event, and ask to be told again."""
+        """`fd` is readable: take the event, and ask for the next one."""
         try:
             take_event(self._channel, self._cq)
             self._cq.req_notify()
@@ -675,7 +675,7 @@ class RdmaMemory:
         device = self.device
         if device is None:
             return "no device now"
-        return f"{device.port.device}:{device.port.number}, {device.registration.told}"
+        return f"{device.port.device}:{device.port.number}, {device.registration.text}"
 
     def when_returned(self, callback: Callable[[], None]) -> None:
         """Call this each time that a device has been opened again."""
@@ -782,7 +782,7 @@ def register_if_usable(
     except RdmaUnavailable as error:
         if len(transports) == 1:
             raise InvalidField(
-                "transports", f"has rdma alone, which does not work here: {error}. `baton doctor` tells more"
+                "transports", f"has rdma alone, which does not work here: {error}. `baton doctor` says more"
             ) from error
         # On a machine without any such device that is nothing to warn of.
         (log.warning if find_ports() else log.debug)("rdma is not offered", reason=str(error))
@@ -796,6 +796,6 @@ def register_if_usable(
         device=device.port.device,
         port=device.port.number,
         gid=device.port.best_gid.kind.name,
-        region=device.registration.told,
+        region=device.registration.text,
     )
     return memory

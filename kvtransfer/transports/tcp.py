@@ -164,6 +164,6 @@ def leave_stream(sock: socket.socket, epoch: Epoch) -> None:
 
 
 def acknowledged_bytes(sock: socket.socket) -> int:
-    """How much of what was sent the peer's kernel has acknowledged. 0 where ours does not tell (before Linux 4.1)."""
+    """What the peer's kernel has acknowledged. 0 where ours does not count it (Linux before 4.1)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return int.from_bytes(info[_BYTES_ACKED_AT : _BYTES_ACKED_AT + 8], sys.byteorder)

@@ -6,8 +6,8 @@ whatever the writer does. So a writer that is dead, stopped or cut off is fenced
 without BYE is itself the reason for a fence: its writer may have lost bytes.
 
 A region on a device needs one more thing: the device has finished the copies that the thread queued there. After an
-error of the device nobody knows that. Then a joined thread is no evidence, and neither is the writer's word: the blocks
-stay with their writer, `copies_unproved` counts the connections, and the device is asked again every second.
+error of the device nobody knows that. Then a joined thread is no evidence, and neither is the writer's message: the
+blocks stay with their writer, `copies_unproved` counts the connections, and the device is asked again every second.
 
 Each data connection has a thread that checks each frame and scatters it into the region, or, where that is on a device,
 receives it into pinned memory and has the device copy it from there.
@@ -139,7 +139,7 @@ class LandingMemory:
         """What was received there is not wanted."""
 
     def copied(self) -> int | None:
-        """The sequence of the oldest frame whose copy is over; each is told once, in order. Raises DeviceError."""
+        """The sequence of the oldest frame whose copy is over; each is returned once, in order. Raises DeviceError."""
         return None
 
     @property
@@ -438,7 +438,7 @@ class ReceiveStream:
         finally:
             # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
             self._say_why()
-            # A failed device tells nothing of the copies that it has: whoever joins this looks again.
+            # A failed device reports nothing about the copies that it has: whoever joins this checks again.
             with contextlib.suppress(DeviceError):
                 self._memory.settle()
                 self._settled = True
@@ -611,7 +611,7 @@ class ReceiveStream:
         return StreamEnded("closed in the middle of a message", RefusalReason.TRUNCATED)
 
     def _wait(self, wanted_nbytes: int = 1) -> None:
-        """Nothing to read: say what has landed, and wait for so many bytes, or `stop`. May come back sooner."""
+        """Nothing to read: acknowledge what has landed, and wait for so many bytes, or `stop`. May come back sooner."""
         self._flush()
         if wanted_nbytes != self._low_water_nbytes:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_nbytes)
@@ -915,7 +915,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         self._prove(connection, stream)
 
     def _prove(self, connection: TcpConnection, stream: ReceiveStream) -> None:
-        """Its thread has been joined. With the device's word, if there is one, the connection can no longer write."""
+        """Its thread has been joined. Once the device, if any, has finished, the connection can no longer write."""
         if self._closed:
             return
         hello = stream.hello
