@@ -51,7 +51,7 @@ def test_requests_share_one_try_to_connect() -> None:
                 silent.add(cluster.runtimes["decode-0"].incarnation)
                 node = cluster.prefill["prefill-0"]
                 asked = [asyncio.create_task(ask_exactly(cluster, [5 + i, 6, 7])) for i in range(6)]
-                await until(cluster, "six to wait", lambda: len(node._admitted) == 6 and calls > 0)
+                await until(cluster, "six to wait", lambda: len(node.debug_state().admitted) == 6 and calls > 0)
                 fails.set()
                 answers = await asyncio.gather(*asked)
                 assert {answer.stats.decode_node for answer in answers} == {"decode-1"}

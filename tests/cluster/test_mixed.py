@@ -150,7 +150,7 @@ def test_decode_nodes_come_and_go() -> None:
             await cluster.start_node("decode-0", Service.DECODE)
 
             async def known() -> bool:
-                return cluster.prefill["mixed-0"]._decode_nodes.ready == 1
+                return cluster.prefill["mixed-0"].decode_nodes.ready == 1
 
             await wait_for(known, "the mixed node to know of it", story=cluster.story)
             await ask("shm")

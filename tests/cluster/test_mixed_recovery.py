@@ -59,7 +59,7 @@ def test_a_long_prompt_is_kept_while_no_other_node_is_reached() -> None:
     async def scenario() -> None:
         async with two_nodes() as cluster:
             assert await granted_by(cluster, "before", LONG) == THERE
-            stream = cluster.peers[HERE]._liveness[cluster.runtimes[THERE].incarnation]
+            stream = cluster.peers[HERE].liveness[cluster.runtimes[THERE].incarnation]
             stream.out_of_reach = True
             assert await granted_by(cluster, "meanwhile", LONG) == HERE
             assert (out_of_reach(cluster, HERE), out_of_reach(cluster, THERE)) == (1, 0)
@@ -120,11 +120,11 @@ def test_a_prompt_whose_answer_only_the_other_node_could_hold(other: str) -> Non
             stream, drain = None, cluster.runtimes[THERE].drain
             if other == "out of reach":
                 assert await granted_by(cluster, "before", LONG, count=600) == THERE
-                stream = cluster.peers[HERE]._liveness[cluster.runtimes[THERE].incarnation]
+                stream = cluster.peers[HERE].liveness[cluster.runtimes[THERE].incarnation]
                 stream.out_of_reach = True
             elif other == "not ready":
                 drain.order(LifecycleEvent.CORDON, "a test")
-                await until(cluster, "the other to be cordoned", lambda: node._decode_nodes.ready == 0)
+                await until(cluster, "the other to be cordoned", lambda: node.decode_nodes.ready == 0)
             error = await error_of(directly(cluster, HERE, key("meanwhile"), prompt, 600, []))
             if other == "too small":
                 assert (error.reason, error.retry_after_ms) == (Reason.PROMPT_TOO_LONG, None)
@@ -137,7 +137,7 @@ def test_a_prompt_whose_answer_only_the_other_node_could_hold(other: str) -> Non
                 stream.out_of_reach = False
             else:
                 drain.order(LifecycleEvent.UNCORDON, "a test")
-                await until(cluster, "the other to be ready", lambda: node._decode_nodes.ready == 1)
+                await until(cluster, "the other to be ready", lambda: node.decode_nodes.ready == 1)
             assert await granted_by(cluster, "after", LONG, count=600) == THERE
             await assert_conserved(cluster)
 

@@ -74,7 +74,7 @@ def test_a_new_request_does_not_fall_back_on_room_that_is_kept() -> None:
             assert refused.reason is Reason.DECODE_FULL
             own = cluster.runtimes["mixed-0"].incarnation
             assert await resumed(cluster, rng) == own
-            await until(cluster, "the full node to be told", lambda: not full.stands_back(resumed=False))
+            await until(cluster, "the full node to be told", lambda: not full.reserving.yields(resumed=False))
             assert await directly(cluster, "mixed-0", key("new", 1), random_prompt(rng, 80), 4, []) == own
             assert await cancel(cluster, "mixed-0", key(LOST, 3)) and await cancel(cluster, "mixed-0", key("new", 1))
             await full.receiver.release(asker.pair, ReserveNumber(1), ReserveNumber(2), in_doubt=False)

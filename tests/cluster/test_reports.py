@@ -41,7 +41,7 @@ def test_requests_that_came_and_went_between_two_reports_are_told(requests: int)
     async def scenario() -> None:
         with patch.object(LoopLag, "max_ms", PropertyMock(return_value=1.0)):
             async with inprocess(mock_spec(both=ONLY_WHEN_TOLD, router_flags=ONLY_WHEN_TOLD)) as cluster:
-                affinity = cluster.prefill["prefill-0"]._decode_nodes.affinity
+                affinity = cluster.prefill["prefill-0"].decode_nodes.affinity
                 before = seen(cluster, "decode-0", by="prefill-0")
                 assert affinity.room(before) == room(before)
                 for _ in range(requests):

@@ -245,20 +245,20 @@ class InProcessCluster:
     def traces(self) -> dict[str, str]:
         """What the marked requests still have, by node. Empty when they are freed everywhere."""
         found: dict[str, str] = {}
-        if any(key.request in self.marked for key in self.router._inboxes):
+        if any(key.request in self.marked for key in self.router.debug_state().inboxes):
             found[ROUTER_NAME] = "an inbox"
         for name, prefill in self.prefill.items():
-            jobs = [*prefill._queue, *prefill._admitted.values()]
+            jobs = [*prefill.debug_state().queue, *prefill.debug_state().admitted]
             handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs.values()]
             keys = [job.key for job in jobs] + [handoff.key for handoff in handoffs]
             if any(key.request in self.marked for key in keys):
                 found[name] = f"{len(jobs)} jobs, {len(handoffs)} handoffs"
         for name, decode in self.decode.items():
             grants = decode.receiver.grants
-            jobs_left = [job for job in decode._jobs.values() if job.key.request in self.marked]
+            jobs_left = [job for job in decode.debug_state().jobs if job.key.request in self.marked]
             states = [grants.state_of(g) for request in self.marked for g in grants._by_request.get(request, ())]
             open_ = [s.value for s in states if s not in (None, GrantState.FENCED, GrantState.RELEASED) and s]
-            if jobs_left or open_ or any(key.request in self.marked for key in decode._by_key):
+            if jobs_left or open_ or any(key.request in self.marked for key in decode.debug_state().known):
                 found[name] = f"{len(jobs_left)} jobs, grants {open_}"
         return found
 
@@ -438,7 +438,7 @@ def _receiver_hooks(cluster: InProcessCluster) -> _Hooks:
     real_reserve, real_commit, real_landed = ReceiverService.Reserve, ReceiverService.Commit, Receiver.seal_landed
 
     def grant_is_marked(node: DecodeNode, grant: GrantId) -> bool:
-        return grant in node._jobs and cluster.is_marked(node._jobs[grant].key.request)
+        return any(job.grant == grant and cluster.is_marked(job.key.request) for job in node.debug_state().jobs)
 
     async def reserve(
         self: ReceiverService, request: transfer_pb2.ReserveRequest, context: Any
