@@ -39,6 +39,7 @@ from kvtransfer.protocol.writer import (
     HandoffAsked,
     HandoffCancelled,
     HandoffEnd,
+    HandoffEvent,
     LeaseLapsed,
     LinkLost,
     PeerGone,
@@ -75,8 +76,6 @@ RELEASE_FAILED: Final = "release call failed"
 Metadata = tuple[tuple[str, str], ...]
 
 _GRANT_REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
-_OF_SEVERAL = (HandoffAsked, LinkLost, PeerGone)
-"""Events about several handoffs; every other event names one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -547,7 +546,7 @@ class WriterPeer:
     def handle(self, event: WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             self._actions[type(instruction)](instruction)
-        for number in list(self._handoffs) if isinstance(event, _OF_SEVERAL) else [event.number]:
+        for number in [event.number] if isinstance(event, HandoffEvent) else list(self._handoffs):
             self._forget_if_over(number)
 
     def _forget_if_over(self, number: ReserveNumber) -> None:
