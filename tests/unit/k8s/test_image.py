@@ -79,8 +79,8 @@ def test_what_the_image_runs() -> None:
     assert {str(pod.spec["securityContext"]["runAsUser"]) for pod in pods} == {uid}
     assert f"--uid {uid} " in " ".join(rest for word, rest in instructions() if word == "RUN")
     installs = [rest for word, rest in instructions() if word == "RUN" and "'.[" in rest]
-    assert [rest.partition("'.[")[2].partition("]")[0] for rest in installs] == ["redis"]
-    assert "redis" in PROJECT["project"]["optional-dependencies"]
+    assert [rest.partition("'.[")[2].partition("]")[0] for rest in installs] == ["redis,k8s"]
+    assert {"redis", "k8s"} <= set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_redis_takes_its_arguments() -> None:
