@@ -184,7 +184,7 @@ class DecodeNode:
         """
         grant = GrantId(request.grant)
         job = self._jobs.get(grant)
-        is_open = job is not None and not job.committed.done()
+        is_open = self.receiver.grants.blocks_uncommitted(grant, pair) is not None  # and it is this writer's
         try:
             if job is not None and is_open:
                 check_first_token(request, vocab_size=self._vocab_size)

@@ -18,8 +18,7 @@ from decode_node.service import DecodeService
 from router.decode_streams import DecodeStreams
 from router.subscriptions import DecodeSubscription
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 
 BROKEN = "decode-0"
 """It has so much more room that every request goes there by itself."""

@@ -21,8 +21,7 @@ from tests.support.cluster_harness import (
     mock_spec,
     wait_for,
 )
-from tests.support.inprocess_cluster import inprocess
-from tests.support.inprocess_scenes import REACHED_S_MAX, ask_exactly, peer_of, until
+from tests.support.inprocess_cluster import REACHED_S_MAX, ask_exactly, inprocess, peer_of, until
 
 TWO_NODES: dict[str, Any] = {"decode": 2, "node_flags": {"decode-0": {"engine.num_blocks": 900}}}
 """decode-0 is the roomier one, and so the first that is asked."""

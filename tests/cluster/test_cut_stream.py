@@ -22,8 +22,7 @@ from decode_node.service import DecodeService, ReceiverService
 from router.decode_streams import DecodeStreams
 from router.retries import ResumptionPace
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 from tests.support.ports import free_ports
 
 CUT_OFF = "decode-0"

@@ -24,8 +24,7 @@ from tests.support.cluster_harness import (
     random_prompt,
     wait_for,
 )
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 
 MIN: Final = 64
 TOKENS: Final = 20

@@ -17,8 +17,7 @@ from node.peers import OUT_OF_REACH
 from tests.cluster.test_mixed_protocol import MIN, cancel, directly, key
 from tests.faults.cluster import faulty, mixed_spec
 from tests.support.cluster_harness import assert_conserved, error_of, mock_spec, mock_tokens, random_prompt, wait_for
-from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
-from tests.support.inprocess_scenes import REACHED_S_MAX, until
+from tests.support.inprocess_cluster import MARK, REACHED_S_MAX, InProcessCluster, Point, inprocess, until
 
 HERE, THERE = "mixed-0", "mixed-1"
 LONG, SHORT = 200, 20

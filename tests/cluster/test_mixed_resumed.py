@@ -10,8 +10,7 @@ from baton.errors import Reason
 from baton.ids import ReserveNumber
 from tests.cluster.test_mixed_protocol import cancel, directly, key
 from tests.support.cluster_harness import assert_conserved, error_of, mock_spec, random_prompt
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 from tests.unit.decode_node.test_resumed_first import LONG, Asker, id_of
 
 BLOCKS: Final = 40

@@ -32,8 +32,16 @@ from tests.support.cluster_harness import (
     mock_spec,
     random_prompt,
 )
-from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
-from tests.support.inprocess_scenes import REACHED_S_MAX, ask_exactly, peer_of, until
+from tests.support.inprocess_cluster import (
+    MARK,
+    REACHED_S_MAX,
+    InProcessCluster,
+    Point,
+    ask_exactly,
+    inprocess,
+    peer_of,
+    until,
+)
 
 LAYERS = 4
 """Of the mock engine: a prompt of one chunk is sent in as many batches."""

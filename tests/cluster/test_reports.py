@@ -11,8 +11,7 @@ from baton.loop_lag import LoopLag
 from baton.wire import NodeRecord
 from prefill_node.placement import room
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 
 ONLY_WHEN_TOLD = {"membership.heartbeat_ms": 30_000, "membership.ttl_ms": 60_000}
 """A node reports when the test says so."""

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, make_request, mock_spec, random_prompt
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import InProcessCluster, ask_exactly, inprocess, until
 
 SIZE = 16
 BLOCKS = 24

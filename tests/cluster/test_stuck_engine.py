@@ -22,8 +22,7 @@ from cli.supervisor import ROUTER_NAME
 from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.writer import WriterPeer
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
-from tests.support.inprocess_cluster import MARK, InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import MARK, InProcessCluster, inprocess, until
 
 HELD_S_MAX = 60.0
 PROMPT_TOKENS = 100

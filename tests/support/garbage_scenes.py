@@ -33,8 +33,7 @@ from tests.support.cluster_harness import (
     mock_tokens,
     random_prompt,
 )
-from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, ask_exactly, inprocess, until
 
 OF_A_REQUEST = (
     Job, Try, Inbox, CheckedRequest, BatonError, PrefillJob, Handoff, StepWrites, Sequence, IndexCursor,

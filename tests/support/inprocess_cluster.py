@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -41,7 +41,12 @@ from prefill_node.node import PrefillNode, StepSink
 from prefill_node.service import PrefillService
 from router.node import RouterNode
 from router.subscriptions import DecodeSubscription
-from tests.support.cluster_harness import Client, wait_for
+from tests.support.cluster_harness import (
+    Answer,
+    Client,
+    mock_tokens,
+    wait_for,
+)
 
 MARK: Final = 999
 """First token of a marked prompt."""
@@ -493,3 +498,25 @@ def _router_hooks(cluster: InProcessCluster) -> _Hooks:
 
 
 __all__ = ["MARK", "Gate", "InProcessCluster", "Point", "inprocess"]
+
+
+REACHED_S_MAX = 30.0
+
+
+async def until(cluster: InProcessCluster, what: str, holds: Callable[[], bool]) -> None:
+    async def now() -> bool:
+        return holds()
+
+    await wait_for(now, what, story=cluster.story)
+
+
+async def ask_exactly(cluster: InProcessCluster, prompt: Sequence[int], count: int = 8) -> Answer:
+    answer = await cluster.client.generate(prompt, max_tokens=count)
+    assert answer.ids == mock_tokens(prompt, count)
+    return answer
+
+
+def peer_of(cluster: InProcessCluster, decode: str) -> WriterPeer:
+    peer = cluster.peers["prefill-0"].find(cluster.runtimes[decode].incarnation)
+    assert peer is not None
+    return peer

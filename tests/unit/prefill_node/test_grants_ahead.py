@@ -12,8 +12,7 @@ from kvtransfer.writer import StepWrites
 from prefill_node.job import Job
 from prefill_node.node import Posting
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
-from tests.support.inprocess_cluster import MARK, Point, inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import MARK, Point, ask_exactly, inprocess, until
 
 LONG = 200
 """Tokens of a prompt that is more than two steps of the engine."""
