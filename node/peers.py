@@ -80,7 +80,7 @@ class Peers:
         """Offered to decode nodes, best first."""
         check_some_work(self.transports)  # none: nothing has been registered either
         self._peers: dict[Incarnation, WriterPeer] = {}
-        self._liveness: dict[Incarnation, LivenessStream] = {}
+        self.liveness: dict[Incarnation, LivenessStream] = {}
         self._closing_peers: set[Incarnation] = set()
         self._machines: OrderedDict[Incarnation, WriterMachine] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
@@ -98,7 +98,7 @@ class Peers:
             raise BatonError(
                 Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
             )
-        if peer is not None and self._liveness[record.incarnation].out_of_reach:
+        if peer is not None and self.liveness[record.incarnation].out_of_reach:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
         if peer is None:
             pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
@@ -125,7 +125,7 @@ class Peers:
                 observer=self._observer,
             )
             self._peers[record.incarnation] = peer
-            self._liveness[record.incarnation] = self._watch(peer)
+            self.liveness[record.incarnation] = self._watch(peer)
         return peer
 
     def _watch(self, peer: WriterPeer) -> LivenessStream:
@@ -185,7 +185,7 @@ class Peers:
     @property
     def out_of_reach(self) -> int:
         """Receivers that live as far as is known, and where nothing is placed until they are reached again."""
-        return sum(not peer.gone and self._liveness[i].out_of_reach for i, peer in self._peers.items())
+        return sum(not peer.gone and self.liveness[i].out_of_reach for i, peer in self._peers.items())
 
     def add_load(self, load: NodeLoad) -> NodeLoad:
         """What the directory reports, and the router's metrics with it."""
@@ -217,7 +217,7 @@ class Peers:
     async def _close_peer(self, incarnation: Incarnation, peer: WriterPeer) -> None:
         """Whatever the closing raises, which is logged, the next writer to that process goes on with its numbering."""
         try:
-            await self._liveness.pop(incarnation).close()
+            await self.liveness.pop(incarnation).close()
             await peer.close()
         finally:
             del self._peers[incarnation]
@@ -231,7 +231,7 @@ class Peers:
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
-        await asyncio.gather(*(stream.close() for stream in self._liveness.values()))
+        await asyncio.gather(*(stream.close() for stream in self.liveness.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), self._closing.drain())
         if self._poster is not None:
             self._poster.close()

@@ -18,8 +18,7 @@ from kvtransfer.transports.rdma_poster import posts_by
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
-from tests.support.inprocess_cluster import inprocess
-from tests.support.inprocess_scenes import ask_exactly, peer_of, until
+from tests.support.inprocess_cluster import ask_exactly, inprocess, peer_of, until
 from tests.support.rdma_double import Deliver, DoubleQueuePairs, install
 
 SPEC = mock_spec(both={"transports": "rdma"}, decode_flags={"receiver.lease_ms": 600_000})
