@@ -28,8 +28,7 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.rdma_connect import RdmaLinkLimits
-from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits
-from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaMemory
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
 from kvtransfer.transports.rdma_poster import Addresses, NativePoster, rdma_library
 from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits, SealPart

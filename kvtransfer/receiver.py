@@ -7,15 +7,17 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
+from baton.config import setting
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
@@ -81,33 +83,23 @@ _ANSWERS = (AnswerGranted, AnswerRefused, AnswerRenew, AnswerResolve)
 class ReceiverConfig:
     """Times of the receiver's side of a handoff."""
 
-    lease_ms: int = field(
-        default=10_000,
-        metadata={
-            "help": "a grant that is not renewed for this long is revoked (which ends with evidence, not with time)",
-            "when": "Prefill nodes stand still for longer, or blocks of lost ones should come back sooner.",
-        },
+    lease_ms: int = setting(
+        10_000,
+        "a grant that is not renewed for this long is revoked (which ends with evidence, not with time)",
+        "Prefill nodes stand still for longer, or blocks of lost ones should come back sooner.",
     )
-    revoke_ms: int = field(
-        default=1_000,
-        metadata={
-            "help": "how long one try to revoke a grant may go unanswered before the next, stronger one",
-            "when": "As lease_ms.",
-        },
+    revoke_ms: int = setting(
+        1_000, "how long one try to revoke a grant may go unanswered before the next, stronger one", "As lease_ms."
     )
-    connections_max: int = field(
-        default=256,
-        metadata={
-            "help": "data connections that each transport keeps at the same time",
-            "when": "More writers than this reach one node (tcp: times tcp.streams), or memory is short.",
-        },
+    connections_max: int = setting(
+        256,
+        "data connections that each transport keeps at the same time",
+        "More writers than this reach one node (tcp: times tcp.streams), or memory is short.",
     )
-    pairs_max: int = field(
-        default=1024,
-        metadata={
-            "help": "writer processes known at the same time, those being fenced included",
-            "when": "More prefill nodes than this write to one decode node.",
-        },
+    pairs_max: int = setting(
+        1024,
+        "writer processes known at the same time, those being fenced included",
+        "More prefill nodes than this write to one decode node.",
     )
 
     def __post_init__(self) -> None:
@@ -446,6 +438,51 @@ class Receiver:
     def _drop_channel(self, endpoint: str) -> None:
         if endpoint not in self._writers.values():
             self._tasks.spawn(self._channels.drop(endpoint))
+
+
+class LivenessStreams:
+    """The receiver's end of the liveness streams (`kvtransfer.link.LivenessStream`): which writers have theirs open.
+
+    A writer that is believed lost may come back, so nothing is freed: its loss starts a fence, which ends with its own
+    evidence. Lives on one event loop.
+
+    `lost` is called for a pair whose stream has ended and was not opened again within `reconnect_ms_max`.
+    """
+
+    def __init__(self, *, lost: Callable[[Pair], None], liveness: LivenessConfig) -> None:
+        self._lost = lost
+        self._wait_s = liveness.reconnect_ms_max / 1000
+        self._calls: dict[Pair, int] = {}
+        self._timers: dict[Pair, asyncio.TimerHandle] = {}
+        self._closing = asyncio.Event()
+
+    async def serve(self, pair: Pair) -> AsyncGenerator[transfer_pb2.LivenessReply, None]:
+        """The handler of one stream. Ends with `close`, or by being cancelled when the connection does."""
+        self._calls[pair] = self._calls.get(pair, 0) + 1
+        timer = self._timers.pop(pair, None)
+        if timer is not None:
+            timer.cancel()
+        try:
+            yield transfer_pb2.LivenessReply()
+            await self._closing.wait()
+        finally:
+            self._calls[pair] -= 1
+            if self._calls[pair] == 0:
+                del self._calls[pair]
+                if not self._closing.is_set():
+                    loop = asyncio.get_running_loop()
+                    self._timers[pair] = loop.call_later(self._wait_s, self._overdue, pair)
+
+    def close(self) -> None:
+        """End all streams: this node is stopping. Idempotent."""
+        self._closing.set()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _overdue(self, pair: Pair) -> None:
+        del self._timers[pair]
+        self._lost(pair)
 
 
 def _shutting_down() -> BatonError:

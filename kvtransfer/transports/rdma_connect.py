@@ -15,8 +15,7 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import WriterChannel, connect_error
 from kvtransfer.transports.limits import LinkLimits, check_limits
 from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
-from kvtransfer.transports.rdma_memory import Hold
+from kvtransfer.transports.rdma_device import Hold, ProbeLost, QueuePairFailed, QueuePairs
 
 log = get_log("rdma")
 

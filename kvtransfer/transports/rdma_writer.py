@@ -27,8 +27,7 @@ from kvtransfer.transports.rdma_connect import (
     connect,
     give_up,
 )
-from kvtransfer.transports.rdma_device import QueuePairFailed
-from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
+from kvtransfer.transports.rdma_device import Hold, QueuePairFailed, RdmaMemory
 from kvtransfer.transports.rdma_poster import DeviceBroken, Poster
 from kvtransfer.transports.rdma_queue import QueueLimits, SealPart
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable

@@ -31,11 +31,11 @@ from kvtransfer.transports.rdma_device import (
     QueuePairFailed,
     QueuePairs,
     RdmaDevice,
+    RdmaMemory,
     RegisteredAs,
     mtu_bytes,
     open_device,
 )
-from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
