@@ -12,7 +12,6 @@ from baton.log import get_log
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_device import RDMA_LIMITS, RdmaDevice, RdmaLimits, RdmaRegion, open_device
 from kvtransfer.transports.rdma_ports import choose_port, find_ports, why_lost
-from kvtransfer.transports.rdma_poster import rdma_library
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.settings import RdmaConfig
 
@@ -215,7 +214,6 @@ def register_if_usable(
         # On a machine without any such device that is nothing to warn of.
         (log.warning if find_ports() else log.debug)("rdma is not offered", reason=str(error))
         return None
-    rdma_library()  # built now if it has to be, and not by the first link, with everything else waiting
     device = memory.device
     assert device is not None
     # That there is no dma-buf is nothing to warn of: peer memory moves the same bytes the same way.

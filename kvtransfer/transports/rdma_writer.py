@@ -29,9 +29,8 @@ from kvtransfer.transports.rdma_connect import (
 )
 from kvtransfer.transports.rdma_device import QueuePairFailed
 from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
-from kvtransfer.transports.rdma_poster import DeviceBroken, Poster
 from kvtransfer.transports.rdma_queue import QueueLimits, SealPart
-from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.rdma_verbs import DeviceBroken, Poster, RdmaUnavailable
 from kvtransfer.transports.waker import Waker
 
 log = get_log("rdma")
@@ -136,6 +135,8 @@ class RdmaWriterLink(ChainLink):
             )
         except BaseException as error:
             give_up(endpoint, hold, connected.qps, connected.sock)
+            if isinstance(error, QueuePairFailed):
+                raise ConnectError(f"{endpoint.address}: {error}") from error
             if isinstance(error, (OSError, RuntimeError)):
                 raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
             raise

@@ -28,7 +28,6 @@ from kvtransfer.transports.rdma_device import (
     RegistrationRefused,
 )
 from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
-from kvtransfer.transports.rdma_poster import Poster
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.settings import RdmaConfig
 
@@ -116,7 +115,7 @@ class DoubleQueuePairs:
     def connect(self, peer: LinkEnds) -> None:
         self.peer = peer
 
-    def poster(self, *, dst_base: int, rkey: int) -> Poster:
+    def poster(self, *, dst_base: int, rkey: int) -> DoublePoster:
         return DoublePoster(self, dst_base, rkey)
 
     def post_probes(self, peer: LinkEnds, place: ProbePlace) -> None:
