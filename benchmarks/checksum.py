@@ -24,8 +24,8 @@ from batonpb import transfer_pb2
 from baton.ids import BlockId, GrantId
 from cachestore.layout import Layout, kv_layout
 from kvtransfer.checksums import ChecksumThread, RecordChecks, SourceSample, checksums_from_proto
-from kvtransfer.plan import whole_records
 from kvtransfer.protocol.receiver import RecordsChecked
+from kvtransfer.transport import whole_records
 
 FRACTIONS = (0.0, 0.01, 0.1, 1.0)
 

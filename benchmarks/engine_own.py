@@ -20,9 +20,9 @@ from engine.core import Engine
 from engine.model_config import Quantisation, load_model_config
 from engine.models.weights import weight_shapes
 from engine.native.packing import huge_pages
+from engine.runner import TorchRunner, configure_threads
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
-from engine.torch_runner import TorchRunner, configure_threads
 from engine.types import NullSink, SamplingParams
 from node.pool import layout_of
 

@@ -15,7 +15,7 @@ from engine.gpu.graphs import Capture
 from engine.gpu.runner import GpuRunner
 from engine.model_config import ModelConfig, Quantisation, parse_model_config
 from engine.models.weights import weight_shapes
-from engine.torch_runner import TorchRunner
+from engine.runner import TorchRunner
 from engine.types import Batch, SamplingParams, SequenceSlice
 
 BLOCK_SIZE = 16

@@ -10,8 +10,7 @@ from baton.ids import Attempt, RequestId, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
-from engine.gpu.in_flight import ROWS_AHEAD_MAX
-from engine.gpu.runner import GpuRunner
+from engine.gpu.runner import ROWS_AHEAD_MAX, GpuRunner
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams

@@ -7,7 +7,7 @@ import torch
 from benchmarks.gpu_bench import BLOCK_SIZE, Bench, config_of, random_weights, slice_of
 from benchmarks.gpu_children import Figures
 from benchmarks.gpu_receiver import make_driver
-from engine.torch_runner import TorchRunner
+from engine.runner import TorchRunner
 from engine.types import Batch, NullSink
 from kvtransfer.device.region import DeviceRegion
 

@@ -17,10 +17,10 @@ from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_children import Figures
 from engine.attention import TorchAttention
 from engine.gpu import linears, paged
-from engine.gpu.admission import ERROR_MAX
-from engine.gpu.linears import Int4Product
+from engine.gpu.attention import ERROR_MAX
+from engine.gpu.linears import Int4Matmul
 from engine.kv_pool import KvPool
-from engine.models.rotary import rotary_angles, rotate
+from engine.models.decoder import rotary_angles, rotate
 from engine.types import Batch
 from kvtransfer.device.copy_kernel import copy_records
 from kvtransfer.transport import WriteOps
@@ -158,7 +158,7 @@ def _four_bits(bench: Bench) -> Iterator[Compared]:
     generator = torch.Generator().manual_seed(4)
     outputs, inputs = (64, 128) if bench.tiny else (1000, 1024)
     weight = torch.randn(outputs, inputs, generator=generator).bfloat16()
-    product = Int4Product.pack(weight)
+    product = Int4Matmul.pack(weight)
     near = replace(product, tiles=product.tiles.to(bench.device), scales_GY2=product.scales_GY2.to(bench.device))
     for rows in (1, 17, 70):
         x_TX = torch.randn(rows, inputs, generator=generator).bfloat16()

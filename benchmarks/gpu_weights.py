@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.gpu.linears import INT4_GROUP, PACKS, Int4Product
+from engine.gpu.linears import INT4_GROUP, PACKS, Int4Matmul
 from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
 from engine.types import Batch, NullSink
 
@@ -123,7 +123,7 @@ def _products(bench: Bench, quantisation: Quantisation, config: ModelConfig) -> 
         return bench.time_s(several) / PRODUCTS_AT_A_TIME * 1e6
 
     figures: dict[str, Any] = {"us": {str(count): microseconds(product, x) for count, x in inputs.items()}}
-    if isinstance(product, Int4Product):
+    if isinstance(product, Int4Matmul):
         ways = {"unpacked_us": product.unpacked}
         if product.fits_kernel:
             ways["our_kernel_us"] = product.by_tiles

@@ -25,10 +25,10 @@ from typing import Any
 
 from benchmarks.engine_cases import write_config
 from benchmarks.engine_own import BLOCK_SIZE, NUM_BLOCKS, OwnEngine
-from engine import forward, torch_runner
-from engine.native.draw import draw_kernel
+from engine import runner
 from engine.native.kernels import native_kernels
-from engine.torch_runner import configure_threads
+from engine.runner import configure_threads
+from engine.sampler import draw_kernel
 
 BATCH, ANSWER = 16, 256
 ARITHMETIC = ("_linear", "_rms_norm", "layers", "layer_open", "layer_close", "_highest")
@@ -77,9 +77,9 @@ def instrument(parts: Parts, engine: OwnEngine) -> None:
         setattr(kernels, name, parts.timed("arithmetic", getattr(kernels, name)))
     for part, owner, name in (
         ("arithmetic", draws, "_draw"),
-        ("plan of the batch", forward, "plan_attention"),
-        ("token ids", forward, "token_ids"),
-        ("sampling", torch_runner, "sample"),
+        ("plan of the batch", runner, "plan_attention"),
+        ("token ids", runner, "token_ids"),
+        ("sampling", runner, "sample"),
     ):
         setattr(owner, name, parts.timed(part, getattr(owner, name)))
     engine.around = parts.timed

@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.engine_cases import MODELS, full_steps
 from benchmarks.engine_own import OwnEngine
 from engine.model_config import Quantisation
-from engine.torch_runner import configure_threads
+from engine.runner import configure_threads
 
 KINDS = (Quantisation.NONE, Quantisation.INT8, Quantisation.INT4)
 CONTEXT = 64

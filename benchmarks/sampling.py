@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine import sampler
-from engine.native.draw import draw_kernel
+from engine.sampler import draw_kernel
 from engine.types import SamplingParams
 
 PLAIN = SamplingParams(temperature=0.8, top_k=0, top_p=1.0, seed=0, max_tokens=1)

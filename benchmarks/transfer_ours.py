@@ -18,9 +18,8 @@ import numpy as np
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from benchmarks.transfer_side import REGION_BYTES, Plan, serve
 from cachestore.layout import kv_layout
-from kvtransfer.plan import RecordRanges
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriterLink
+from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriteRanges, WriterLink
 from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.shm import ShmConfig, ShmReceiverPort, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConfig, TcpReceiverPort, TcpWriterLink
@@ -32,11 +31,11 @@ EPOCH = Epoch(1)
 GRANT = GrantId(bytes(16))
 
 
-def everything() -> RecordRanges:
+def everything() -> WriteRanges:
     """A grant of every record: what a receiver checks each frame against."""
     layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=128, block_size=32, dtype="bfloat16", dtype_bytes=2)
     blocks = REGION_BYTES // layout.record_bytes
-    return RecordRanges(layout, blocks, map(BlockId, range(blocks)))
+    return WriteRanges(layout, blocks, map(BlockId, range(blocks)))
 
 
 class Events:

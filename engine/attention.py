@@ -12,8 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.kv_pool import KvPool, SlotMapping
-from engine.staging import to_device
+from engine.kv_pool import KvPool, SlotMapping, to_device
 from engine.types import Batch, SequenceSlice
 
 

@@ -200,7 +200,7 @@ def _build_mock(config: EngineConfig) -> BuiltEngine:
 def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | None) -> BuiltEngine:
     from engine.checkpoint import checkpoint_fingerprint
     from engine.hub import resolve_model
-    from engine.torch_runner import TorchRunner, configure_threads
+    from engine.runner import TorchRunner, configure_threads
 
     configure_threads(config.compute_threads)
     if config.device.on_gpu:

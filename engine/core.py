@@ -18,8 +18,7 @@ from typing import Any
 
 from baton.ids import RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
-from engine.overcommit import Overcommit
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Overcommit, Scheduler, SchedulerConfig
 from engine.sequence import After, Sequence, SequenceMode
 from engine.types import (
     NO_TOKEN,

@@ -5,22 +5,417 @@ function of (seed, choice, output index, token id), so a request that is resumed
 (DESIGN I6). The functions from the key to the noise are part of what nodes of different versions must agree on: do not
 change them.
 
-Shape suffixes: B rows   R some of them   V vocabulary   C candidates.
+In the order of use: changes of the scores (bias, min_tokens, penalties), filters, log-probabilities, the draw, and the
+same draw by a native kernel (`native/draw.c`).
+
+Changes are made for all rows of a batch at once, and only the scores of tokens that something is done to: the rest stay
+as the model gave them, in its own type. A pair of a row and a token is held as one number, row * vocabulary + token.
+
+Each of the filters min_p, top_k and top_p keeps a beginning of the ranking by score, ties by token id. So the ranking
+is only made as far as it is needed: a list of the best candidates, and a longer one for the rows that it is too short
+for. What is kept does not depend on how long the list was.
+
+Log-probabilities are of the model's own scores, before any change.
+
+Shape suffixes: B rows   R some of them   V vocabulary   C candidates or alternatives   P pairs of a row and a token, or
+int64 numbers, one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.filters import candidates, filtered_scores, filters_blind, has_filter
-from engine.native.draw import draw_kernel
+from baton.log import get_log
+from baton.native import load
+from engine.kv_pool import to_device
 from engine.native.kernels import native_kernels
-from engine.penalties import Adjusted, adjusted_scores, has_adjustment, has_penalty
-from engine.staging import to_device
-from engine.types import NO_TOKEN, SamplingParams
+from engine.types import NO_TOKEN, SamplingParams, TokenLogprobs
+
+
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether the scores hang on the tokens before."""
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def has_adjustment(params: SamplingParams, output_count: int) -> bool:
+    return bool(params.logit_bias) or output_count < params.min_tokens or has_penalty(params)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjusted:
+    """Scores that take the place of the model's own, by row and then by token id, each pair once. The scores are on
+    the device of the model's, the others on the host."""
+
+    rows_P: np.ndarray
+    ids_P: np.ndarray
+    scores_P: torch.Tensor
+
+    def put(self, scores_RV: torch.Tensor) -> None:
+        """Into their places."""
+        device = scores_RV.device
+        rows_P, ids_P = to_device(self.rows_P, device), to_device(self.ids_P, device)
+        scores_RV[rows_P, ids_P] = self.scores_P.to(scores_RV.dtype)
+
+
+def adjusted_scores(
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    tokens: Sequence[Sequence[int]],
+    output_counts: Sequence[int],
+    eos_token_ids: Collection[int],
+) -> Adjusted:
+    """Apply, in this order: logit_bias, min_tokens, repetition, frequency, presence penalty. Mutates nothing.
+
+    `tokens` are each row's prompt and output, `output_counts` how many of them (at the end) are output; `tokens` of
+    rows without penalties are not looked at. In float64; only tokens that something is done to are here.
+    """
+    vocab_size, device = logits_BV.shape[1], logits_BV.device
+    biases = [(row * vocab_size + token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias]
+    biased = np.array([pair for pair, _ in biases], dtype=np.int64)
+    forbidden = _ends(params, output_counts, eos_token_ids, vocab_size)
+    repeated, _ = _count([(row, tokens[row]) for row, p in enumerate(params) if p.repetition_penalty != 1], vocab_size)
+    counted, counts = _count(
+        [
+            (row, tokens[row][len(tokens[row]) - output_counts[row] :])
+            for row, p in enumerate(params)
+            if p.frequency_penalty != 0 or p.presence_penalty != 0
+        ],
+        vocab_size,
+    )
+    pairs_P, _ = _distinct(np.concatenate([biased, forbidden, repeated, counted]))
+    rows_P, ids_P = np.divmod(pairs_P, vocab_size)
+    scores_P = logits_BV[to_device(rows_P, device), to_device(ids_P, device)].to(torch.float64)
+
+    def of_rows(pairs: np.ndarray, name: str) -> torch.Tensor:
+        values = np.array([getattr(p, name) for p in params], dtype=np.float64)
+        return to_device(values[pairs // vocab_size], device)
+
+    def places(pairs: np.ndarray) -> torch.Tensor:
+        return to_device(np.searchsorted(pairs_P, pairs), device)
+
+    if len(biased):  # added to the score, as OpenAI and vLLM document `logit_bias`
+        scores_P[places(biased)] += to_device(np.array([bias for _, bias in biases], dtype=np.float64), device)
+    if len(forbidden):
+        scores_P.index_fill_(0, places(forbidden), float("-inf"))
+    if len(repeated):  # positive scores divided, negative ones multiplied (Keskar et al. 2019, CTRL)
+        at, penalty = places(repeated), of_rows(repeated, "repetition_penalty")
+        scores_P[at] = torch.where(scores_P[at] > 0, scores_P[at] / penalty, scores_P[at] * penalty)
+    if len(counted):  # as OpenAI documents them
+        at = places(counted)
+        scores_P[at] -= of_rows(counted, "frequency_penalty") * to_device(counts, device).to(torch.float64)
+        scores_P[at] -= of_rows(counted, "presence_penalty")
+    return Adjusted(rows_P=rows_P, ids_P=ids_P, scores_P=scores_P)
+
+
+def _ends(
+    params: Sequence[SamplingParams],
+    output_counts: Sequence[int],
+    eos_token_ids: Collection[int],
+    vocab_size: int,
+) -> np.ndarray:
+    """Before min_tokens have been drawn, no token that would end the answer is -> pairs, in no order."""
+    pairs = [
+        row * vocab_size + token
+        for row, (p, count) in enumerate(zip(params, output_counts, strict=True))
+        if count < p.min_tokens
+        for token in (p.stop_token_ids if p.ignore_eos else p.stop_token_ids.union(eos_token_ids))
+        if token < vocab_size
+    ]
+    return np.array(pairs, dtype=np.int64)
+
+
+def _count(chosen: Sequence[tuple[int, Sequence[int]]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each row's distinct tokens, as row * vocab_size + token, ascending, and how often each is there."""
+    if not chosen:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    flat = np.concatenate([row * vocab_size + np.asarray(ids, dtype=np.int64) for row, ids in chosen])
+    return _distinct(flat)
+
+
+def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `np.unique` with counts, which is several times slower here. `pairs` are the caller's to lose."""
+    pairs.sort()
+    is_first = np.ones(len(pairs), dtype=bool)
+    np.not_equal(pairs[1:], pairs[:-1], out=is_first[1:])
+    first = np.flatnonzero(is_first)
+    return pairs[first], np.diff(first, append=len(pairs))
+
+
+CANDIDATES_FIRST = 256
+CANDIDATES_GROWTH = 8
+TOP_K_BLIND_MAX = 1024
+"""A list of so many candidates is made without asking whether a shorter one would do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The best tokens of some rows. Tokens that are not kept have -inf."""
+
+    rows_R: torch.Tensor
+    ids_RC: torch.Tensor
+    scores_RC: torch.Tensor
+
+
+def has_filter(params: SamplingParams) -> bool:
+    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
+
+
+def filters_blind(params: SamplingParams) -> bool:
+    """Whether `candidates` can do without a look: the length of the list is known, or the whole vocabulary's order is
+    not needed."""
+    return 0 < params.top_k <= TOP_K_BLIND_MAX or _by_score_alone(params)
+
+
+def _by_score_alone(params: SamplingParams) -> bool:
+    return params.top_k == 0 and params.top_p >= 1
+
+
+def candidates(
+    scores_RV: torch.Tensor, params: Sequence[SamplingParams], *, blind: bool = False
+) -> Iterator[Candidates]:
+    """The tokens that the filters keep, each row in exactly one of the parts. Mutates nothing.
+
+    `scores_RV` are divided by the temperature already. min_p is a fraction of the best token's probability; top_p is of
+    the probability that min_p and top_k have left, and includes the token that crosses it.
+
+    `blind`: rows whose `filters_blind` holds are done by queued work alone, without a look at any value.
+    """
+    device = scores_RV.device
+    limits = _Limits.of(scores_RV, params)
+    listed = [row for row, p in enumerate(params) if blind and 0 < p.top_k <= TOP_K_BLIND_MAX]
+    masked = [row for row, p in enumerate(params) if blind and _by_score_alone(p)]
+    looked = sorted(set(range(len(params))) - set(listed) - set(masked))
+    if listed:
+        rows_R = to_device(np.array(listed, dtype=np.int64), device)
+        yield _listed(scores_RV, limits, rows_R, max(params[row].top_k for row in listed))
+    if masked:
+        rows_R = to_device(np.array(masked, dtype=np.int64), device)
+        yield _masked(scores_RV, limits, rows_R)
+    if looked:
+        yield from _looked(scores_RV, limits, to_device(np.array(looked, dtype=np.int64), device))
+
+
+def _listed(scores_RV: torch.Tensor, limits: _Limits, rows_R: torch.Tensor, top_k_max: int) -> Candidates:
+    """Rows with a top_k: their lists have as many candidates as the largest one, and are sure."""
+    vocab_size = scores_RV.shape[1]
+    values_RC, ids_RC = best_blind(scores_RV[rows_R], top_k_max)
+    certain_R = torch.full(rows_R.shape, vocab_size, device=scores_RV.device)
+    kept_RC, _ = limits.take(rows_R).keep(values_RC, certain_R, vocab_size)
+    return Candidates(rows_R=rows_R, ids_RC=ids_RC, scores_RC=values_RC.masked_fill(~kept_RC, float("-inf")))
+
+
+def _masked(scores_RV: torch.Tensor, limits: _Limits, rows_R: torch.Tensor) -> Candidates:
+    """Rows with min_p alone: each token's own score decides."""
+    scores_RV, part = scores_RV[rows_R], limits.take(rows_R)
+    kept_RV = _weights(scores_RV, part.best) >= part.min_p[:, None]
+    ids_V = torch.arange(scores_RV.shape[1], device=scores_RV.device)
+    return Candidates(
+        rows_R=rows_R, ids_RC=ids_V.expand_as(scores_RV), scores_RC=scores_RV.masked_fill(~kept_RV, float("-inf"))
+    )
+
+
+def _looked(scores_RV: torch.Tensor, limits: _Limits, rows_R: torch.Tensor) -> Iterator[Candidates]:
+    """Any rows, in parts by how long a list each one needs."""
+    vocab_size = scores_RV.shape[1]
+    width = CANDIDATES_FIRST
+    while len(rows_R):
+        part = limits.take(rows_R)
+        values_RC, ids_RC, certain_R = ranked(scores_RV[rows_R], width)
+        kept_RC, done_R = part.keep(values_RC, certain_R, vocab_size)
+        yield Candidates(
+            rows_R=rows_R[done_R],
+            ids_RC=ids_RC[done_R],
+            scores_RC=values_RC[done_R].masked_fill(~kept_RC[done_R], float("-inf")),
+        )
+        rows_R = rows_R[~done_R]
+        width *= CANDIDATES_GROWTH
+
+
+def filtered_scores(scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The scores, -inf where a filter excludes the token."""
+    result_RV = torch.full_like(scores_RV, float("-inf"))
+    for part in candidates(scores_RV, params):
+        result_RV[part.rows_R[:, None], part.ids_RC] = part.scores_RC
+    return result_RV
+
+
+def ranked(scores_RV: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `width` best tokens, by score, equal ones by id -> (scores [R, C], ids [R, C], certain [R]).
+
+    Only the first `certain` of a row are sure to be its best: more tokens may be as good as the last of the list.
+    """
+    if width >= scores_RV.shape[1]:
+        values_RC, ids_RC = scores_RV.sort(dim=-1, descending=True, stable=True)
+        return values_RC, ids_RC, torch.full(scores_RV.shape[:1], scores_RV.shape[1], device=scores_RV.device)
+    values_RC, ids_RC = scores_RV.topk(width, dim=-1)
+    by_id_RC = ids_RC.argsort(dim=-1)
+    values_RC, ids_RC = values_RC.gather(-1, by_id_RC), ids_RC.gather(-1, by_id_RC)
+    values_RC, by_value_RC = values_RC.sort(dim=-1, descending=True, stable=True)
+    return values_RC, ids_RC.gather(-1, by_value_RC), (values_RC > values_RC[:, -1:]).sum(dim=-1)
+
+
+def best_ranked(scores_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` best tokens of each row (or all), by score, equal ones by id -> scores and ids, [R, count] each."""
+    count, width = min(count, scores_RV.shape[1]), count + 1
+    while True:
+        values_RC, ids_RC, certain_R = ranked(scores_RV, width)
+        if bool((certain_R >= count).all()):
+            return values_RC[:, :count], ids_RC[:, :count]
+        width *= CANDIDATES_GROWTH
+
+
+def best_blind(scores_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `best_ranked`, by queued work alone: which of several equal scores are the last on the list is settled by
+    counting them off, and not by a longer list."""
+    rows, vocab_size = scores_RV.shape
+    count = min(count, vocab_size)
+    if count == 0:
+        return scores_RV[:, :0], torch.empty((rows, 0), dtype=torch.int64, device=scores_RV.device)
+    last_R1 = scores_RV.topk(count, dim=-1).values[:, -1:]
+    above_RV, equal_RV = scores_RV > last_R1, scores_RV == last_R1
+    room_R1 = count - above_RV.sum(dim=-1, keepdim=True)
+    listed_RV = above_RV | (equal_RV & (equal_RV.cumsum(dim=-1) <= room_R1))
+    # Ids go to their places in ascending order; what is not listed goes to a place behind the last.
+    places_RV = torch.where(listed_RV, listed_RV.cumsum(dim=-1) - 1, count)
+    ids_RC = torch.zeros((rows, count + 1), dtype=torch.int64, device=scores_RV.device)
+    ids_RC.scatter_(1, places_RV, torch.arange(vocab_size, device=scores_RV.device).expand_as(places_RV))
+    ids_RC = ids_RC[:, :count]
+    values_RC, by_value_RC = scores_RV.gather(-1, ids_RC).sort(dim=-1, descending=True, stable=True)
+    return values_RC, ids_RC.gather(-1, by_value_RC)
+
+
+def _weights(scores_RC: torch.Tensor, best_R: torch.Tensor) -> torch.Tensor:
+    """Probabilities as fractions of the best token's."""
+    return (scores_RC - best_R[:, None]).to(torch.float64).exp()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """The filters of some rows as tensors [R]. `mass` is the weight that min_p leaves of the whole vocabulary, where
+    top_p needs it; a token's weight is its probability as a fraction of the best one's.
+    """
+
+    best: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    mass: torch.Tensor
+
+    @classmethod
+    def of(cls, scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -> _Limits:
+        vocab_size, device = scores_RV.shape[1], scores_RV.device
+        best = scores_RV.amax(dim=-1)
+        min_p = to_device(np.array([p.min_p for p in params], dtype=np.float64), device)
+        mass = torch.zeros(len(params), dtype=torch.float64, device=device)
+        summed = [i for i, p in enumerate(params) if p.top_p < 1 and not 0 < p.top_k < vocab_size]
+        if summed:
+            rows = to_device(np.array(summed, dtype=np.int64), device)
+            weights_RV = (scores_RV[rows] - best[rows, None]).to(torch.float64).exp_()
+            if any(params[i].min_p > 0 for i in summed):
+                weights_RV.masked_fill_(weights_RV < min_p[rows, None], 0.0)
+            mass[rows] = weights_RV.sum(dim=-1)
+        return cls(
+            best=best,
+            min_p=min_p,
+            top_k=to_device(np.array([min(p.top_k, vocab_size) or vocab_size for p in params], dtype=np.int64), device),
+            top_p=to_device(np.array([p.top_p for p in params], dtype=np.float64), device),
+            mass=mass,
+        )
+
+    def take(self, rows_R: torch.Tensor) -> _Limits:
+        return _Limits(
+            best=self.best[rows_R],
+            min_p=self.min_p[rows_R],
+            top_k=self.top_k[rows_R],
+            top_p=self.top_p[rows_R],
+            mass=self.mass[rows_R],
+        )
+
+    def keep(
+        self, values_RC: torch.Tensor, certain_R: torch.Tensor, vocab_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of the ranked candidates stay -> bool [R, C]; for which rows the list was long enough -> bool [R]."""
+        ranks_C = torch.arange(values_RC.shape[1], device=values_RC.device)
+        is_certain_RC = ranks_C < certain_R[:, None]
+        weights_RC = _weights(values_RC, self.best)
+        above_RC = weights_RC >= self.min_p[:, None]
+        left_RC = above_RC & (ranks_C < self.top_k[:, None])
+        weights_RC = weights_RC.masked_fill(~left_RC, 0.0)
+        up_to_RC = weights_RC.cumsum(dim=-1)
+        is_whole_R = self.top_k >= vocab_size
+        mass_R = torch.where(is_whole_R, self.mass, up_to_RC[:, -1])
+        # top_p 1 is off, whatever the sum rounds to; the first token is always kept.
+        inside_RC = up_to_RC - weights_RC < (self.top_p * mass_R)[:, None]
+        kept_RC = left_RC & is_certain_RC & (inside_RC | (self.top_p[:, None] >= 1) | (ranks_C == 0))
+        # A whole vocabulary's list is long enough when it has a token that is out; top_k's when it has all of the k.
+        ends_R = kept_RC.sum(dim=-1) < certain_R
+        covered_R = (certain_R >= self.top_k) | (is_certain_RC & ~above_RC).any(dim=-1)
+        return kept_RC, torch.where(is_whole_R, ends_R, covered_R) | (certain_R == vocab_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """Of the rows that ask. The tensors are on the scores' device."""
+
+    rows: list[int]
+    counts: list[int]
+    """How many alternatives each wants to be told of."""
+    drawn_R: torch.Tensor
+    values_RC: torch.Tensor
+    ids_RC: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, logits_BV: torch.Tensor, tokens_B: torch.Tensor, params: Sequence[SamplingParams], *, blind: bool = False
+    ) -> ScoredRows | None:
+        """None when no row asks. In float64; a row depends on no other. `blind`: by queued work alone."""
+        rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+        if not rows:
+            return None
+        rows_R = to_device(np.array(rows, dtype=np.int64), logits_BV.device)
+        logits_RV = logits_BV[rows_R].to(torch.float64)
+        total_R1 = logits_RV.logsumexp(dim=-1, keepdim=True)
+        counts = [params[row].logprobs or 0 for row in rows]
+        values_RC, ids_RC = (best_blind if blind else best_ranked)(logits_RV, max(counts))
+        return cls(
+            rows=rows,
+            counts=counts,
+            drawn_R=(logits_RV.gather(-1, tokens_B[rows_R, None].clamp(min=0)) - total_R1)[:, 0],
+            values_RC=values_RC - total_R1,
+            ids_RC=ids_RC,
+        )
+
+    def packed(self) -> torch.Tensor:
+        """All numbers in one tensor, for one copy to the host -> int64 [P], floating ones as their bits."""
+        floats = (self.drawn_R, self.values_RC.reshape(-1))
+        return torch.cat([*(part.contiguous().view(torch.int64) for part in floats), self.ids_RC.reshape(-1)])
+
+    def told(self, packed_P: np.ndarray) -> dict[int, TokenLogprobs]:
+        """From what `packed` has become on the host: by row."""
+        rows, width = self.values_RC.shape
+        floats = packed_P[: rows * (width + 1)].view(np.float64)
+        values, ids = floats[rows:].reshape(rows, width), packed_P[rows * (width + 1) :].reshape(rows, width)
+        each = zip(self.rows, self.counts, floats[:rows].tolist(), ids.tolist(), values.tolist(), strict=True)
+        return {
+            row: TokenLogprobs(logprob=drawn, top=tuple(zip(best[:count], scores[:count], strict=True)))
+            for row, count, drawn, best, scores in each
+        }
+
+
+def token_logprobs(
+    logits_BV: torch.Tensor, tokens_B: torch.Tensor, params: Sequence[SamplingParams]
+) -> dict[int, TokenLogprobs]:
+    """By row, for the rows whose `params.logprobs` is set."""
+    scored = ScoredRows.of(logits_BV, tokens_B, params)
+    return {} if scored is None else scored.told(scored.packed().cpu().numpy())
+
 
 __all__ = ["draws_blind", "filtered_scores", "gumbel_noise", "gumbel_noise_of", "noise_bits", "row_key", "sample"]
 
@@ -213,3 +608,109 @@ def _signed(value: int) -> int:
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical shift: torch shifts the sign in, so it is masked off."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+log = get_log("native")
+
+SHARED_TOKENS_MIN = 1 << 15
+"""Scores in all rows from which on several threads draw: below it, waking them takes longer."""
+
+_TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
+_DRAW = np.dtype(
+    [
+        ("row", np.int64),
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("top_k", np.int64),
+        ("seed", np.uint64),
+        ("choice", np.uint64),
+        ("index", np.uint64),
+        ("changed_at", np.int64),
+        ("changed_end", np.int64),
+    ]
+)
+
+
+class DrawKernel:
+    """Draws the tokens of a batch by the definition in engine/sampler.py. Any thread may call it."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self._draw = handle.baton_draw
+        self._draw.restype = None
+        self._draw.argtypes = [
+            pointer, integer, integer, integer, pointer, integer, pointer, pointer, pointer, pointer, integer,
+            ctypes.c_int,
+        ]  # fmt: skip
+        self._scratch = handle.baton_draw_scratch
+        self._scratch.restype, self._scratch.argtypes = integer, [integer, integer]
+
+    def takes(self, logits_BV: torch.Tensor) -> bool:
+        return logits_BV.device.type == "cpu" and logits_BV.dtype in _TYPES and logits_BV.stride(1) == 1
+
+    def draw(
+        self,
+        logits_BV: torch.Tensor,
+        params: Sequence[SamplingParams],
+        output_indices: Sequence[int],
+        changed: Adjusted | None,
+    ) -> torch.Tensor:
+        """One token for each row -> int64 [B], NO_TOKEN for a row without one. Lets go of the interpreter's lock;
+        mutates nothing."""
+        assert self.takes(logits_BV), (logits_BV.device, logits_BV.dtype)
+        rows, vocab_size = logits_BV.shape
+        ends = [0] * (rows + 1)
+        if changed is not None:
+            ends = np.searchsorted(changed.rows_P, np.arange(rows + 1)).tolist()
+        draws_R = np.array(
+            [
+                (
+                    row,
+                    p.temperature,
+                    p.top_p,
+                    p.min_p,
+                    p.top_k,
+                    p.seed & _MASK64,
+                    p.choice & _MASK64,
+                    output_indices[row],
+                    ends[row],
+                    ends[row + 1],
+                )
+                for row, p in enumerate(params)
+            ],
+            dtype=_DRAW,
+        )
+        limits = draws_R["top_k"]
+        k_max = int(limits[limits < vocab_size].max(initial=0))
+        threads = torch.get_num_threads() if rows * vocab_size >= SHARED_TOKENS_MIN else 1
+        scratch_bytes = self._scratch(vocab_size, k_max)
+        scratch = np.empty(threads * scratch_bytes // 8, dtype=np.float64)
+        tokens_B = torch.empty(rows, dtype=torch.int64)
+        self._draw(
+            logits_BV.data_ptr(),
+            _TYPES[logits_BV.dtype],
+            logits_BV.stride(0),
+            vocab_size,
+            draws_R.ctypes.data,
+            rows,
+            None if changed is None else changed.ids_P.ctypes.data,
+            None if changed is None else changed.scores_P.data_ptr(),
+            tokens_B.data_ptr(),
+            scratch.ctypes.data,
+            scratch_bytes,
+            threads,
+        )
+        return tokens_B
+
+
+@cache
+def draw_kernel() -> DrawKernel | None:
+    """None: no library; said once in the log. The first call may take seconds."""
+    library = load(Path(__file__).parent / "native" / "draw.c", ("m",))
+    if library.handle is None:
+        log.warning(
+            "the sampling kernel is missing: PyTorch's operations are used, which are slower", why=library.status
+        )
+        return None
+    return DrawKernel(library.handle)

@@ -7,18 +7,48 @@ preempted to be computed again: growth comes from a promise made at admission (D
 host memory, a sequence may be parked for a while, and one whose next block is not there yet sits a step out.
 
 The step behind one in flight is put together from where that one will have left its sequences (`Sequence.after`).
+
+`Overcommit` is what the engine asks of whoever lets it run more than the device holds. With nobody there, growth never
+waits.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.ids import RequestKey
 from cachestore.block_manager import BlockManager
-from engine.overcommit import Overcommit
 from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, SequenceSlice
+
+
+class Overcommit(Protocol):
+    """Called on the control thread, never while it is inside a call of the engine's that it made itself."""
+
+    def before_step(self, runners: Several[Sequence]) -> None:
+        """No step is in flight and the next one is about to be put together: the moment to park sequences.
+
+        `runners` are those that decode, oldest first.
+        """
+        ...
+
+    def lets_step(self, runners: Several[Sequence]) -> bool:
+        """A step is in flight, so nothing can be parked, and the one behind it is about to be put together.
+
+        Whether `before_step` would change nothing. `runners` as there.
+        """
+        ...
+
+    def parked(self, seq: Sequence) -> None:
+        """`seq` will not step until it is unparked. Its block table, and the references in it, are the callee's."""
+        ...
+
+    def left(self, seq: Sequence) -> None:
+        """`seq` has left the engine, wherever it was. What `parked` passed on is to be released."""
+        ...
 
 
 class EngineFullError(RuntimeError):

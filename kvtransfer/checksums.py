@@ -28,10 +28,9 @@ from baton.log import get_log
 from baton.tasks import call_loop
 from cachestore.layout import Layout
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.plan import Int64Array
 from kvtransfer.protocol.receiver import RecordsChecked, ReportCorrupt
 from kvtransfer.status import WriterPlace
-from kvtransfer.transport import WriteOps
+from kvtransfer.transport import Int64Array, WriteOps
 
 log = get_log("receiver")
 

@@ -22,7 +22,6 @@ from baton.rpc_client import Channels, rpc_errors
 from baton.tasks import Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import RecordChecks, RecordChecksums
-from kvtransfer.plan import RecordRanges
 from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
@@ -384,7 +383,7 @@ class Receiver:
         answer = None
         for instruction in instructions:
             if isinstance(instruction, AnswerGranted):
-                ranges = RecordRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
+                ranges = WriteRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
                 self.ports.allow(instruction.pair, instruction.epoch, instruction.grant, ranges)
             if isinstance(instruction, _ANSWERS):
                 answer = instruction

@@ -28,7 +28,6 @@ from cachestore.layout import Layout
 from kvtransfer.checksums import ChecksumThread, SourceSample
 from kvtransfer.link import LinkMaker, PairLink, PeerAddress
 from kvtransfer.negotiation import Offers
-from kvtransfer.plan import Int64Array, RecordPlan
 from kvtransfer.protocol.receiver import Refusal
 from kvtransfer.protocol.writer import (
     AbandonWrites,
@@ -65,7 +64,7 @@ from kvtransfer.protocol.writer import (
     WritesPosted,
 )
 from kvtransfer.status import HandoffObserver, Moved
-from kvtransfer.transport import Seal, WriterLink, check_granted
+from kvtransfer.transport import Int64Array, RecordPlan, Seal, WriterLink, check_granted
 
 log = get_log("writer")
 

@@ -130,7 +130,7 @@ class SpillFigures:
 
 
 class Spill:
-    """Overcommit of one engine: implements `engine.overcommit.Overcommit`."""
+    """Overcommit of one engine: implements `engine.scheduler.Overcommit`."""
 
     def __init__(
         self,

@@ -18,9 +18,10 @@ import torch
 
 from baton.ids import BlockId
 from engine.gpu.config import GraphConfig
-from engine.gpu.in_flight import HOST_KNOWS
 from engine.types import SequenceSlice
 
+HOST_KNOWS = -1
+"""In the place of a row: the token is the host's to give."""
 _FIXED_COLUMNS = 3
 """Of a packed row, before its block table: token id, position, row of the token among those of the step before."""
 

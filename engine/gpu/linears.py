@@ -3,12 +3,18 @@
 Joined: one product for query, key and value, and one for gate and up. On the CPU the same rounded matrices are
 multiplied by torch's operations, for tests.
 
+A node may use the roundings whose products, run at start on this device, agree with torch.
+
+The operations are torch's own, but private ones (`_scaled_mm`, `_weight_int4pack_mm`), made for some devices only, with
+layouts that nothing but their result tells. So one of each of the model's products is run, with random numbers, for
+row counts that take different ways.
+
 Shape suffixes as in engine/types.py; X inputs and Y outputs of a matrix, G groups of inputs that share a scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,10 +22,12 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from engine.gpu import paged, row_kernels
-from engine.gpu.attention import processors
-from engine.model_config import Quantisation
-from engine.models.layers import Affine, Affines, Linear
+from baton.log import get_log
+from engine.gpu import kernels, paged
+from engine.gpu.attention import ERROR_MAX, processors
+from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
+from engine.models.matmul import Linear, Matmul, Packing, joined
+from engine.models.weights import is_layer_matrix
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
@@ -40,24 +48,20 @@ _SCALE_TILE = 1024
 _NIBBLES = (0, 4, 8, 12, 16, 20, 24, 28)
 
 
-class Product(Protocol):
-    """x -> x W^T for a matrix [Y, X] that is kept in a form of its own. Not changed after it was packed."""
-
-    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
-        """[T, Y], of the type of `x_TX`."""
-        ...
+class GpuMatmul(Matmul, Protocol):
+    """Of a matrix [Y, X] without a bias. Not changed after it was packed."""
 
     def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
         """The same of the same rounded numbers, by torch's own operations -> float32 [T, Y]."""
         ...
 
 
-Pack = Callable[[torch.Tensor], Product]
+Pack = Callable[[torch.Tensor], GpuMatmul]
 """From a bfloat16 matrix [Y, X]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainProduct:
+class PlainMatmul:
     """The matrix as it is."""
 
     weight_YX: torch.Tensor
@@ -70,7 +74,7 @@ class PlainProduct:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Product:
+class Fp8Matmul:
     """8-bit floats (e4m3: Micikevicius et al. 2022), a scale for each output; each row of the input is rounded too."""
 
     weight_YX: torch.Tensor
@@ -78,7 +82,7 @@ class Fp8Product:
     outputs: int
 
     @classmethod
-    def pack(cls, weight_YX: torch.Tensor) -> Fp8Product:
+    def pack(cls, weight_YX: torch.Tensor) -> Fp8Matmul:
         padded_YX = _padded(weight_YX, FP8_MULTIPLE, FP8_MULTIPLE)
         rounded_YX, scales_Y1 = round_rows_by_torch(padded_YX, padded_YX.shape[1])
         return cls(weight_YX=rounded_YX, scales_1Y=scales_Y1.view(1, -1), outputs=len(weight_YX))
@@ -132,7 +136,7 @@ def scale_rows(x_TX: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torc
     assert x_TX.stride(1) == 1 and width >= inputs, (x_TX.shape, x_TX.stride(), width)
     out_TX = torch.empty((rows, width), dtype=dtype, device=x_TX.device)
     scales_T1 = torch.empty((rows, 1), dtype=torch.float32, device=x_TX.device)
-    row_kernels.scale_rows_kernel[(rows,)](
+    kernels.scale_rows_kernel[(rows,)](
         x_TX,
         out_TX,
         scales_T1,
@@ -146,7 +150,7 @@ def scale_rows(x_TX: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Product:
+class Int4Matmul:
     """4-bit numbers in the order of the tensor cores: torch's kernel takes it, and torchao calls it tile-packed.
 
     A weight is (number - 8) * scale + zero; `scales_GY2` holds scale and zero side by side.
@@ -158,7 +162,7 @@ class Int4Product:
     inputs: int
 
     @classmethod
-    def pack(cls, weight_YX: torch.Tensor) -> Int4Product:
+    def pack(cls, weight_YX: torch.Tensor) -> Int4Matmul:
         outputs, inputs = weight_YX.shape
         numbers_YX, scales_GY2 = round_groups(_padded(weight_YX, _TILE_OUTPUTS, INT4_GROUP))
         return cls(tiles=pack_tiles(numbers_YX), scales_GY2=scales_GY2, outputs=outputs, inputs=inputs)
@@ -190,7 +194,7 @@ class Int4Product:
         tile_rows = min(_KERNEL_ROWS, max(_DOT_ROWS_MIN, triton.next_power_of_2(rows)))
         # Few outputs: smaller tiles, or processors would be left without any.
         tile_outputs = 64 if outputs >= 64 * processors(x_TX.device) else 32
-        row_kernels.int4_rows_kernel[(triton.cdiv(outputs, tile_outputs), triton.cdiv(rows, tile_rows))](
+        kernels.int4_rows_kernel[(triton.cdiv(outputs, tile_outputs), triton.cdiv(rows, tile_rows))](
             in_nibble_order(x_TX),
             self.tiles,
             self.scales_GY2,
@@ -281,43 +285,29 @@ def unpack_tiles(tiles: torch.Tensor) -> torch.Tensor:
 
 
 PACKS: dict[Quantisation, Pack] = {
-    Quantisation.NONE: lambda weight_YX: PlainProduct(weight_YX=weight_YX),
-    Quantisation.FP8: Fp8Product.pack,
-    Quantisation.INT4: Int4Product.pack,
+    Quantisation.NONE: lambda weight_YX: PlainMatmul(weight_YX=weight_YX),
+    Quantisation.FP8: Fp8Matmul.pack,
+    Quantisation.INT4: Int4Matmul.pack,
 }
 """What a GPU can do."""
 
 
-class GpuLinears:
-    """See `engine.models.layers.Linears`. Matrices may come from any device: they are moved here one after another."""
+class GpuPacking(Packing):
+    """Matrices may come from any device: they are moved to this one, one after another."""
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
         self._pack = pack
         self._device = device
 
-    def one(self, linear: Linear) -> Affine:
-        joined = self.joined([linear])
+    def matmul(self, name: str, *linears: Linear) -> Matmul:
+        del name
+        whole = joined([self._moved(linear) for linear in linears])
+        product, bias_Y = self._pack(whole.weight), whole.bias
+        return product if bias_Y is None else lambda x_TX: product(x_TX) + bias_Y
 
-        def product(x_TX: torch.Tensor) -> torch.Tensor:
-            return joined(x_TX)[0]
-
-        return product
-
-    def joined(self, linears: Sequence[Linear]) -> Affines:
-        biases = [linear.bias.to(self._device) for linear in linears if linear.bias is not None]
-        assert len(biases) in (0, len(linears)), "some of the matrices have a bias, others have none"
-        weights = [linear.weight.to(self._device) for linear in linears]
-        product = self._pack(weights[0] if len(weights) == 1 else torch.cat(weights))
-        bias_Y = torch.cat(biases) if biases else None
-        widths = [len(weight) for weight in weights]
-
-        def products(x_TX: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            out_TY = product(x_TX)
-            if bias_Y is not None:
-                out_TY = out_TY + bias_Y
-            return torch.split(out_TY, widths, dim=-1)
-
-        return products
+    def _moved(self, linear: Linear) -> Linear:
+        bias = None if linear.bias is None else linear.bias.to(self._device)
+        return Linear(weight=linear.weight.to(self._device), bias=bias)
 
 
 def _cut(out_TY: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -327,3 +317,131 @@ def _cut(out_TY: torch.Tensor, outputs: int) -> torch.Tensor:
 def _padded(weight_YX: torch.Tensor, outputs_multiple: int, inputs_multiple: int) -> torch.Tensor:
     outputs, inputs = weight_YX.shape
     return F.pad(weight_YX, (0, -inputs % inputs_multiple, 0, -outputs % outputs_multiple))
+
+
+log = get_log("weights")
+
+TRIAL_ROWS = (1, TORCH_TILE_ROWS_MAX + 1, 70, TILE_ROWS_MAX + 1)
+CAPABILITY_MIN = {Quantisation.FP8: (8, 9), Quantisation.INT4: (8, 0)}
+"""Of CUDA devices: Ada for 8-bit floats, Ampere for bfloat16 on tensor cores."""
+REGISTERED = {Quantisation.FP8: "fp8", Quantisation.INT4: f"int4-groups-of-{INT4_GROUP}"}
+"""What other nodes are told: a CPU's int4 is another rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedWeights:
+    """How a model's matrices are kept on this device."""
+
+    packing: GpuPacking
+    registered: str
+    """For other nodes; empty: not rounded."""
+    description: str
+    """For people."""
+
+
+def admit_weights(
+    quantisation: Quantisation,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    pack: Pack | None = None,
+) -> AdmittedWeights:
+    """Try the products of this quantisation out, if there is any. Runs kernels: takes seconds. `pack` is for tests.
+
+    Raises:
+        UnsupportedModelError: the device cannot do it, or what it does is wrong; the text says which.
+    """
+    if quantisation is Quantisation.NONE:
+        packing = GpuPacking(PACKS[Quantisation.NONE], device)
+        return AdmittedWeights(packing=packing, registered="", description=str(dtype).removeprefix("torch."))
+    problem = _unfit(quantisation, device, dtype)
+    if problem is None:
+        chosen = pack or PACKS[quantisation]
+        worst = 0.0
+        for outputs, inputs in sorted(product_shapes(config)):
+            problem, error = _try_out(chosen, outputs, inputs, device)
+            if problem is not None:
+                break
+            worst = max(worst, error)
+    if problem is not None:
+        raise UnsupportedModelError(
+            f"weights cannot be {quantisation.value} on {_name(device)}: {problem}; set quantisation to none"
+        )
+    description = f"{REGISTERED[quantisation]} (products off by {worst:.1e})"
+    log.info("weights", quantisation=description)
+    return AdmittedWeights(
+        packing=GpuPacking(chosen, device), registered=REGISTERED[quantisation], description=description
+    )
+
+
+class OnDevice(Mapping[str, torch.Tensor]):
+    """A model's tensors, each moved to the device when it is asked for, which is once. The layers' matrices are left
+    where they are: their products move them. Nothing is kept here: `tensors` may make each anew."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._tensors = tensors
+        self._device = device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        return tensor if is_layer_matrix(name, tensor.dim()) else tensor.to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def product_shapes(config: ModelConfig) -> set[tuple[int, int]]:
+    """(outputs, inputs) of each layer's products, joined as `Decoder` joins them."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {(q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner)}
+
+
+def _unfit(quantisation: Quantisation, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What can be said without running anything."""
+    if quantisation not in PACKS:
+        usable = ", ".join(each.value for each in PACKS if each is not Quantisation.NONE)
+        return f"a GPU takes {usable}"
+    if dtype is not torch.bfloat16:
+        return f"that needs dtype bfloat16, and this is {str(dtype).removeprefix('torch.')}"
+    if device.type == "cuda":
+        capability, needed = torch.cuda.get_device_capability(device), CAPABILITY_MIN[quantisation]
+        if capability < needed:
+            return f"that needs compute capability {needed[0]}.{needed[1]}, and it has {capability[0]}.{capability[1]}"
+    return None
+
+
+def _try_out(pack: Pack, outputs: int, inputs: int, device: torch.device) -> tuple[str | None, float]:
+    """-> (what is wrong, or None; largest difference from the reference, of the largest reference value)."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    # Rows of different size, off centre, one of zeros: a wrong scale or zero point shows.
+    weight_YX = torch.randn(outputs, inputs, generator=generator, device=device) + 0.5
+    weight_YX *= torch.rand(outputs, 1, generator=generator, device=device) + 0.5
+    weight_YX[0] = 0.0
+    worst = 0.0
+    try:
+        product = pack(weight_YX.bfloat16())
+        for rows in TRIAL_ROWS:
+            x_TX = torch.randn(rows, inputs, generator=generator, device=device).bfloat16()
+            found_TY, wanted_TY = product(x_TX), product.reference(x_TX)
+            if found_TY.shape != wanted_TY.shape:
+                return f"a product gives {tuple(found_TY.shape)} instead of {tuple(wanted_TY.shape)}", float("nan")
+            error = float((found_TY.float() - wanted_TY).abs().max() / wanted_TY.abs().max())
+            limit = ERROR_MAX["bfloat16"]
+            if not error <= limit:
+                shape = f"[{rows}, {inputs}] by [{inputs}, {outputs}]"
+                return f"a product of {shape} is wrong by {error:.1e}, {limit:.0e} is allowed", error
+            worst = max(worst, error)
+    except (RuntimeError, AttributeError, NotImplementedError, ValueError, TypeError) as failure:
+        # torch raises these for a missing or refused operation; an AttributeError means that it has none of the name.
+        log.exception("a rounding of the weights failed its trial", outputs=outputs, inputs=inputs)
+        return f"a product failed: {type(failure).__name__}: {str(failure)[:200]}", float("nan")
+    return None, worst
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

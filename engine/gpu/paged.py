@@ -14,8 +14,7 @@ import torch
 import triton
 
 from engine.gpu import kernels
-from engine.kv_pool import KvPool
-from engine.staging import to_device
+from engine.kv_pool import KvPool, to_device
 from engine.types import Batch
 
 STORE_TILE_TOKENS = 16

@@ -1,39 +1,68 @@
-"""Runs a Hugging Face model on a GPU over the paged region. Shape suffixes as in engine/types.py."""
+"""Runs a Hugging Face model on a GPU over the paged region. Shape suffixes as in engine/types.py; B rows that draw.
+
+A launched step leaves its tokens on the device for the step behind it, and one small copy for the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from engine.attention import Ends, ends_of
-from engine.checkpoint import Progress, load_tensors
+from engine.attention import ends_of
 from engine.gpu import paged
-from engine.gpu.admission import Phase, admit
-from engine.gpu.attention import DecodePlan, GpuAttention, TritonDecode
+from engine.gpu.attention import DecodePlan, GpuAttention, Phase, TritonDecode, admit
 from engine.gpu.config import GpuConfig
-from engine.gpu.graphs import Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
-from engine.gpu.in_flight import ROWS_AHEAD_MAX, FutureTokens, LaunchedStep, pick
-from engine.gpu.weights import OnDevice, admit_weights
-from engine.kv_pool import KvPool
-from engine.logprobs import ScoredRows
-from engine.model_config import ComputeDtype, ModelConfig, Quantisation, load_model_config
-from engine.models.decoder import Decoder
-from engine.models.layers import fused_rms_norm
-from engine.models.weights import weight_shapes
-from engine.sampler import draws_blind, sample
-from engine.staging import to_device
-from engine.types import Batch, KvSink, KvSpec, NullSink, SamplingParams, SequenceSlice, StepResult
+from engine.gpu.graphs import HOST_KNOWS, Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
+from engine.gpu.linears import OnDevice, admit_weights
+from engine.kv_pool import KvPool, to_device
+from engine.model_config import ModelConfig, Quantisation
+from engine.models.decoder import Decoder, fused_rms_norm
+from engine.runner import LaunchedStep, ModelRunner, run_layers
+from engine.sampler import draws_blind
+from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice, StepResult
+
+ROWS_AHEAD_MAX = 4096
+"""Tokens of one step that the next one may read on the device."""
+
+
+class FutureTokens:
+    """The tokens of the step launched last, on the device, where the one behind it reads them.
+
+    One place for each row serves all steps: on the stream, a step reads it before its own tokens are put there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.ids = torch.zeros(ROWS_AHEAD_MAX, dtype=torch.int64, device=device)
+        """Stays where it is: captured graphs read it."""
+        self._rows: dict[RequestKey, int] = {}
+
+    def row_of(self, piece: SequenceSlice) -> int:
+        """Where the slice's one new token is; HOST_KNOWS when it is in `piece.tokens`."""
+        return self._rows[piece.key] if piece.ahead else HOST_KNOWS
+
+    def keep(self, slices: Sequence[SequenceSlice], tokens_B: torch.Tensor | None) -> None:
+        """A step has been queued that draws these, in this order; None: it draws nothing."""
+        kept = slices[:ROWS_AHEAD_MAX]
+        self._rows = {piece.key: row for row, piece in enumerate(kept)}
+        if tokens_B is not None:
+            # A sequence without a token leaves with this step, and its surplus slice needs an id that exists.
+            self.ids[: len(kept)].copy_(tokens_B[: len(kept)].clamp(min=0))
+
+
+def pick(ids_B: torch.Tensor, rows_B: torch.Tensor, future_ids: torch.Tensor) -> torch.Tensor:
+    """The tokens of a step's rows: `ids_B`, but where a row of `future_ids` is named, that one."""
+    return torch.where(rows_B == HOST_KNOWS, ids_B.to(torch.int64), future_ids[rows_B.clamp(min=0)])
+
 
 _REHEARSAL = RequestKey(request=RequestId("rehearsal"), attempt=Attempt(0))
 
 
-class GpuRunner:
+class GpuRunner(ModelRunner):
     """An `AheadRunner` for one model on one device. `run` is called from one thread at a time.
 
     When `run` returns or raises, the device is through with the step: its blocks may go to a remote writer then, whose
@@ -61,26 +90,13 @@ class GpuRunner:
         Raises:
             UnsupportedModelError: the weights cannot be quantised so on this device.
         """
-        dtypes = {tensor.dtype for tensor in tensors.values()}
-        assert len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}, dtypes
-        self.config = config
-        self.device = torch.device(device)
+        super().__init__(config, tensors, block_size=block_size, device=device)
         self.gpu = gpu or GpuConfig()
-        self.kv_spec = KvSpec(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            dtype=str(dtypes.pop()).removeprefix("torch."),
-        )
-        self.vocab_size = config.vocab_size
-        self.context_len_max = config.context_len_max
-        self.eos_token_ids = config.eos_token_ids
         self._attention_rows: dict[str, str] = {}
         weights = admit_weights(quantisation, config, device=self.device, dtype=getattr(torch, self.kv_spec.dtype))
         self.quantisation = weights.registered
         self._weights_row = weights.description
-        self._decoder = Decoder(config, OnDevice(tensors, self.device), weights.linears, fused_rms_norm)
+        self._decoder = Decoder(config, OnDevice(tensors, self.device), weights.packing, fused_rms_norm)
         self._capture = capture
         self._pool: KvPool | None = None
         self._attention: GpuAttention | None = None
@@ -89,37 +105,6 @@ class GpuRunner:
         self._future = FutureTokens(self.device)
         self._no_graphs = "not bound"
         """Why there are none, as long as there are none."""
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
-        *,
-        block_size: int,
-        dtype: ComputeDtype = ComputeDtype.AUTO,
-        device: torch.device | str = "cuda",
-        quantisation: Quantisation = Quantisation.NONE,
-        gpu: GpuConfig | None = None,
-        capture: Capture | None = None,
-        progress: Progress | None = None,
-    ) -> GpuRunner:
-        """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
-
-        Raises:
-            ModelError: the folder, its config or its weights cannot be used, or not quantised on this device.
-        """
-        config = load_model_config(folder)
-        torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
-        tensors = load_tensors(folder, weight_shapes(config), dtype=torch_dtype, progress=progress)
-        return cls(
-            config=config,
-            tensors=tensors,
-            block_size=block_size,
-            device=device,
-            quantisation=quantisation,
-            gpu=gpu,
-            capture=capture,
-        )
 
     def bind(self, region_U8: Any, num_blocks: int) -> None:
         """See `Runner.bind`. Takes the memory as its driver gives it: a tensor on this runner's device, or an array.
@@ -258,18 +243,7 @@ class GpuRunner:
     def _queue(self, batch: Batch, sink: KvSink) -> LaunchedStep:
         drawn = [s for s in batch.slices if s.sample]
         logits_BV = self._logits(batch, sink)
-        tokens_B = scored = None
-        if logits_BV is not None:
-            params = [s.params for s in drawn]
-            tokens_B = sample(
-                logits_BV,
-                params,
-                [s.output_index for s in drawn],
-                tokens=[s.tokens for s in drawn],
-                eos_token_ids=self.eos_token_ids,
-                blind=True,
-            )
-            scored = ScoredRows.of(logits_BV, tokens_B, params, blind=True)
+        tokens_B, scored = (None, None) if logits_BV is None else self.draw(drawn, logits_BV, blind=True)
         self._future.keep(drawn, tokens_B)
         return LaunchedStep.of(drawn, tokens_B, scored, device=self.device)
 
@@ -305,32 +279,25 @@ class GpuRunner:
             assert min(new) >= 0 and max(new) < self.vocab_size, "token id outside the vocabulary"
 
     def _forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        """See `engine.forward.Forward`."""
+        """See `engine.runner.Forward`."""
         pool, attention, decoder = self._pool, self._attention, self._decoder
         assert pool is not None and attention is not None, "bind comes before run"
         metadata = attention.prepare(batch)
-        last_ends = None if every_row else ends_of(batch, self.device)
-        angles = decoder.angles(metadata.positions_T)
-        x_TE = decoder.embed(self._token_ids(batch))
-        slots = metadata.slots
-        for layer in range(self.kv_spec.num_layers):
-            ends = last_ends if layer + 1 == self.kv_spec.num_layers else None
+        angles, slots = decoder.angles(metadata.positions_T), metadata.slots
 
-            def attend(
-                q_THD: torch.Tensor,
-                k_TKD: torch.Tensor,
-                v_TKD: torch.Tensor,
-                layer: int = layer,
-                ends: Ends | None = ends,
-            ) -> torch.Tensor:
-                q_THD = paged.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
-                sink.layer_done(layer)
-                if ends is not None:
-                    return ends.attend(attention, layer, q_THD)
-                return attention.attend(layer, q_THD, metadata)
+        def keep(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+            return paged.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
 
-            x_TE = decoder.run_layer(layer, x_TE, None, attend, None if ends is None else ends.rows_W)
-        return x_TE
+        return run_layers(
+            decoder,
+            attention,
+            metadata,
+            decoder.embed(self._token_ids(batch)),
+            angles=None,
+            keep=keep,
+            sink=sink,
+            last_ends=None if every_row else ends_of(batch, self.device),
+        )
 
     def _token_ids(self, batch: Batch) -> torch.Tensor:
         """The new tokens of a batch, wherever they are -> int64 [T] on the device."""

@@ -2,35 +2,143 @@
 
 Shape suffixes as in engine/types.py; X the width of some heads. The batch is flat: tokens of all sequences one after
 another, [T].
+
+First rotary position embedding (Su et al. 2021, RoFormer) with its stretchings, and the other parts of a layer: pure
+functions, which return new tensors and keep nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from engine.model_config import ModelConfig
+from engine.model_config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 from engine.models import weights
-from engine.models.layers import Affine, Affines, Linear, Linears, Norm, PlainLinears, rms_norm, swiglu
-from engine.models.rotary import attention_factor, rotary_angles, rotary_frequencies, rotate
+from engine.models.matmul import Linear, Matmul, Packing, PlainPacking
+
+
+def rotary_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Angle per position of each rotated pair -> [D/2], float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    match rope.scaling:
+        case None:
+            return frequencies
+        case LinearScaling(factor=factor):
+            return frequencies / factor
+        case Llama3Scaling():
+            return _llama3(frequencies, rope.scaling)
+        case YarnScaling():
+            return _yarn(frequencies, rope.scaling, rope.theta, head_dim)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Llama 3.1's context extension: slow frequencies divided by `factor`, fast ones kept, a linear blend between.
+
+    `turns` counts how often a pair turns round within the context the model was first trained on.
+    """
+    turns = scaling.original_context_len * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def _yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float, head_dim: int) -> torch.Tensor:
+    """NTK-by-parts (Peng et al. 2023, YaRN): as Llama 3.1's, but the blend is linear in the dimension."""
+
+    def pair_that_turns(turns: float) -> float:
+        """The (fractional) pair whose frequency makes so many turns within the original context."""
+        return head_dim * math.log(scaling.original_context_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+    return frequencies / scaling.factor * stretched + frequencies * (1.0 - stretched)
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What cosines and sines are multiplied by."""
+    return rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+
+
+def rotary_angles(
+    positions_T: torch.Tensor, frequencies: torch.Tensor, *, factor: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines for `rotate`, each [T, 1, D/2] to broadcast over heads. Computed in float32, then cast."""
+    angles = (positions_T[:, None].to(torch.float32) * frequencies)[:, None, :]
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn pair (d, d + D/2) of each head by its angle: the half-split order of Hugging Face checkpoints."""
+    first, second = x_THD.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Scale each vector of the last dimension to root mean square 1, then by `weight` (Zhang & Sennrich 2019).
+
+    The scaling is computed in float32 whatever the type of `x`, the weight applied in it: as in transformers.
+    """
+    x32 = x.to(torch.float32)
+    return (x32 * torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""`rms_norm` or `fused_rms_norm`."""
+
+
+def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `rms_norm`, in one kernel where torch has one (CUDA): rounded once, after the weight has been applied."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def swiglu(x_TE: torch.Tensor, gated: Matmul, down: Matmul) -> torch.Tensor:
+    """The gated feed-forward block (Shazeer 2020) -> [T, E]."""
+    return down(gated(x_TE))
+
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q_THD, k_TKD, v_TKD) -> out_THD: keeps K and V of the new tokens and attends over all tokens so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
+class Layer:
+    """The weights of one layer."""
+
     input_norm: torch.Tensor
-    qkv: Affines
-    o: Affine
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qkv: Matmul
+    """Queries, keys and values side by side."""
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """Of queries and of keys, where the model has them."""
+    o: Matmul
     post_attention_norm: torch.Tensor
-    gate_up: Affines
-    down: Affine
+    gated: Matmul
+    down: Matmul
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], prefix: str, packing: Packing) -> Layer:
+        def linear(name: str) -> Linear:
+            return Linear(weight=tensors[f"{prefix}{name}.weight"], bias=tensors.get(f"{prefix}{name}.bias"))
+
+        q_norm, k_norm = (tensors.get(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+        return cls(
+            input_norm=tensors[f"{prefix}input_layernorm.weight"],
+            qkv=packing.matmul("qkv", *[linear(f"self_attn.{name}_proj") for name in "qkv"]),
+            norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+            o=packing.matmul("o", linear("self_attn.o_proj")),
+            post_attention_norm=tensors[f"{prefix}post_attention_layernorm.weight"],
+            gated=packing.gated(linear("mlp.gate_proj"), linear("mlp.up_proj")),
+            down=packing.matmul("down", linear("mlp.down_proj")),
+        )
 
 
 class Decoder:
@@ -43,22 +151,22 @@ class Decoder:
         self,
         config: ModelConfig,
         tensors: Mapping[str, torch.Tensor],
-        linears: Linears | None = None,
+        packing: Packing | None = None,
         norm: Norm = rms_norm,
     ) -> None:
         """Takes the tensors of `weights.weight_shapes(config)`, all on one device, without copying them.
 
-        `linears` may keep the layers' matrices otherwise, and may be given them on another device. The output
+        `packing` may keep the layers' matrices otherwise, and may be given them on another device. The output
         projection stays as it is.
         """
         self.config = config
         self.norm = norm
-        linears = linears or PlainLinears()
+        packing = packing or PlainPacking()
         self.embedding_VE = tensors[weights.EMBEDDING]
         self.final_norm = tensors[weights.FINAL_NORM]
         self.lm_head_VE = self.embedding_VE if config.tie_word_embeddings else tensors[weights.LM_HEAD]
         prefixes = map(weights.layer_prefix, range(config.num_layers))
-        self.layers = tuple(_layer(tensors, prefix, linears) for prefix in prefixes)
+        self.layers = tuple(Layer.of(tensors, prefix, packing) for prefix in prefixes)
         self.frequencies = rotary_frequencies(config.rope, config.head_dim).to(self.embedding_VE.device)
         self.rope_factor = attention_factor(config.rope)
 
@@ -85,14 +193,16 @@ class Decoder:
         """
         w, eps = self.layers[layer], self.config.rms_norm_eps
         num_tokens, head_dim = x_TE.shape[0], self.config.head_dim
+        kv_size = self.config.num_kv_heads * head_dim
 
         normed_TE = self.norm(x_TE, w.input_norm, eps)
-        q_TX, k_TX, v_TX = w.qkv(normed_TE)
+        widths = [self.config.num_heads * head_dim, kv_size, kv_size]
+        q_TX, k_TX, v_TX = torch.split(w.qkv(normed_TE), widths, dim=-1)
         q_THD = q_TX.view(num_tokens, self.config.num_heads, head_dim)
         k_TKD = k_TX.view(num_tokens, self.config.num_kv_heads, head_dim)
         v_TKD = v_TX.view(num_tokens, self.config.num_kv_heads, head_dim)
-        if w.q_norm is not None and w.k_norm is not None:
-            q_THD, k_TKD = self.norm(q_THD, w.q_norm, eps), self.norm(k_TKD, w.k_norm, eps)
+        if w.norms is not None:
+            q_THD, k_TKD = self.norm(q_THD, w.norms[0], eps), self.norm(k_TKD, w.norms[1], eps)
         if angles is not None:
             q_THD, k_TKD = rotate(q_THD, *angles), rotate(k_TKD, *angles)
         out_THD = attend(q_THD, k_TKD, v_TKD)
@@ -102,24 +212,8 @@ class Decoder:
                 return x_TE
         x_TE = x_TE + w.o(out_THD.flatten(1))
 
-        return x_TE + swiglu(self.norm(x_TE, w.post_attention_norm, eps), w.gate_up, w.down)
+        return x_TE + swiglu(self.norm(x_TE, w.post_attention_norm, eps), w.gated, w.down)
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         """Scores of the next token after each of the given rows of the last layer's output -> [B, V]."""
         return F.linear(self.norm(x_BE, self.final_norm, self.config.rms_norm_eps), self.lm_head_VE)
-
-
-def _layer(tensors: Mapping[str, torch.Tensor], prefix: str, linears: Linears) -> _Layer:
-    def linear(name: str) -> Linear:
-        return Linear(weight=tensors[f"{prefix}{name}.weight"], bias=tensors.get(f"{prefix}{name}.bias"))
-
-    return _Layer(
-        input_norm=tensors[f"{prefix}input_layernorm.weight"],
-        qkv=linears.joined([linear(f"self_attn.{name}_proj") for name in "qkv"]),
-        o=linears.one(linear("self_attn.o_proj")),
-        q_norm=tensors.get(f"{prefix}self_attn.q_norm.weight"),
-        k_norm=tensors.get(f"{prefix}self_attn.k_norm.weight"),
-        post_attention_norm=tensors[f"{prefix}post_attention_layernorm.weight"],
-        gate_up=linears.joined([linear("mlp.gate_proj"), linear("mlp.up_proj")]),
-        down=linears.one(linear("mlp.down_proj")),
-    )

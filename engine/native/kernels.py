@@ -197,7 +197,7 @@ class Kernels:
         )
 
     def rms_norm(self, x_TE: torch.Tensor, weight: torch.Tensor, out_TE: torch.Tensor, eps: float) -> None:
-        """As `engine.models.layers.rms_norm`, into `out_TE`; both are contiguous."""
+        """As `engine.models.decoder.rms_norm`, into `out_TE`; both are contiguous."""
         self._rms_norm(x_TE.data_ptr(), weight.data_ptr(), out_TE.data_ptr(), *x_TE.shape, eps, torch.get_num_threads())
 
     def rotate_store(

@@ -23,6 +23,7 @@ from kvtransfer.transport import (
     ReceiverPort,
     TransportName,
     WriteOps,
+    WriteRanges,
     WriterEvents,
     WriterLink,
 )
@@ -302,8 +303,11 @@ UCX_KITS = (
 """Where NIXL is installed: `make test-ucx` runs them. Of all that UCX has it takes cma on one host."""
 
 
-class Everything:
+class Everything(WriteRanges):
     """Ranges of a grant that may write anywhere."""
+
+    def __init__(self) -> None:
+        pass
 
     def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
         return True

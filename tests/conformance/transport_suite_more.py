@@ -11,8 +11,7 @@ import pytest
 
 from baton.ids import Epoch
 from cachestore.layout import Layout, kv_layout
-from kvtransfer.plan import HeadRange, head_ranges
-from kvtransfer.transport import Seal, TransportName, WriteOps
+from kvtransfer.transport import HeadRange, Seal, TransportName, WriteOps, WriteRanges, head_ranges
 from tests.conformance.transport_kits import ConnectErrors, Kit, endpoint_from_json
 from tests.conformance.transport_suite import (
     EPOCH,
@@ -264,8 +263,11 @@ async def a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence(kit: Ki
             assert (r.events.gone, told["fences_ended"], told["fences_waiting"]) == ([], 0, 0)
 
 
-class FirstHalf:
+class FirstHalf(WriteRanges):
     """Ranges of a grant that may write the first half of the region."""
+
+    def __init__(self) -> None:
+        pass
 
     def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
         return bool((dst_S + nbytes_S <= REGION_NBYTES // 2).all())

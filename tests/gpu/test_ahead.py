@@ -31,15 +31,14 @@ from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine
-from engine.filters import TOP_K_BLIND_MAX, best_blind, best_ranked
 from engine.gpu.config import GpuConfig, GraphConfig
-from engine.gpu.in_flight import HOST_KNOWS, FutureTokens, pick
-from engine.gpu.runner import GpuRunner
-from engine.sampler import draws_blind, sample
+from engine.gpu.graphs import HOST_KNOWS
+from engine.gpu.runner import FutureTokens, GpuRunner, pick
+from engine.runner import TorchRunner
+from engine.sampler import TOP_K_BLIND_MAX, best_blind, best_ranked, draws_blind, sample
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceMode
-from engine.torch_runner import TorchRunner
 from engine.types import AheadRunner, Batch, NullSink, Runner, SamplingParams, TokenLogprobs
 
 CONFIG = tiny_config()
@@ -257,7 +256,7 @@ def test_a_launch_that_fails_leaves_the_runner_as_it_was(monkeypatch: pytest.Mon
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("engine.gpu.runner.sample", broken)
+        patch.setattr("engine.runner.sample", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             runner.launch(Batch(slices=(seq.slice(),)), NullSink())
     assert len(runner.run(Batch(slices=(seq.slice(),)), NullSink()).sampled) == 1

@@ -17,9 +17,20 @@ from tests.support.gpu_cases import SHAPES, Shape, assert_close, fill, poisoned_
 # isort: split
 from baton.errors import InvalidField
 from engine.attention import TorchAttention
-from engine.gpu import libraries
-from engine.gpu.admission import CANDIDATES, Admitted, Candidate, Phase, admit
-from engine.gpu.attention import BackendUnfit, GatherVarlen, GpuAttention, TorchPaged, TritonDecode, VarlenPlan
+from engine.gpu import attention as libraries
+from engine.gpu.attention import (
+    CANDIDATES,
+    Admitted,
+    BackendUnfit,
+    Candidate,
+    GatherVarlen,
+    GpuAttention,
+    Phase,
+    TorchPaged,
+    TritonDecode,
+    VarlenPlan,
+    admit,
+)
 from engine.gpu.paged import SPLIT_TOKENS_MIN
 from engine.kv_pool import KvPool
 from engine.types import Batch

@@ -15,7 +15,7 @@ from tests.support.gpu_cases import SHAPES, Shape, assert_close, fill, poisoned_
 from engine.attention import TorchAttention
 from engine.gpu import paged
 from engine.kv_pool import KvPool
-from engine.models.rotary import rotary_angles, rotate
+from engine.models.decoder import rotary_angles, rotate
 from engine.types import Batch
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)

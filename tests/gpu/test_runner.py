@@ -30,8 +30,8 @@ from engine.gpu.attention import PagedAttention
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import bucket_sizes
 from engine.gpu.runner import GpuRunner
-from engine.models import decoder, layers
-from engine.torch_runner import TorchRunner
+from engine.models import decoder
+from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice, StepResult
 
 CONFIG = tiny_config()
@@ -192,7 +192,7 @@ def test_the_last_layer_is_for_rows_that_draw(monkeypatch: pytest.MonkeyPatch) -
     assert runner._attention is not None
     runner._attention.decode = OnePlan(runner._attention.decode)
     rows_seen: list[int] = []
-    original = layers.swiglu
+    original = decoder.swiglu
 
     def swiglu(x_TE: torch.Tensor, *parts: Any) -> torch.Tensor:
         rows_seen.append(len(x_TE))

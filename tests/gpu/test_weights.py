@@ -18,17 +18,26 @@ from tests.support.gpu_models import BLOCK_SIZE, GREEDY, NUM_BLOCKS, FakeCapture
 from baton.ids import BlockId
 from engine.checkpoint import load_tensors
 from engine.demo_model import DemoModelParams, write_demo_model
-from engine.forward import TorchForward
 from engine.gpu import linears
 from engine.gpu.config import GpuConfig, GraphConfig
-from engine.gpu.linears import FP8, INT4_GROUP, PACKS, TILE_ROWS_MAX, Fp8Product, GpuLinears, Int4Product
+from engine.gpu.linears import (
+    FP8,
+    INT4_GROUP,
+    PACKS,
+    TILE_ROWS_MAX,
+    Fp8Matmul,
+    GpuPacking,
+    Int4Matmul,
+    admit_weights,
+    product_shapes,
+)
 from engine.gpu.runner import GpuRunner
-from engine.gpu.weights import admit_weights, product_shapes
 from engine.kv_pool import KvPool
 from engine.model_config import Quantisation, UnsupportedModelError, load_model_config
-from engine.models.decoder import Decoder
-from engine.models.layers import Linear, fused_rms_norm, rms_norm
+from engine.models.decoder import Decoder, fused_rms_norm, rms_norm
+from engine.models.matmul import Linear
 from engine.models.weights import weight_shapes
+from engine.runner import TorchForward
 from engine.types import Batch, KvSpec, NullSink
 from tests.unit.engine.test_native import piece
 
@@ -67,7 +76,7 @@ def test_four_bits_round_to_the_nearest() -> None:
     """No weight is off by more than half a step, but for what bfloat16 costs; zeros stay zeros."""
     weight = random_matrix(16, 4 * INT4_GROUP)
     weight[3, :INT4_GROUP] = 0.75
-    product = Int4Product.pack(weight)
+    product = Int4Matmul.pack(weight)
     found = product.weight()
     parts = weight.float().view(-1, INT4_GROUP)
     step = (parts.amax(dim=-1) - parts.amin(dim=-1)) / 15
@@ -80,7 +89,7 @@ def test_four_bits_round_to_the_nearest() -> None:
 def test_eight_bits_round_to_the_nearest() -> None:
     """Three bits of mantissa: half a step is a sixteenth of a value. The furthest of each row is kept; zeros too."""
     weight = random_matrix(16, 48)
-    product = Fp8Product.pack(weight)
+    product = Fp8Matmul.pack(weight)
     found = product.weight_YX.float() * product.scales_1Y.T
     assert (product.weight_YX.float().abs().amax(dim=-1) == 448).sum() == 15
     assert (found[8] == 0).all()
@@ -122,16 +131,15 @@ def test_products_are_close_to_the_unrounded(quantisation: Quantisation, outputs
 @pytest.mark.parametrize("bias", [False, True])
 def test_joined_products_are_those_of_each_matrix(quantisation: Quantisation, bias: bool) -> None:
     """Query, key and value in one product: the same numbers, since nothing of a row's rounding hangs on the others."""
-    makers = GpuLinears(PACKS[quantisation], CPU)
+    makers = GpuPacking(PACKS[quantisation], CPU)
     parts = [
         Linear(weight=random_matrix(width, 64, seed), bias=torch.randn(width).bfloat16() if bias else None)
         for seed, width in enumerate((32, 16, 8))
     ]
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
-    together = makers.joined(parts)(x)
-    assert [len(out[0]) for out in together] == [32, 16, 8]
+    together = torch.split(makers.matmul("qkv", *parts)(x), [32, 16, 8], dim=-1)
     for out, part in zip(together, parts, strict=True):
-        alone = makers.one(part)(x)
+        alone = makers.matmul("one", part)(x)
         assert torch.allclose(out.float(), alone.float(), rtol=2.0**-7, atol=1e-3)
 
 
@@ -139,7 +147,7 @@ def test_joined_products_are_those_of_each_matrix(quantisation: Quantisation, bi
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (30, 384)])
 def test_our_kernel_multiplies_by_the_rounded_weights(rows: int, outputs: int, inputs: int) -> None:
     """Outputs that end within a tile, rows that end within one or take two, several columns of tiles."""
-    product = Int4Product.pack(random_matrix(outputs, inputs))
+    product = Int4Matmul.pack(random_matrix(outputs, inputs))
     assert product.fits_kernel
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).bfloat16()
     found, reference = product.by_tiles(x), product.reference(x)
@@ -147,27 +155,27 @@ def test_our_kernel_multiplies_by_the_rounded_weights(rows: int, outputs: int, i
     assert (found.float() - reference).abs().max() < 2.0**-6 * reference.abs().max()
 
 
-class Wrong(Int4Product):
+class Wrong(Int4Matmul):
     def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
         return super().__call__(x_TX) * 1.1
 
 
-class NotANumber(Int4Product):
+class NotANumber(Int4Matmul):
     def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
         return super().__call__(x_TX) * float("nan")
 
 
-class Misshapen(Int4Product):
+class Misshapen(Int4Matmul):
     def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
         return super().__call__(x_TX)[:, :-1]
 
 
-class Missing(Int4Product):
+class Missing(Int4Matmul):
     def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("_weight_int4pack_mm_cuda is not available for build.")
 
 
-class WrongWhenUnpacked(Int4Product):
+class WrongWhenUnpacked(Int4Matmul):
     def unpacked(self, x_TX: torch.Tensor) -> torch.Tensor:
         return super().unpacked(x_TX) * (1.1 if len(x_TX) > TILE_ROWS_MAX else 1.0)
 
@@ -182,7 +190,7 @@ class WrongWhenUnpacked(Int4Product):
         (WrongWhenUnpacked, rf"\[{TILE_ROWS_MAX + 1}, \d+\] by"),
     ],
 )
-def test_what_fails_its_trial_is_refused(broken: type[Int4Product], told: str) -> None:
+def test_what_fails_its_trial_is_refused(broken: type[Int4Matmul], told: str) -> None:
     """A kernel that multiplies wrongly, gives no number or another shape, is missing, is wrong for some rows only."""
     with pytest.raises(UnsupportedModelError, match=rf"weights cannot be int4 on cpu: a product .*{told}"):
         admit_weights(Quantisation.INT4, CONFIG, device=CPU, dtype=torch.bfloat16, pack=broken.pack)
@@ -192,9 +200,9 @@ def test_what_is_admitted_says_what_it_is() -> None:
     """Every product of a layer was tried; other nodes are told of the rounding, which is not that of a CPU's int4."""
     tried: set[tuple[int, ...]] = set()
 
-    def pack(weight_YX: torch.Tensor) -> Int4Product:
+    def pack(weight_YX: torch.Tensor) -> Int4Matmul:
         tried.add(tuple(weight_YX.shape))
-        return Int4Product.pack(weight_YX)
+        return Int4Matmul.pack(weight_YX)
 
     admitted = admit_weights(Quantisation.INT4, CONFIG, device=CPU, dtype=torch.bfloat16, pack=pack)
     assert tried == product_shapes(CONFIG) == {(128, 32), (32, 64), (96, 32), (32, 48)}
@@ -287,7 +295,7 @@ def scores(folder: Path, dtype: torch.dtype, quantisation: Quantisation = Quanti
     )
     record = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * dtype.itemsize
     pool = KvPool(torch.full((spec.num_layers * 96 * record,), 0xFF, dtype=torch.uint8), 96, spec)
-    forward = TorchForward(Decoder(config, tensors, weights.linears, fused_rms_norm), pool)
+    forward = TorchForward(Decoder(config, tensors, weights.packing, fused_rms_norm), pool)
     tokens = random.Random(3).choices(range(2, config.vocab_size), k=480)
     x_TE = forward.forward(Batch(slices=(piece(0, tokens, 0, 480),)), NullSink(), every_row=True)
     return forward.logits(x_TE).float()
@@ -326,7 +334,7 @@ def test_the_calls_on_a_gpu_fit_the_operations(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(linears, "scale_rows", scaled)
     weight: Any = random_matrix(32, 128)
-    for product in (Fp8Product.pack(weight), Int4Product.pack(weight)):
+    for product in (Fp8Matmul.pack(weight), Int4Matmul.pack(weight)):
         tensors = {name: getattr(product, name) for name in type(product).__slots__}
         with FakeTensorMode():
             near = {

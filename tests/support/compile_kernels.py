@@ -103,7 +103,7 @@ def products(capability: int) -> None:
     x_TX = torch.zeros(16, 256, dtype=torch.bfloat16)
     if capability >= 89:  # older ones have no 8-bit floats
         linears.scale_rows(x_TX, 256, linears.FP8)
-    product = linears.Int4Product.pack(torch.zeros(64, 256, dtype=torch.bfloat16))
+    product = linears.Int4Matmul.pack(torch.zeros(64, 256, dtype=torch.bfloat16))
     for rows in (1, 17, 64):
         product.by_tiles(torch.zeros(rows, 256, dtype=torch.bfloat16))
 

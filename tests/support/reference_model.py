@@ -22,11 +22,11 @@ from baton.ids import Attempt, RequestId, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine
+from engine.runner import TorchRunner
 from engine.sampler import filtered_scores, gumbel_noise, row_key
 from engine.scheduler import SchedulerConfig
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceMode
-from engine.torch_runner import TorchRunner
 from engine.types import NullSink, SamplingParams
 from node.pool import layout_of
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from baton.ids import Epoch, GrantId
 from kvtransfer.region import Region
+from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import tcp_connect
 from kvtransfer.transports import tcp_wire as wire
 from kvtransfer.transports.limits import PortLimits
@@ -29,7 +30,7 @@ GRANT = grant_of(7)
 PAYLOAD = bytes(range(1, 201)) * 5
 
 
-class First:
+class First(WriteRanges):
     """Ranges of a grant that may write the first bytes of the region."""
 
     def __init__(self, nbytes: int) -> None:

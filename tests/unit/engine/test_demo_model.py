@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.demo_model import EOS_ID, EOS_TOKEN, MARKER_FILE, DemoModelError, DemoModelParams, write_demo_model
 from engine.model_config import ConfigFileError, ModelFamily
-from engine.torch_runner import TorchRunner
+from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
 
 SMALL = DemoModelParams(num_layers=1, hidden_size=16, intermediate_size=24, num_heads=2, head_dim=8, vocab_size=300)

@@ -13,7 +13,7 @@ import torch
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ModelFamily
-from engine.torch_runner import TorchRunner
+from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
 
 BLOCK_SIZE = 8

@@ -16,7 +16,7 @@ from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.build import ComputeDevice, EngineConfig, EngineKind, build_runner
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype, Quantisation
-from engine.torch_runner import TorchRunner
+from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
 from node.pool import layout_of
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.native.draw import draw_kernel
+from engine.sampler import draw_kernel
 from engine.types import NO_TOKEN, SamplingParams
 from tests.support.sampler_ways import sample, sample_by_torch
 

@@ -19,8 +19,8 @@ from engine.build import EngineConfig, build_runner
 from engine.checkpoint import INDEX_FILE
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype, ModelFamily, parse_model_config
-from engine.models.rotary import attention_factor, rotary_frequencies
-from engine.torch_runner import TorchRunner
+from engine.models.decoder import attention_factor, rotary_frequencies
+from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
 from node.pool import layout_of
 

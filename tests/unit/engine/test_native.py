@@ -14,16 +14,15 @@ import torch
 from baton.cores import Cores
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from baton.native import NativeLibrary
-from engine.forward import Forward, TorchForward
 from engine.kv_pool import KvPool
 from engine.model_config import ModelConfig, Quantisation, parse_model_config
 from engine.models.decoder import Decoder
-from engine.models.products import NativePacking, OneDnnPacking, Packing
+from engine.models.matmul import Linear, NativeMatmul, NativePacking, OneDnnPacking, Packing
 from engine.models.weights import weight_shapes
 from engine.native import kernels as kernels_module
-from engine.native.kernels import Workspace, native_kernels
-from engine.torch_runner import TorchRunner
-from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice
+from engine.native.kernels import Epilogue, Workspace, native_kernels
+from engine.runner import Forward, TorchForward, TorchRunner
+from engine.types import NO_TOKEN, Batch, KvSink, NullSink, SamplingParams, SequenceSlice
 
 NUM_BLOCKS = 96
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=64)
@@ -319,21 +318,23 @@ def test_products(rows: int, outputs: int, inner: int) -> None:
     exact = x.double() @ w.double().T + b.double()
     packings: list[Packing] = [NativePacking(kernels, Workspace()), OneDnnPacking()]
     for packing in packings:
-        product = packing.product("y", w, b)
+        product = packing.matmul("y", Linear(weight=w, bias=b))
         tolerance = 2.0**-8 * exact.abs().max()
         assert (product(x).double() - exact).abs().max() < tolerance
-        out = torch.ones_like(product(x))
-        product.add_to(x, out)
-        assert (out.double() - exact - 1).abs().max() < 2 * tolerance
-        up = (w.flip(0), b.flip(0))
-        found = packing.gated(w, up[0], (b, up[1]))(x).double()
+        if isinstance(product, NativeMatmul):
+            out = torch.ones_like(product(x))
+            kernels.linear(x, product.operand, out, epilogue=Epilogue.ADD, workspace=Workspace())
+            assert (out.double() - exact - 1).abs().max() < 2 * tolerance
+        up = Linear(weight=w.flip(0), bias=b.flip(0))
+        found = packing.gated(Linear(weight=w, bias=b), up)(x).double()
         expected = torch.nn.functional.silu(exact) * exact.flip(1)
         assert (found - expected).abs().max() < 4 * 2.0**-8 * expected.abs().max()
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 8_192, 31_999])
 def test_the_highest_score(columns: int) -> None:
-    """Few values, so that nearly every row has ties: the first of the highest, as torch finds it in float32."""
+    """Few values, so that nearly every row has ties: the first of the highest, as torch finds it in float32. A row
+    with nothing above minus infinity has no token."""
     kernels = native_kernels()
     assert kernels is not None
     rows = torch.randint(-3, 4, (9, columns), generator=torch.Generator().manual_seed(columns)).bfloat16()
@@ -341,6 +342,7 @@ def test_the_highest_score(columns: int) -> None:
     rows[1, : columns // 2] = float("-inf")
     rows[2] = float("-inf")
     expected = [row.index(max(row)) for row in rows.float().tolist()]
+    expected[2] = NO_TOKEN
     assert kernels.highest(rows).tolist() == expected
 
 

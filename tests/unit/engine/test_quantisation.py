@@ -18,7 +18,7 @@ from engine.model_config import ComputeDtype, Quantisation, UnsupportedModelErro
 from engine.models.weights import LM_HEAD, is_layer_matrix, weight_shapes
 from engine.native.kernels import Epilogue, Operand, Workspace, native_kernels
 from engine.native.packing import PANEL, SCALED, pack, quantise
-from engine.torch_runner import TorchRunner
+from engine.runner import TorchRunner
 from engine.types import Batch, NullSink
 from tests.unit.engine.test_native import piece
 
@@ -150,6 +150,6 @@ def test_what_cannot_be_quantised_says_so(folder: Path, monkeypatch: pytest.Monk
             EngineConfig(model="m", device=device, quantisation=quantisation)
     with pytest.raises(UnsupportedModelError, match="fp8 on a GPU only"):
         TorchRunner.load(folder, block_size=16, quantisation=Quantisation.FP8)
-    monkeypatch.setattr("engine.torch_runner.native_kernels", lambda: None)
+    monkeypatch.setattr("engine.runner.native_kernels", lambda: None)
     with pytest.raises(UnsupportedModelError, match="AVX512-BF16"):
         TorchRunner.load(folder, block_size=16, quantisation=Quantisation.INT8)

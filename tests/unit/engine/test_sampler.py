@@ -12,8 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.logprobs import token_logprobs
-from engine.sampler import filtered_scores, gumbel_noise, noise_bits, row_key
+from engine.sampler import filtered_scores, gumbel_noise, noise_bits, row_key, token_logprobs
 from engine.types import NO_TOKEN, SamplingParams
 from tests.support.sampler_ways import sample
 

@@ -14,10 +14,15 @@ import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.filters import best_ranked, filtered_scores
-from engine.logprobs import token_logprobs
-from engine.penalties import adjusted_scores
-from engine.sampler import gumbel_noise, gumbel_noise_of, row_key
+from engine.sampler import (
+    adjusted_scores,
+    best_ranked,
+    filtered_scores,
+    gumbel_noise,
+    gumbel_noise_of,
+    row_key,
+    token_logprobs,
+)
 from engine.types import SamplingParams
 from tests.support.sampler_ways import sample, sample_by_torch
 
@@ -110,8 +115,8 @@ def test_every_row_of_any_batch_is_drawn_by_the_definition(
     logits_BV = torch.tensor([logits for _, logits, _, _ in batch])
     before_BV = logits_BV.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.filters.CANDIDATES_FIRST", first_width)
-        patch.setattr("engine.filters.CANDIDATES_GROWTH", 2)
+        patch.setattr("engine.sampler.CANDIDATES_FIRST", first_width)
+        patch.setattr("engine.sampler.CANDIDATES_GROWTH", 2)
         tokens = sample(
             logits_BV,
             [p for p, _, _, _ in batch],
@@ -151,7 +156,7 @@ def test_a_list_of_candidates_keeps_what_a_full_sort_keeps(
 def by_full_sort(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The filters in one pass over the whole ranking."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.filters.CANDIDATES_FIRST", scores.shape[1])
+        patch.setattr("engine.sampler.CANDIDATES_FIRST", scores.shape[1])
         return filtered_scores(scores, params)
 
 
@@ -164,7 +169,7 @@ def test_a_short_list_draws_what_a_full_sort_draws() -> None:
     ]  # fmt: skip
     params = [replace(kinds[i % 4], seed=i, temperature=0.5 + i % 3) for i in range(40)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.filters.CANDIDATES_FIRST", 50_000)
+        patch.setattr("engine.sampler.CANDIDATES_FIRST", 50_000)
         whole = [sample(logits, params, [index] * 40).tolist() for index in range(5)]
     assert [sample(logits, params, [index] * 40).tolist() for index in range(5)] == whole
     assert len({token for tokens in whole for token in tokens}) > 100
@@ -238,7 +243,7 @@ def test_parameters_that_are_off_cost_nothing(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("engine.sampler.adjusted_scores", not_here)
     monkeypatch.setattr("engine.sampler.candidates", not_here)
-    monkeypatch.setattr("engine.logprobs.best_ranked", not_here)
+    monkeypatch.setattr("engine.sampler.best_ranked", not_here)
     logits = torch.tensor([[0.0, 3.0], [2.0, 0.0]])
     tokens = sample_by_torch(logits, [OFF, replace(OFF, temperature=0.0, min_tokens=2)], [0, 2])
     assert tokens.tolist()[1] == 0

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from engine.torch_runner import configure_threads
+from engine.runner import configure_threads
 
 
 def test_the_thread_count_holds_in_threads_started_later() -> None:

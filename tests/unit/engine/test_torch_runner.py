@@ -15,8 +15,8 @@ import transformers
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.demo_model import DemoModelParams, write_demo_model
-from engine.models import decoder, layers
-from engine.torch_runner import TorchRunner
+from engine.models import decoder
+from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice
 
 BLOCK_SIZE = 4
@@ -364,7 +364,7 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
     Only such rows go through the last layer's feed-forward part, unless the runner is deterministic."""
     runner = TorchRunner.load(folder, block_size=BLOCK_SIZE, deterministic=deterministic)
     rows_seen: list[int] = []
-    original = layers.swiglu
+    original = decoder.swiglu
 
     def swiglu(x_TE: torch.Tensor, *parts: Any) -> torch.Tensor:
         rows_seen.append(len(x_TE))

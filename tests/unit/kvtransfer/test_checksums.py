@@ -33,9 +33,8 @@ from kvtransfer.checksums import (
     sample_fraction,
     segments,
 )
-from kvtransfer.plan import HeadRange, RecordPlan, head_ranges, whole_records
 from kvtransfer.protocol.receiver import RecordsChecked
-from kvtransfer.transport import WriteOps
+from kvtransfer.transport import HeadRange, RecordPlan, WriteOps, head_ranges, whole_records
 from kvtransfer.writer import StepWrites, WriterConfig
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="uint8", dtype_bytes=1)

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestore.layout import kv_layout
-from kvtransfer.plan import RecordPlan
 from kvtransfer.status import RECENT_S, HandoffObserver, LandedBytes, Moved, PairSpeed
-from kvtransfer.transport import WriteOutOfBounds
+from kvtransfer.transport import RecordPlan, WriteOutOfBounds
 from kvtransfer.writer import StepWrites
 
 START_S = 1000.0

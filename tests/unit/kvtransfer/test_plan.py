@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestore.layout import Component, Layout, kv_layout
-from kvtransfer.plan import HeadRange, head_ranges, whole_records
-from kvtransfer.transport import WriteOps
+from kvtransfer.transport import HeadRange, WriteOps, head_ranges, whole_records
 
 
 def apply(ops: WriteOps, src_U8: np.ndarray, dst_U8: np.ndarray) -> None:

@@ -54,7 +54,7 @@ def reserve(number: int, lowest_live: int = 0) -> ReserveAsked:
 
 
 def receiver_of(ports: Ports, monkeypatch: pytest.MonkeyPatch) -> Receiver:
-    monkeypatch.setattr("kvtransfer.receiver.RecordRanges", lambda *_: Everything())
+    monkeypatch.setattr("kvtransfer.receiver.WriteRanges", lambda *_: Everything())
     host: Any = SimpleNamespace(let_go=lambda grant: None)
     checks: Any = SimpleNamespace(close=lambda: None)
     unused: Any = None

@@ -11,9 +11,9 @@ from baton.errors import InvalidField
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from cachestore.layout import kv_layout
 from kvtransfer.negotiation import FallbackConfig, Offers, check_transports, choose, host_identity
-from kvtransfer.plan import LOOPED_SEGMENTS_MAX, RecordRanges
 from kvtransfer.receiver import ReceiverPorts
 from kvtransfer.transport import (
+    LOOPED_SEGMENTS_MAX,
     DataEndpoint,
     PairBeingFenced,
     RegionKind,
@@ -130,7 +130,7 @@ def test_ranges_cover_exactly_the_granted_records(
     few segments, and with many."""
     layout = kv_layout(num_layers=3, num_kv_heads=1, head_dim=1, block_size=2, dtype="float16", dtype_bytes=2)
     assert layout.record_bytes == 8
-    ranges = RecordRanges(layout, 6, [BlockId(b) for b in blocks])
+    ranges = WriteRanges(layout, 6, [BlockId(b) for b in blocks])
     open_bytes = {i for i in range(layout.region_bytes(6)) if i // 8 % 6 in blocks}
     dst, nbytes = np.array(segments * times, np.int64).T
     wanted = all(n > 0 and open_bytes.issuperset(range(d, d + n)) for d, n in segments)
@@ -140,7 +140,7 @@ def test_ranges_cover_exactly_the_granted_records(
 def test_ranges_are_not_fooled_by_huge_numbers() -> None:
     """Offsets and lengths at the end of int64: outside, whatever they add up to."""
     layout = kv_layout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float16", dtype_bytes=2)
-    ranges = RecordRanges(layout, 2, [BlockId(0), BlockId(1)])
+    ranges = WriteRanges(layout, 2, [BlockId(0), BlockId(1)])
     top = 2**63 - 1
     for dst, nbytes in [(top, 1), (1, top), (top, top), (-(2**63), top), (0, -1)]:
         for count in (1, LOOPED_SEGMENTS_MAX + 1):

@@ -1,0 +1,476 @@
+"""Runs a Hugging Face model over the paged region, in float32 or bfloat16.
+
+First the ways of computing a batch: through every layer once, with its K and V written to the pool on the way. Then
+what all runners share, and the runner for a CPU; engine/gpu/runner.py has the one for a GPU.
+
+Shape suffixes as in engine/types.py; P int64 numbers, one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionBackend, AttentionMetadata, Ends, TorchAttention, ends_of
+from engine.checkpoint import Progress, load_tensors
+from engine.kv_pool import DeviceMirror, KvPool
+from engine.model_config import ComputeDtype, ModelConfig, Quantisation, UnsupportedModelError, load_model_config
+from engine.models.decoder import Decoder
+from engine.models.matmul import NativePacking, OneDnnPacking, Packing
+from engine.models.weights import weight_shapes
+from engine.native.decoder import NativeDecoder, supports
+from engine.native.kernels import PACKED_ROWS_MIN, TASK_ROWS_MAX, AttentionPlan, Kernels, Workspace, native_kernels
+from engine.sampler import ScoredRows, draw_kernel, sample
+from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepResult
+
+
+class Forward(Protocol):
+    """One model over one pool. Called from one thread at a time, inside `torch.inference_mode`."""
+
+    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
+        """The last layer's output for `Batch.drawing_rows` -> [W, E]; with `every_row` for each new token -> [T, E].
+
+        K and V of every token are kept in any case. See `Runner.run` for what the sink is told.
+        """
+        ...
+
+    def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token after the given rows -> [B, V]; the caller's until the next call."""
+        ...
+
+
+def token_ids(batch: Batch, vocab_size: int) -> torch.Tensor:
+    """The new tokens of a batch -> int64 [T]."""
+    if all(s.stop - s.start == 1 for s in batch.slices):
+        tokens = np.array([s.tokens[s.start] for s in batch.slices], dtype=np.int64)
+    else:
+        tokens = np.concatenate([np.asarray(s.tokens[s.start : s.stop], dtype=np.int64) for s in batch.slices])
+    assert tokens.min() >= 0 and tokens.max() < vocab_size, "token id outside the vocabulary"
+    return torch.from_numpy(tokens)
+
+
+Keep = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, q_THD, k_TKD, v_TKD) -> the queries to attend with. Puts K and V of the new tokens into the pool."""
+
+
+def run_layers(
+    decoder: Decoder,
+    attention: AttentionBackend,
+    metadata: AttentionMetadata,
+    x_TE: torch.Tensor,
+    *,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    keep: Keep,
+    sink: KvSink,
+    last_ends: Ends | None,
+) -> torch.Tensor:
+    """All layers of a step; see `Forward.forward`, whose every row is wanted where `last_ends` is None.
+
+    Without `angles` it is `keep` that turns queries and keys.
+    """
+    last = decoder.config.num_layers - 1
+    for layer in range(last + 1):
+        ends = last_ends if layer == last else None
+
+        def attend(
+            q_THD: torch.Tensor,
+            k_TKD: torch.Tensor,
+            v_TKD: torch.Tensor,
+            layer: int = layer,
+            ends: Ends | None = ends,
+        ) -> torch.Tensor:
+            q_THD = keep(layer, q_THD, k_TKD, v_TKD)
+            sink.layer_done(layer)
+            if ends is not None:
+                return ends.attend(attention, layer, q_THD)
+            return attention.attend(layer, q_THD, metadata)
+
+        x_TE = decoder.run_layer(layer, x_TE, angles, attend, None if ends is None else ends.rows_W)
+    return x_TE
+
+
+class TorchForward:
+    """PyTorch's own operations: any device, float32 or bfloat16. What the others are measured by."""
+
+    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._attention = TorchAttention(pool)
+
+    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
+        """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
+        pool, attention, decoder = self._pool, self._attention, self._decoder
+        metadata = attention.prepare(batch)
+
+        def keep(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+            pool.store(layer, k_TKD, v_TKD, metadata.slots)
+            return q_THD
+
+        return run_layers(
+            decoder,
+            attention,
+            metadata,
+            decoder.embed(token_ids(batch, decoder.config.vocab_size).to(pool.device)),
+            angles=decoder.angles(metadata.positions_T),
+            keep=keep,
+            sink=sink,
+            last_ends=None if every_row else ends_of(batch, pool.device),
+        )
+
+    def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
+        return self._decoder.logits(x_BE)
+
+
+class DeterministicForward:
+    """Every operation is given one token at a time, in order; many times slower.
+
+    The kernels then see the same shapes whatever else is in the step: they choose blocking and order of summation by
+    shape, which is where the difference in rounding between two batches comes from.
+    """
+
+    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._attention = TorchAttention(pool)
+
+    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
+        pool, attention, decoder = self._pool, self._attention, self._decoder
+        singles = [replace(s, start=at, stop=at + 1) for s in batch.slices for at in range(s.start, s.stop)]
+        ids = token_ids(batch, decoder.config.vocab_size).to(pool.device)
+        metadata = [attention.prepare(Batch(slices=(single,))) for single in singles]
+        angles = [decoder.angles(each.positions_T) for each in metadata]
+        rows = [decoder.embed(ids[row : row + 1]) for row in range(len(singles))]
+        for layer in range(pool.spec.num_layers):
+            for row, each in enumerate(metadata):
+
+                def attend(
+                    q_1HD: torch.Tensor,
+                    k_1KD: torch.Tensor,
+                    v_1KD: torch.Tensor,
+                    layer: int = layer,
+                    each: AttentionMetadata = each,
+                ) -> torch.Tensor:
+                    pool.store(layer, k_1KD, v_1KD, each.slots)
+                    return attention.attend(layer, q_1HD, each)
+
+                rows[row] = decoder.run_layer(layer, rows[row], angles[row], attend)
+            sink.layer_done(layer)
+        wanted = rows if every_row else [rows[row] for row in batch.drawing_rows]
+        return torch.cat(wanted) if wanted else rows[0][:0]
+
+    def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self._decoder.logits(x_BE[row : row + 1].clone()) for row in range(len(x_BE))])
+
+
+class NativeForward:
+    """kernels.c between packed matrices: bfloat16 on a CPU. A step that nobody listens to is one call of it."""
+
+    def __init__(self, decoder: NativeDecoder, pool: KvPool) -> None:
+        self._decoder = decoder
+        self._pool = pool
+
+    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
+        """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
+        plan, positions_T = plan_attention(batch, self._pool)
+        ends = None
+        drawing = [sequence for sequence, s in enumerate(batch.slices) if s.sample]
+        if not every_row and len(drawing) < len(positions_T):
+            ends = plan.ends(np.array(drawing, dtype=np.int64))
+        x_TE = self._decoder.embed(token_ids(batch, self._decoder.config.vocab_size))
+        layer_done = None if isinstance(sink, NullSink) else sink.layer_done
+        return self._decoder.run_layers(x_TE, positions_T, plan, self._pool, layer_done, ends)
+
+    def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
+        return self._decoder.logits(x_BE)
+
+
+def plan_attention(batch: Batch, pool: KvPool) -> tuple[AttentionPlan, torch.Tensor]:
+    """What kernels.c needs of a batch, and the positions of its new tokens. Block ids are checked here."""
+    slices, block_size = batch.slices, pool.spec.block_size
+    tables = [np.asarray(s.block_table[: -(-s.stop // block_size)], dtype=np.int64) for s in slices]
+    starts, stops = (np.array([getattr(s, name) for s in slices], dtype=np.int64) for name in ("start", "stop"))
+    counts = stops - starts
+    rows_at = np.concatenate(([0], counts.cumsum()))
+    lengths = np.array([len(table) for table in tables], dtype=np.int64)
+    table_at_B = lengths.cumsum() - lengths
+    every = np.concatenate(tables)
+    assert every.min() >= 0 and every.max() < pool.num_blocks, "block id outside the region"
+    sequence_T = np.repeat(np.arange(len(slices)), counts)
+    positions_T = np.arange(rows_at[-1]) - rows_at[sequence_T] + starts[sequence_T]
+    tasks = [
+        (b, first, rows, rows >= PACKED_ROWS_MIN)
+        for b, count in enumerate(counts.tolist())
+        for first in range(0, count, TASK_ROWS_MAX)
+        if (rows := min(TASK_ROWS_MAX, count - first))
+    ]
+    plan = AttentionPlan(
+        tables=every,
+        table_at_B=table_at_B,
+        rows_at=rows_at,
+        contexts_B=stops,
+        tasks=np.array(tasks, dtype=np.int64),
+        blocks_T=every[table_at_B[sequence_T] + positions_T // block_size],
+        slots_T=positions_T % block_size,
+    )
+    return plan, torch.from_numpy(positions_T)
+
+
+def configure_threads(compute_threads: int) -> None:
+    """Set how many threads each torch operation of this process uses. Once, at process start, before any engine thread.
+
+    Count the compute threads over all processes of the machine: more than there are cores stalls every one of them.
+    """
+    assert compute_threads >= 1, compute_threads
+    torch.set_num_threads(compute_threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    """Its tokens and log-probabilities are on their way to the host, in one copy."""
+
+    slices: list[SequenceSlice]
+    """Those that draw."""
+    scored: ScoredRows | None
+    packed_P: torch.Tensor | None
+    """In pinned memory where there is a device. None: nothing is drawn."""
+    done: torch.cuda.Event | None
+    """Behind the copy, and so behind all of the step."""
+
+    @classmethod
+    def of(
+        cls,
+        slices: list[SequenceSlice],
+        tokens_B: torch.Tensor | None,
+        scored: ScoredRows | None,
+        *,
+        device: torch.device,
+    ) -> LaunchedStep:
+        """Queues the copy, on the current stream; to be called once all else of the step is queued."""
+        on_gpu, packed_P, done = device.type == "cuda", None, None
+        if tokens_B is not None:
+            drawn_P = tokens_B if scored is None else torch.cat([tokens_B, scored.packed()])
+            packed_P = torch.empty(drawn_P.shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+            packed_P.copy_(drawn_P, non_blocking=on_gpu)
+        if on_gpu:
+            done = torch.cuda.Event()
+            done.record(torch.cuda.current_stream(device))
+        return cls(slices=slices, scored=scored, packed_P=packed_P, done=done)
+
+    def result(self) -> StepResult:
+        """Waits for the step."""
+        if self.done is not None:
+            self.done.synchronize()
+        if self.packed_P is None:
+            return StepResult()
+        numbers: np.ndarray = self.packed_P.numpy()
+        count = len(self.slices)
+        sampled = {s.key: token for s, token in zip(self.slices, numbers[:count].tolist(), strict=True)}
+        if self.scored is None:
+            return StepResult(sampled=sampled)
+        found = self.scored.told(numbers[count:])
+        return StepResult(sampled=sampled, logprobs={self.slices[row].key: each for row, each in found.items()})
+
+
+class ModelRunner:
+    """What the runners of Hugging Face models share: what they are, how they are loaded, and the draw of a step."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        block_size: int,
+        device: torch.device | str,
+    ) -> None:
+        """The tensors are of one type, which is that of the KV cache too."""
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        assert len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}, dtypes
+        self.config = config
+        self.device = torch.device(device)
+        self.kv_spec = KvSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=str(dtypes.pop()).removeprefix("torch."),
+        )
+        self.vocab_size = config.vocab_size
+        self.context_len_max = config.context_len_max
+        self.eos_token_ids = config.eos_token_ids
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: ComputeDtype = ComputeDtype.AUTO,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
+
+        `settings` are those of the class: all but `config` and `tensors`.
+
+        Raises:
+            ModelError: the folder, its config or its weights cannot be used, or not quantised on this device.
+        """
+        config = load_model_config(folder)
+        torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
+        tensors = load_tensors(folder, weight_shapes(config), dtype=torch_dtype, progress=progress)
+        return cls(config=config, tensors=tensors, **settings)
+
+    def draw(
+        self, drawn: Sequence[SequenceSlice], logits_BV: torch.Tensor, *, blind: bool = False
+    ) -> tuple[torch.Tensor, ScoredRows | None]:
+        """A token for each of these slices, int64 [B], and the log-probabilities that are asked for. `blind`: see
+        `sample`."""
+        params = [s.params for s in drawn]
+        tokens_B = sample(
+            logits_BV,
+            params,
+            [s.output_index for s in drawn],
+            tokens=[s.tokens for s in drawn],
+            eos_token_ids=self.eos_token_ids,
+            blind=blind,
+        )
+        return tokens_B, ScoredRows.of(logits_BV, tokens_B, params, blind=blind)
+
+
+class TorchRunner(ModelRunner):
+    """A `Runner` for one model on one device. `run` is called from one thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        block_size: int,
+        device: torch.device | str = "cpu",
+        deterministic: bool = False,
+        quantisation: Quantisation = Quantisation.NONE,
+        mirrored: bool | None = None,
+    ) -> None:
+        """Takes the tensors of `weight_shapes(config)`; those on `device` already are not copied.
+
+        All are of one type, float32 or bfloat16, which is the type of the KV cache too. `deterministic`: the scores
+        of a token, bit for bit, depend on the tokens before it alone, not on the batch or on how its prompt was cut
+        into chunks (DESIGN I6). See `DeterministicForward`; it is many times slower. `mirrored`: compute on a copy of
+        the region (engine/kv_pool.py); None: where the device is not the CPU.
+        """
+        super().__init__(config, tensors, block_size=block_size, device=device)
+        assert self.kv_spec.dtype in ("float32", "bfloat16"), self.kv_spec.dtype
+        self.deterministic = deterministic
+        mirrored = self.device.type != "cpu" if mirrored is None else mirrored
+        self.mirror = DeviceMirror(self.device) if mirrored else None
+        self._native: _Native | None = None
+        kernels = native_kernels() if self._may_be_native() else None
+        if quantisation is Quantisation.FP8:
+            raise UnsupportedModelError("weights can be fp8 on a GPU only; a CPU takes int8 and int4")
+        if kernels is not None:
+            self._native = _Native(config, tensors, kernels, quantisation)
+        elif quantisation is not Quantisation.NONE:
+            raise UnsupportedModelError(
+                f"weights cannot be {quantisation.value} here: that needs bfloat16, a CPU with AVX512-BF16 and the "
+                "engine's compute kernels (a C compiler at the first start); set quantisation to none"
+            )
+        else:
+            self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+        if self.device.type == "cpu":
+            draw_kernel()  # built now, if it has to be, and not in the first step
+        self._forward: Forward | None = None
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether kernels.c computes, and not PyTorch's operations."""
+        return self._native is not None
+
+    @property
+    def arithmetic(self) -> str:
+        """For people: what computes, and with which numbers."""
+        if self._native is not None:
+            return f"compute kernels ({self._native.numbers})"
+        one_by_one = ", a token at a time" if self.deterministic else ""
+        return f"PyTorch's operations{one_by_one} ({self.kv_spec.dtype})"
+
+    def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
+        """See `Runner.bind`. With a mirror, memory for a copy of the region is taken on the device.
+
+        Raises:
+            torch.OutOfMemoryError: it has not the room.
+        """
+        assert region_U8.flags.writeable, "the region must be writable"
+        if self.mirror is None:
+            self.bind_tensor(torch.from_numpy(region_U8), num_blocks)
+        else:
+            self.bind_tensor(self.mirror.open(region_U8, num_blocks, self.kv_spec), num_blocks)
+
+    def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
+        """As `bind`, for a region that is a tensor on this runner's device."""
+        assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
+        pool = KvPool(region_U8, num_blocks, self.kv_spec)
+        if self._native is not None:
+            self._forward = self._native.over(pool)
+        elif self.deterministic:
+            self._forward = DeterministicForward(self._decoder, pool)
+        else:
+            self._forward = TorchForward(self._decoder, pool)
+
+    def unbind(self) -> None:
+        """See `Runner.unbind`."""
+        self._forward = None
+        if self.mirror is not None:
+            self.mirror.close()
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, sink: KvSink) -> StepResult:
+        """See `Runner.run`. `sink.layer_done` comes as soon as the layer's K and V are in the region.
+
+        That is before the attention of the same layer, so the bytes travel while the rest of the layer is computed.
+        """
+        assert batch.slices, "an empty batch has nothing to run"
+        forward = self._forward
+        assert forward is not None, "bind comes before run"
+        if self.mirror is not None:
+            sink = self.mirror.begin(batch, sink)
+        x_WE = forward.forward(batch, sink)
+        drawn = [s for s in batch.slices if s.sample]
+        if not drawn:
+            return StepResult()
+        tokens_B, scored = self.draw(drawn, forward.logits(x_WE))
+        return LaunchedStep.of(drawn, tokens_B, scored, device=self.device).result()
+
+    @torch.inference_mode()
+    def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        """As `run`, but returns the scores of every token of the batch instead of drawing -> [T, V]. For evaluation."""
+        assert self._forward is not None, "bind comes before score"
+        if self.mirror is not None:
+            sink = self.mirror.begin(batch, sink)
+        return self._forward.logits(self._forward.forward(batch, sink, every_row=True)).clone()
+
+    def _may_be_native(self) -> bool:
+        """A deterministic runner stays with the operations whose results it was compared by."""
+        is_bfloat16 = self.kv_spec.dtype == "bfloat16"
+        return is_bfloat16 and self.device.type == "cpu" and not self.deterministic and supports(self.config)
+
+
+class _Native:
+    """The decoder over kernels.c, and its buffers."""
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation
+    ) -> None:
+        workspace = Workspace()
+        packing: Packing = NativePacking(kernels, workspace, quantisation.bits)
+        self.numbers = "bfloat16" if quantisation is Quantisation.NONE else f"bfloat16, weights {quantisation.value}"
+        if kernels.level > 1 and quantisation is Quantisation.NONE:
+            packing = OneDnnPacking()
+            self.numbers += ", products by oneDNN"
+        self._decoder = NativeDecoder(config, tensors, kernels=kernels, packing=packing, workspace=workspace)
+
+    def over(self, pool: KvPool) -> NativeForward:
+        return NativeForward(self._decoder, pool)
