@@ -27,14 +27,13 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.chain_link import ChainLanes, QueueLimits, SealPart
 from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits
 from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
-from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits, SealPart
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import Addresses, Poster, rdma_library
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))

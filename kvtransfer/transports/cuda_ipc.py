@@ -34,9 +34,8 @@ from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStream
 from kvtransfer.transport import DataEndpoint, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, PostQueue, Taken
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm_connect import Handshake, ShmConnectError
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
-from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
+from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, Handshake, ShmConnectError, ShmLinkLimits, ShmWriterLink
 
 BATCHES_IN_FLIGHT_MAX = 64
 """Queued on the device at a time: what is queued there can no longer be abandoned."""

@@ -29,9 +29,8 @@ from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, Wr
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.post_queue import Batch, PostQueue, Taken, TooManyAbandonedGrants
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp_connect import TcpConnectError
-from kvtransfer.transports.tcp_frames import Frame, cut_frames
-from kvtransfer.transports.tcp_writer import TcpWriterLink
+from kvtransfer.transports.tcp_lanes import Frame, cut_frames
+from kvtransfer.transports.tcp_writer import TcpConnectError, TcpWriterLink
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

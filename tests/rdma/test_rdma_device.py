@@ -22,7 +22,6 @@ from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import ConnectError, Seal
 from kvtransfer.transports.rdma import LinkEnds
-from kvtransfer.transports.rdma_connect import RdmaUnproved
 from kvtransfer.transports.rdma_device import (
     RDMA_LIMITS,
     DeviceBytes,
@@ -37,6 +36,7 @@ from kvtransfer.transports.rdma_device import (
 from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_verbs import Poster, RdmaUnavailable
+from kvtransfer.transports.rdma_writer import RdmaUnproved
 from kvtransfer.transports.settings import RdmaConfig
 from tests.conformance.transport_kits import RDMA_KITS, OwningLink
 from tests.conformance.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops

@@ -13,8 +13,8 @@ import numpy as np
 from baton.ids import Epoch, GrantId
 from kvtransfer.region import Region
 from kvtransfer.transport import WriteRanges
-from kvtransfer.transports import tcp_connect
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports import tcp_writer
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.tcp import (
     StreamLimits,
@@ -105,7 +105,7 @@ class Raw:
 async def raw(r: Receiving, stream: int = 0, link: int = 1) -> AsyncIterator[Raw]:
     hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, stream=stream)
     loop = asyncio.get_running_loop()
-    sock, _ = await tcp_connect.connect_stream(r.endpoint, hello, loop)
+    sock, _ = await tcp_writer.connect_stream(r.endpoint, hello, loop)
     sock.setblocking(False)
     try:
         yield Raw(sock)

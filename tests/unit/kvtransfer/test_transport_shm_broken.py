@@ -8,7 +8,7 @@ import socket
 import numpy as np
 import pytest
 
-from kvtransfer.transports import shm_connect, shm_wire
+from kvtransfer.transports import shm_wire, shm_writer
 from kvtransfer.transports.shm import RefusalReason, ShmConnectError, ShmPortLimits, ShmWriterLink
 from tests.support.shm_harness import DEADLINE_S, Gate, Receiver, Recorder, grant_of, linked, ops_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
@@ -82,7 +82,7 @@ def test_a_handshake_that_breaks_after_the_region_left_leaves_no_doubt(monkeypat
                 cut(r)
                 raise ShmConnectError(f"{address}: no room to map {nbytes} bytes")
 
-            monkeypatch.setattr(shm_connect, "_map_region", map_region)
+            monkeypatch.setattr(shm_writer, "_map_region", map_region)
             loop = asyncio.get_running_loop()
             with pytest.raises(ShmConnectError, match="no room to map"):
                 await ShmWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, np.zeros(1, np.uint8), Recorder(), loop)

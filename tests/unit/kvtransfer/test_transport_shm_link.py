@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.transports import shm_connect, shm_copy
+from kvtransfer.transports import shm_writer
 from kvtransfer.transports.shm import ShmConfig, ShmConnectError, ShmLinkLimits, WriteOutOfBounds
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Gate, grant_of, linked, ops_of, pair_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
@@ -137,7 +137,7 @@ def test_a_failed_copy_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(shm_copy, "copy_checked", fail)
+    monkeypatch.setattr(shm_writer, "copy_checked", fail)
 
     async def test() -> None:
         async with receiver() as r, linked(r, config=ShmConfig(copy_threads=2)) as (link, events):
@@ -159,7 +159,7 @@ def test_a_region_that_cannot_be_mapped_is_acknowledged(monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(shm_connect, "_map_region", fail)
+    monkeypatch.setattr(shm_writer, "_map_region", fail)
 
     async def test() -> None:
         async with receiver() as r:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch
-from kvtransfer.transports import tcp_connect
 from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports import tcp_writer
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.tcp import (
     TcpConfig,
@@ -171,7 +171,7 @@ def test_a_writer_trusts_nobody_who_does_not_know_the_secret() -> None:
                     epoch=EPOCH,
                 )
                 with pytest.raises(TcpConnectError, match="does not know the pair's secret"):
-                    await tcp_connect.connect_stream(endpoint, hello, asyncio.get_running_loop())
+                    await tcp_writer.connect_stream(endpoint, hello, asyncio.get_running_loop())
             assert len(seen) == 128
             assert endpoint.secret not in seen
 

@@ -23,7 +23,7 @@ from kvtransfer.transport import (
     WriteRanges,
 )
 from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.tcp_frames import cut_frames
+from kvtransfer.transports.tcp_lanes import cut_frames
 from tests.support.shm_harness import pair_of
 
 RDMA, SHM, TCP = TransportName.RDMA, TransportName.SHM, TransportName.TCP
