@@ -16,15 +16,10 @@ Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per record.
 
 from __future__ import annotations
 
-import array
 import asyncio
-import contextlib
-import fcntl
 import itertools
 import mmap
-import os
 import socket
-import struct
 import threading
 import traceback
 from collections import deque
@@ -40,10 +35,22 @@ from baton.tasks import call_loop
 from kvtransfer.native.copy import contiguous, copies_by, copy_checked
 from kvtransfer.region import populate
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
-from kvtransfer.transports import shm_wire as wire
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, parts_left
 from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.shm import (
+    CODEC,
+    CONNECT_RETRY_MS,
+    MESSAGE_BYTES_MAX,
+    OpenByDescriptor,
+    OpenRegion,
+    ShmChannel,
+    connect_socket,
+    give_up,
+    map_region,
+    say_late_bye,
+)
 from kvtransfer.transports.writer_link import BaseWriterLink
 
 CHUNK_BYTES_MIN = 1 << 18
@@ -240,155 +247,6 @@ class CopyLanes:
                 call_loop(self._loop, self._drained)
 
 
-# A child of a later fork must not inherit the right to write; the mmap module of Python 3.11 may lack the name.
-_MADV_DONTFORK = getattr(mmap, "MADV_DONTFORK", 10)
-
-
-class ShmConnectError(ConnectError):
-    """Of a link by shared memory: nothing is mapped."""
-
-
-CONNECT_RETRY_MS: Final = 20
-"""Pause while the receiver's backlog is full."""
-
-
-async def connect_socket(sock: socket.socket, endpoint: DataEndpoint) -> None:
-    """Connect, and make sure that the listener runs under our own user before it sees our secret."""
-    address = wire.socket_address(endpoint.address)
-    while True:
-        try:
-            sock.connect(address)
-            break
-        except BlockingIOError:
-            # The listener's backlog is full; a Unix socket does not tell when it has room again.
-            await asyncio.sleep(CONNECT_RETRY_MS / 1000)
-    _, uid = wire.peer_credentials(sock)
-    if uid != os.geteuid():
-        raise ShmConnectError(f"{endpoint.address}: the listener runs as user {uid}, we as {os.geteuid()}")
-
-
-class OpenRegion(Protocol):
-    """A receiver's region, open in this process."""
-
-    def close(self) -> None: ...
-
-
-def _map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
-    status = os.fstat(fd)
-    whole_blocks = -(-nbytes // status.st_blksize) * status.st_blksize  # huge pages are never cut
-    if not nbytes or status.st_size not in (nbytes, whole_blocks):
-        raise ShmConnectError(f"{address}: a file of {status.st_size} bytes for a region of {nbytes}")
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise ShmConnectError(f"{address}: the region could be truncated under us: it is not sealed")
-    mapping = mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    try:
-        mapping.madvise(_MADV_DONTFORK)
-    except OSError:
-        mapping.close()
-        raise
-    return mapping
-
-
-@dataclass(slots=True)
-class Handshake:
-    """HELLO, CHALLENGE, ANSWER, WELCOME on one socket."""
-
-    nonce: bytes = b""
-    """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
-    open_region: Callable[[int, int, str], OpenRegion] | None = None
-    """From (descriptor, bytes of the region, address for messages); the descriptor is closed afterwards. None: it is
-    the memory itself, and is mapped."""
-
-    async def run(
-        self, sock: socket.socket, endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop
-    ) -> tuple[OpenRegion, int]:
-        """The opened region, the caller's, and how many bytes from its start on are the receiver's blocks.
-
-        Raises ShmConnectError, OSError, MalformedMessage.
-        """
-        sock.send(wire.encode(wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)))
-        challenge, fd = await _receive(sock, loop)
-        if fd is not None:
-            os.close(fd)
-        if not isinstance(challenge, wire.Challenge):
-            raise ShmConnectError(f"{endpoint.address}: {type(challenge).__name__} instead of a challenge")
-        self.nonce = challenge.nonce
-        sock.send(wire.encode(wire.Answer(nonce=challenge.nonce)))
-        welcome, fd = await _receive(sock, loop)
-        if fd is None:
-            raise ShmConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
-        try:
-            if not isinstance(welcome, wire.Welcome):
-                raise ShmConnectError(f"{endpoint.address}: {type(welcome).__name__} instead of a welcome")
-            open_region = self.open_region or _map_region
-            return open_region(fd, welcome.region_nbytes, endpoint.address), welcome.region_nbytes
-        finally:
-            os.close(fd)
-
-
-async def _receive(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> tuple[wire.Message, int | None]:
-    """The next message, and the descriptor that came with it: the caller's to close.
-
-    Raises:
-        ShmConnectError: EOF, or the receiver refused us.
-    """
-    readable = loop.create_future()
-    loop.add_reader(sock, lambda: None if readable.done() else readable.set_result(None))
-    try:
-        await readable
-    finally:
-        loop.remove_reader(sock)
-    packet, ancillary, _, _ = sock.recvmsg(
-        wire.MESSAGE_BYTES_MAX + 1, socket.CMSG_LEN(struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
-    )
-    fd = None
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fd = array.array("i", data)[0]
-    try:
-        if not packet:
-            raise ShmConnectError("the receiver closed the connection")
-        message = wire.decode(packet)
-        if isinstance(message, wire.Refused):
-            raise ShmConnectError(f"refused by the receiver: {message.reason.name}", message.reason)
-    except BaseException:
-        if fd is not None:
-            os.close(fd)
-        raise
-    return message, fd
-
-
-def give_up(sock: socket.socket, endpoint: DataEndpoint, nonce: bytes) -> None:
-    """Nothing is mapped, and a descriptor still under way dies with the socket: so BYE is true, and spares a wait."""
-    try:
-        sock.send(wire.encode(wire.Bye(epoch=endpoint.epoch)))
-        said = True
-    except OSError:
-        said = not nonce  # not connected, or the receiver is gone: nobody waits for it
-    finally:
-        sock.close()
-    if not said:
-        with contextlib.suppress(BlockingIOError):
-            say_late_bye(endpoint.address, nonce)
-
-
-def say_late_bye(address: str, nonce: bytes) -> bool:
-    """Say BYE for a connection that has broken. False: the receiver is gone, and nobody waits for it.
-
-    Raises:
-        BlockingIOError: the receiver's backlog is full.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as sock:
-        try:
-            sock.connect(wire.socket_address(address))
-            sock.send(wire.encode(wire.LateBye(nonce=nonce)))
-        except BlockingIOError:
-            raise
-        except OSError:
-            return False
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmLinkLimits(LinkLimits):
     copy_chunk_ops_max: int = 1024
@@ -426,6 +284,7 @@ class ShmWriterLink(BaseWriterLink):
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
+    codec: ClassVar[wire.Codec] = CODEC
     _queue: PostQueue[Any, None]
 
     def __init__(
@@ -511,37 +370,36 @@ class ShmWriterLink(BaseWriterLink):
         config: ShmConfig | None = None,
         limits: ShmLinkLimits = SHM_LINK_LIMITS,
         turns: AbstractContextManager[object] | None = None,
-        handshake: Handshake | None = None,
+        open_region: OpenByDescriptor | None = None,
     ) -> ShmWriterLink:
         """Connect, prove the pair's secret and map the receiver's region.
 
-        `source_region_U8` is the caller's: a uint8 array, unless `handshake` opens something else than host memory.
+        `source_region_U8` is the caller's: a uint8 array, unless `open_region` opens something else than host memory.
         The link lets go of it at its end. `turns` is the semaphore of `copy_turns` that all links of a process share;
         without it this link has one of its own.
 
         Raises:
-            ShmConnectError: refused, unreachable, or not done within `connect_ms_max`.
+            ConnectError: refused, unreachable, or not done within `connect_ms_max`.
         """
         config = config or ShmConfig()
-        handshake = handshake or Handshake()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        channel = ShmChannel(sock, loop, cls.codec, address=endpoint.address)
         try:
             async with asyncio.timeout(limits.connect_ms_max / 1000):
                 await connect_socket(sock, endpoint)
-                mapping, region_nbytes = await handshake.run(sock, endpoint, pair, loop)
+                mapping, region_nbytes = await channel.connect(endpoint, pair, open_region or map_region)
         except BaseException as error:
-            give_up(sock, endpoint, handshake.nonce)
-            if isinstance(error, TimeoutError):
-                raise ShmConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
-            if isinstance(error, (OSError, ValueError, wire.MalformedMessage)):
-                raise ShmConnectError(f"{endpoint.address}: {error}") from error
+            give_up(channel, endpoint)
+            failed = wire.connect_error(error, address=endpoint.address, connect_ms_max=limits.connect_ms_max)
+            if failed is not None:
+                raise failed from error
             raise
         try:
             return cls(
                 sock=sock,
                 mapping=mapping,
                 region_nbytes=region_nbytes,
-                nonce=handshake.nonce,
+                nonce=channel.nonce,
                 endpoint=endpoint,
                 pair=pair,
                 source_region_U8=source_region_U8,
@@ -559,9 +417,9 @@ class ShmWriterLink(BaseWriterLink):
             except BaseException:
                 sock.close()  # it is still mapped, so no BYE
                 raise
-            give_up(sock, endpoint, handshake.nonce)
+            give_up(channel, endpoint)
             if isinstance(error, RuntimeError):
-                raise ShmConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
+                raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
             raise
 
     def describe(self) -> dict[str, object]:
@@ -581,7 +439,7 @@ class ShmWriterLink(BaseWriterLink):
 
     def _read(self) -> None:
         try:
-            packet = self._sock.recv(wire.MESSAGE_BYTES_MAX + 1)
+            packet = self._sock.recv(MESSAGE_BYTES_MAX + 1)
         except BlockingIOError:
             return
         except OSError as error:
@@ -591,7 +449,7 @@ class ShmWriterLink(BaseWriterLink):
             self._end("the receiver closed the connection or died")
             return
         try:
-            message = wire.decode(packet)
+            message = self.codec.decode(packet)
         except wire.MalformedMessage as error:
             self._end(f"the receiver sent no message of ours: {error}")
             return
@@ -607,7 +465,7 @@ class ShmWriterLink(BaseWriterLink):
 
     def _send_seal(self, seal: Seal) -> None:
         self._queue.lanes_to_seal(seal.grant)
-        self._send(seal)
+        self._send(wire.SealSent(number=self._seals, seal=seal))
 
     def _seals_waiting(self) -> int:
         return len(self._outbox)
@@ -636,7 +494,7 @@ class ShmWriterLink(BaseWriterLink):
         self._send(wire.Bye(epoch=self._epoch))
 
     def _send(self, message: wire.Message) -> None:
-        self._outbox.append(wire.encode(message))
+        self._outbox.append(self.codec.encode(message))
         if len(self._outbox) == 1:
             self._flush()
 
@@ -666,7 +524,7 @@ class ShmWriterLink(BaseWriterLink):
         if self._over.done():
             return
         try:
-            self._bye_sent = say_late_bye(self._address, self._nonce)
+            self._bye_sent = say_late_bye(self._address, self._nonce, self.codec)
         except BlockingIOError:
             self._loop.call_later(CONNECT_RETRY_MS / 1000, self._say_late_bye)
             return
