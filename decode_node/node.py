@@ -349,7 +349,7 @@ class DecodeNode:
             waiting_requests=self._engine.waiting,
             running_requests=len(self._jobs),
             blocks=block_load(self.ledger),
-            parked_requests=self._engine.parked,
+            swapped_out_requests=self._engine.swapped_out,
             host_blocks_filled=0 if spilled is None else spilled.host_filled,
             host_blocks_free=0 if spilled is None else spilled.host_free,
             requests_taken=self._requests_taken,

@@ -7,10 +7,11 @@ import hashlib
 import os
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from baton.config import fixed
 from baton.errors import BatonError, InvalidField, Reason
 from baton.wire import ModelInfo
 from kvtransfer.transport import RegionKind, TransportName
@@ -44,7 +45,7 @@ SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
 where the card can register it (`rdma_device`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
-"""Those that do not serve the node's kind of region are left out. So is rdma, without a word where there is no device,
+"""Those that do not serve the node's kind of region are left out. So is rdma, silently where there is no device,
 and with a warning where one cannot be used for the region (`rdma_memory`). ucx is used where a configuration names it
 (docs/transports.md says why)."""
 
@@ -59,11 +60,10 @@ COOLDOWN_MS_MAX: Final = 1_800_000
 class FallbackConfig:
     """When a writer stops offering a transport to one receiver process, until its cooldown is over."""
 
-    failures_max: int = field(
-        default=2,
-        metadata={"help": "failed links of one transport to a receiver within the window before it is given up"},
-    )
-    failure_window_ms: int = field(default=60_000, metadata={"help": "the window in which failed links are counted"})
+    failures_max: int = fixed(2)
+    """Failed links of one transport to a receiver within the window before it is given up."""
+    failure_window_ms: int = fixed(60_000)
+    """The window in which failed links are counted."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -121,7 +121,7 @@ def check_transports(transports: Sequence[TransportName], region: RegionKind) ->
 def check_some_work(working: Sequence[TransportName]) -> None:
     """Raises InvalidField where none is left of several that may be missing. Its own check says why."""
     if not working:
-        raise InvalidField("transports", "names none that works on this machine; `baton doctor` tells why")
+        raise InvalidField("transports", "names none that works on this machine; `baton doctor` says why")
 
 
 def host_identity(proc: Path = Path("/proc")) -> str:

@@ -28,8 +28,8 @@ from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
 from kvtransfer.transports.rdma_writer import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.shm_writer import ShmWriterLink, copy_turns
-from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx import usable
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 from kvtransfer.writer import WriterPeer

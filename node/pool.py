@@ -310,7 +310,7 @@ def transport_facts(configured: Sequence[TransportName], region: RegionKind, off
         facts["rdma posted by"] = posts_by()
     missing = [transport.value for transport in serving(configured, region) if transport.value not in offered]
     if missing:
-        facts["not offered"] = f"{', '.join(missing)}: not to be used here, `baton doctor` tells why"
+        facts["not offered"] = f"{', '.join(missing)}: not usable here, `baton doctor` says why"
     return facts
 
 

@@ -35,7 +35,7 @@ from router.prefill_nodes import PrefillNodes
 from router.regions import RegionWatch, tokens_max
 from router.request import NEUTRAL
 from router.request_log import RequestLog
-from router.retries import GONE, RESUMABLE, ResumptionPace, Verdict, pause_ms
+from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Verdict, pause_ms
 from router.slow_client import unread_limit
 from router.subscriptions import Inbox
 from router.text import TextCodec
@@ -43,6 +43,8 @@ from router.text import TextCodec
 log = get_log("router")
 
 
+HANDED_OFF_MS_MAX = 1_000
+"""How long a finished answer waits for the prefill node to confirm its handoff."""
 DEADLINE_MARGIN_S = 0.05
 """A call may be ended a little before what we hold for its deadline."""
 
@@ -264,7 +266,7 @@ class RouterNode:
                     await inbox.news.wait()
                     inbox.news.clear()
             job.finish = inbox.finish
-            await asyncio.wait([prefilling], timeout=self.config.handed_off_ms_max / 1000)
+            await asyncio.wait([prefilling], timeout=HANDED_OFF_MS_MAX / 1000)
         finally:
             prefilling.cancel()
             del self._inboxes[inbox.key]
@@ -280,7 +282,7 @@ class RouterNode:
         inbox, subscription = attempt.inbox, attempt.subscription
         if subscription is None or subscription.lost or inbox.given_up or error.reason not in RESUMABLE:
             return False
-        if attempt.resolved == self.config.retries.resolves_max:
+        if attempt.resolved == RESOLVES_MAX:
             return False
         attempt.resolved += 1
         goes_on = await self._streams.has_committed(subscription, inbox.key)

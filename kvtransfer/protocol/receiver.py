@@ -108,8 +108,14 @@ class TimerKind(Enum):
     REVOKE = "revoke"  # no evidence yet: repeat, then fence, then quarantine
 
 
+class ReceiverEvent:
+    """What happened."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveAsked:
+class ReserveAsked(ReceiverEvent):
     """`grant` is a fresh random id, used if granted; `prefix` are cached blocks that the shell keeps held meanwhile."""
 
     pair: Pair
@@ -127,13 +133,13 @@ class ReserveAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RenewAsked:
+class RenewAsked(ReceiverEvent):
     pair: Pair
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SealLanded:
+class SealLanded(ReceiverEvent):
     pair: Pair
     grant: GrantId
     epoch: Epoch
@@ -142,7 +148,7 @@ class SealLanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitAsked:
+class CommitAsked(ReceiverEvent):
     pair: Pair
     grant: GrantId
     writes: int
@@ -152,7 +158,7 @@ class CommitAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordsChecked:
+class RecordsChecked(ReceiverEvent):
     """The answer to CheckRecords: whether the sampled records are here as the writer read them at the source."""
 
     grant: GrantId
@@ -160,7 +166,7 @@ class RecordsChecked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterReleased:
+class WriterReleased(ReceiverEvent):
     """The writer's own claim, after draining: it does not write under `number`, nor under any below `lowest_live`."""
 
     pair: Pair
@@ -171,7 +177,7 @@ class WriterReleased:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairFenced:
+class PairFenced(ReceiverEvent):
     """Evidence from the transport: no connection of the pair up to `epoch` can write any more."""
 
     pair: Pair
@@ -179,57 +185,47 @@ class PairFenced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterSuspected:
+class WriterSuspected(ReceiverEvent):
     """Something outside says the writer is gone (its incarnation left the directory): take its right back now."""
 
     pair: Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCancelled:
+class RequestCancelled(ReceiverEvent):
     """The request lets go of this attempt and all before it (client gone, deadline, newer attempt)."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnded:
+class RequestEnded(ReceiverEvent):
     """The committed sequence is finished and has dropped its own references."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolveAsked:
+class ResolveAsked(ReceiverEvent):
     """Did this attempt commit? If not it never will."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantTimerFired:
+class GrantTimerFired(ReceiverEvent):
     grant: GrantId
     kind: TimerKind
 
 
-ReceiverEvent = (
-    ReserveAsked
-    | RenewAsked
-    | SealLanded
-    | CommitAsked
-    | RecordsChecked
-    | WriterReleased
-    | PairFenced
-    | WriterSuspected
-    | RequestCancelled
-    | RequestEnded
-    | ResolveAsked
-    | GrantTimerFired
-)
+class ReceiverInstruction:
+    """What the shell does about it."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerGranted:
+class AnswerGranted(ReceiverInstruction):
     pair: Pair
     number: ReserveNumber
     grant: GrantId
@@ -239,21 +235,21 @@ class AnswerGranted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRefused:
+class AnswerRefused(ReceiverInstruction):
     pair: Pair
     number: ReserveNumber
     refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRenew:
+class AnswerRenew(ReceiverInstruction):
     pair: Pair
     grant: GrantId
     renewed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerCommit:
+class AnswerCommit(ReceiverInstruction):
     """Answers every Commit of the grant that is still waiting."""
 
     pair: Pair
@@ -264,7 +260,7 @@ class AnswerCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRecords:
+class CheckRecords(ReceiverInstruction):
     """Seal and commit are here and agree: compare the sample, then report RecordsChecked. Comes once for a grant."""
 
     pair: Pair
@@ -273,7 +269,7 @@ class CheckRecords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportCorrupt:
+class ReportCorrupt(ReceiverInstruction):
     """The sample differs, in blocks that nobody but the grant's writer could have written."""
 
     pair: Pair
@@ -282,7 +278,7 @@ class ReportCorrupt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRelease:
+class AnswerRelease(ReceiverInstruction):
     """Answers every Release of this number that waits. If writes were in doubt, a fence has stopped them by now."""
 
     pair: Pair
@@ -290,20 +286,20 @@ class AnswerRelease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerResolve:
+class AnswerResolve(ReceiverInstruction):
     key: RequestKey
     committed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendRevoke:
+class SendRevoke(ReceiverInstruction):
     pair: Pair
     number: ReserveNumber
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FencePair:
+class FencePair(ReceiverInstruction):
     """Ask the transport for evidence about all connections of the pair up to `epoch`; ends in PairFenced, or never."""
 
     pair: Pair
@@ -311,7 +307,7 @@ class FencePair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleRequest:
+class ScheduleRequest(ReceiverInstruction):
     """Committed and sealed: the prompt's KV is in the region; run it."""
 
     key: RequestKey
@@ -319,7 +315,7 @@ class ScheduleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequest:
+class StopRequest(ReceiverInstruction):
     """The request of a committed grant was cancelled: take its sequence out of the engine."""
 
     key: RequestKey
@@ -327,14 +323,14 @@ class StopRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetGrant:
+class ForgetGrant(ReceiverInstruction):
     """The machine knows this grant no more: the shell drops what it kept for it."""
 
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartGrantTimer:
+class StartGrantTimer(ReceiverInstruction):
     """Arms the timer anew; one of each kind for a grant."""
 
     grant: GrantId
@@ -342,38 +338,18 @@ class StartGrantTimer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopGrantTimers:
+class StopGrantTimers(ReceiverInstruction):
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountRefused:
+class CountRefused(ReceiverInstruction):
     """A message of a wrong epoch, or a seal that contradicts the commit: refused and counted."""
 
     pair: Pair
     what: str
     """One of a few fixed texts: a counter's name."""
     detail: str = ""
-
-
-ReceiverInstruction = (
-    AnswerGranted
-    | AnswerRefused
-    | AnswerRenew
-    | AnswerCommit
-    | CheckRecords
-    | ReportCorrupt
-    | AnswerRelease
-    | AnswerResolve
-    | SendRevoke
-    | FencePair
-    | ScheduleRequest
-    | StopRequest
-    | ForgetGrant
-    | StartGrantTimer
-    | StopGrantTimers
-    | CountRefused
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

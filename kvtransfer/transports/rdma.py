@@ -21,10 +21,9 @@ from typing import Final
 from baton.endpoint import join_endpoint, split_endpoint
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.control_channel import Codec, MalformedMessage, Ready
+from kvtransfer.transports.settings import QPS_MAX
 
 GID_BYTES: Final = 16
-QPS_MAX: Final = 16
-"""Queue pairs of one link."""
 PROBE_BYTES: Final = 4096
 """The largest packet that RDMA has."""
 _END: Final = struct.Struct(f"<{GID_BYTES}sHBBHH")

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.errors import InvalidField, check_positive
-from kvtransfer.transports import tcp_wire
-from kvtransfer.transports.rdma import QPS_MAX
 
+STREAMS_MAX: Final = 64
+"""Streams of one tcp link: a seal names them by the bits of one word."""
+QPS_MAX: Final = 16
+"""Queue pairs of one rdma link."""
 UNANSWERED_MS_MAX: Final = 30_000
 """How long a packet may go without an acknowledgement before its queue pair fails, whatever is configured."""
 _ACK_TIMEOUT_UNIT_MS: Final = 4.096e-3
@@ -44,8 +46,8 @@ class TcpConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "streams")
-        if self.streams > tcp_wire.STREAMS_MAX:
-            raise InvalidField("streams", f"must not exceed {tcp_wire.STREAMS_MAX}, not {self.streams}")
+        if self.streams > STREAMS_MAX:
+            raise InvalidField("streams", f"must not exceed {STREAMS_MAX}, not {self.streams}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

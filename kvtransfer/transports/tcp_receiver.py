@@ -13,10 +13,9 @@ stay with their writer, `copies_unproved` counts the connections, and the device
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 from baton.ids import Epoch, GrantId, Pair
@@ -26,14 +25,13 @@ from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingFull
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
-from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.base_port import ListeningPort
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import Inbox, ReceiverChannel, Refusal, RefusalReason
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.tcp_landing import LandingMemory, StagedMemory
-from kvtransfer.transports.tcp_stream import STREAM_LIMITS, ReceiveStream, StreamLimits
-from kvtransfer.transports.tcp_wire import RefusalReason
-from kvtransfer.transports.words_connection import WordsConnection
+from kvtransfer.transports.receiver_port import Connection, ListeningPort
+from kvtransfer.transports.tcp import CODEC, TcpHello, TcpWelcome
+from kvtransfer.transports.tcp_stream import STREAM_LIMITS, LandingMemory, ReceiveStream, StagedMemory, StreamLimits
 
 log = get_log("tcp")
 
@@ -45,18 +43,17 @@ SEALS_PARTIAL_MAX: Final = 4096
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Connection(WordsConnection):
+class TcpConnection(Connection):
     """`sock` is None once a stream owns it, and at the end."""
 
-    received: bytearray = field(default_factory=bytearray)
-    hello: wire.Hello | None = None
+    index: int = 0
+    """Of its stream in the link."""
+    memory: LandingMemory | None = None
+    """Until a stream owns it."""
     stream: ReceiveStream | None = None
     prove_timer: asyncio.TimerHandle | None = None
     unproved: bool = False
     """The device failed with copies of this connection queued."""
-
-    def _encode(self, message: wire.Message) -> bytes:
-        return wire.encode(message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +63,11 @@ class _Allowed:
     ranges: WriteRanges
 
 
-class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
+class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     transport: ClassVar[TransportName] = TransportName.TCP
+    codec: ClassVar[wire.Codec] = CODEC
 
     def __init__(
         self,
@@ -85,7 +83,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes.
 
-        Writers are told `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
+        Writers get `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
 
         Raises:
             BatonError: BAD_ENDPOINT.
@@ -98,7 +96,6 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
             loop=loop,
             randomness=randomness,
             limits=limits,
-            reasons=RefusalReason,
         )
         self._region = region
         self._stream_limits = stream
@@ -163,8 +160,6 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
         total = sum((stream.counts() for stream in streams), self._counts)
         return {
             **super().describe(),
-            "connections_handshaking": len(self._connections) - len(streams),
-            "connections_writing": len(streams),
             "copies_unproved": sum(c.unproved for c in self._connections.values()),
             "grants_allowed": len(self._allowed),
             **(self._region.describe() if isinstance(self._region, StagedRegion) else {}),
@@ -177,76 +172,26 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
 
     # Handshake.
 
-    def _connection(self, number: int, sock: socket.socket) -> _Connection:
-        return _Connection(number=number, sock=sock)
+    def _connection(self, number: int, sock: socket.socket, channel: ReceiverChannel) -> TcpConnection:
+        return TcpConnection(number=number, sock=sock, codec=CODEC, channel=channel, inbox=Inbox(CODEC))
 
-    def _handshaking(self, connection: _Connection) -> bool:
-        return connection.stream is None
+    def _is_writing(self, connection: TcpConnection) -> bool:
+        return connection.stream is not None
 
-    def _read(self, connection: _Connection) -> None:
-        """Take in at most one message, and never a byte of what follows the handshake."""
-        assert connection.sock is not None
+    def _identify(self, connection: TcpConnection) -> None:
+        connection.index = TcpHello.decode(connection.hello.payload).stream
+
+    def _prepare(self, connection: TcpConnection) -> None:
         try:
-            data = connection.sock.recv(wire.MESSAGE_BYTES - len(connection.received))
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            if connection.received:
-                self._refused[RefusalReason.TRUNCATED] += 1
-            self._drop(connection)
-            return
-        connection.received += data
-        if len(connection.received) < wire.MESSAGE_BYTES:
-            return
-        packet = bytes(connection.received)
-        connection.received.clear()
-        try:
-            message = wire.decode(packet)
-        except wire.MalformedMessage as error:
-            self._refuse(connection, error.reason)
-            return
-        if isinstance(message, wire.Hello) and connection.hello is None:
-            self._challenge(connection, message)
-        elif isinstance(message, wire.Answer) and connection.hello is not None:
-            self._welcome(connection, connection.hello, message)
-        elif isinstance(message, wire.Bye):
-            self._drop(connection)  # given up in mid-handshake
-        else:
-            self._refuse(connection, RefusalReason.OUT_OF_ORDER)
-
-    def _challenge(self, connection: _Connection, hello: wire.Hello) -> None:
-        if self._secret(connection, hello.pair, hello.epoch) is None:
-            return
-        connection.hello = hello
-        connection.nonce = self._randomness(wire.NONCE_BYTES)
-        connection.send(wire.Challenge(nonce=connection.nonce))
-
-    def _welcome(self, connection: _Connection, hello: wire.Hello, answer: wire.Answer) -> None:
-        secret = self._secret(connection, hello.pair, hello.epoch)
-        if secret is None:
-            return
-        if not hmac.compare_digest(answer.proof, wire.writer_proof(secret, hello, connection.nonce)):
-            self._refuse(connection, RefusalReason.SECRET)
-            return
-        if sum(c.stream is not None for c in self._connections.values()) >= self._limits.connections_max:
-            self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
-            return
-        try:
-            memory = self._memory()
-        except StagingFull:
-            self._refuse(connection, RefusalReason.CONNECTIONS_MAX)
-            return
-        limits = self._stream_limits
-        welcome = wire.Welcome(
-            proof=wire.receiver_proof(secret, hello, connection.nonce),
+            connection.memory = self._memory()
+        except StagingFull as error:
+            raise Refusal(RefusalReason.CONNECTIONS_MAX) from error
+        welcome = TcpWelcome(
             region_nbytes=self._region.nbytes,
-            frame_bytes_max=limits.frame_bytes_max,
-            frame_segments_max=limits.frame_segments_max,
+            frame_bytes_max=self._stream_limits.frame_bytes_max,
+            frame_segments_max=self._stream_limits.frame_segments_max,
         )
-        connection.send(welcome)
-        self._open(connection, hello, memory)
+        self._handle(connection, wire.Prepared(payload=welcome.encode()))
 
     def _memory(self) -> LandingMemory:
         """What a connection receives into. Raises StagingFull."""
@@ -255,16 +200,16 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
             return StagedMemory(region.host_U8, region.nbytes, region.share(region.limits.stream_chunks))
         return LandingMemory(region.array_U8, region.nbytes)
 
-    def _open(self, connection: _Connection, hello: wire.Hello, memory: LandingMemory) -> None:
-        """From here on the socket is the stream's, and the connection counts as one that may write."""
-        sock = connection.sock
-        assert sock is not None
-        connection.cancel_timer()
+    def _start(self, connection: TcpConnection) -> None:
+        """From here on the socket is the stream's: no message but the stream's own is taken or sent any more."""
+        sock, memory = connection.sock, connection.memory
+        assert sock is not None and memory is not None
         self._loop.remove_reader(sock)
-        connection.sock = None
+        connection.sock = connection.memory = None
         stream = ReceiveStream(
             sock=sock,
-            hello=hello,
+            hello=connection.hello,
+            index=connection.index,
             memory=memory,
             limits=self._stream_limits,
             loop=self._loop,
@@ -272,7 +217,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
             ended=lambda _: self._ended(connection),
         )
         for grant, allowed in self._allowed.items():
-            if (allowed.pair, allowed.epoch) == (hello.pair, hello.epoch):
+            if (allowed.pair, allowed.epoch) == (connection.pair, connection.epoch):
                 stream.allow(grant, allowed.ranges)
         try:
             stream.start()
@@ -280,21 +225,35 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
             # Nothing was received, so nothing is on a device.
             sock.close()
             memory.release()
-            del self._connections[connection.number]
+            self._drop(connection)
+            self._fences.closed(connection.pair, connection.number, Evidence.JOINED)
             raise
         connection.stream = stream
-        self._fences.opened(hello.pair, connection.number, hello.epoch)
 
-    # What streams tell.
+    # After the WELCOME a connection's messages go to its stream, and none to the port.
 
-    def _seal(self, stream: ReceiveStream, frame: wire.SealFrame) -> None:
+    def _deliver(self, connection: TcpConnection, message: wire.SealSent | wire.LateBye) -> None:
+        raise AssertionError((connection, message))
+
+    def _left(self, connection: TcpConnection, *, drained: bool) -> None:
+        raise AssertionError((connection, drained))
+
+    def _lost(self, connection: TcpConnection) -> None:
+        raise AssertionError(connection)
+
+    def _broken(self, connection: TcpConnection, reason: RefusalReason) -> None:
+        raise AssertionError((connection, reason))
+
+    # What streams report.
+
+    def _seal(self, stream: ReceiveStream, frame: wire.SealSent) -> None:
         """Report a seal when it has come down every stream that it names."""
         if self._closed:
             return
         hello = stream.hello
         key = (hello.pair, hello.link, frame.seal.grant)
-        arrived = self._seals_partial.pop(key, 0) | 1 << hello.stream
-        if arrived & frame.streams_mask == frame.streams_mask:
+        arrived = self._seals_partial.pop(key, 0) | 1 << stream.index
+        if arrived & frame.ways_mask == frame.ways_mask:
             self._counts["seals"] += 1
             self._events.seal_landed(hello.pair, frame.seal)
         elif len(self._seals_partial) < SEALS_PARTIAL_MAX:
@@ -303,7 +262,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
             self._refused[RefusalReason.SEALS_MAX] += 1
             self.fence(hello.pair, hello.epoch)
 
-    def _ended(self, connection: _Connection) -> None:
+    def _ended(self, connection: TcpConnection) -> None:
         """A receive thread is at its end: join it, which is the evidence for its connection."""
         if self._closed:
             return
@@ -317,11 +276,11 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
             for key in [k for k in self._seals_partial if k[:2] == (hello.pair, hello.link)]:
                 del self._seals_partial[key]
         orderly = end is not None and end.by_bye
-        if not orderly and not self._fences.is_fencing(hello.pair, hello.epoch):
-            self.fence(hello.pair, hello.epoch)
+        if not orderly:
+            self._fence_own(connection)
         self._prove(connection, stream)
 
-    def _prove(self, connection: _Connection, stream: ReceiveStream) -> None:
+    def _prove(self, connection: TcpConnection, stream: ReceiveStream) -> None:
         """Its thread has been joined. With the device's word, if there is one, the connection can no longer write."""
         if self._closed:
             return
@@ -353,14 +312,10 @@ class TcpReceiverPort(ListeningPort[PortLimits, RefusalReason, _Connection]):
 
     # Connections.
 
-    def _refuse(self, connection: _Connection, reason: RefusalReason) -> None:
-        """Count, tell the peer, close. Before WELCOME only: nothing of this connection ever landed."""
-        self._refused[reason] += 1
-        connection.send(wire.Refused(reason=reason))
-        self._drop(connection)
-
-    def _drop(self, connection: _Connection) -> None:
-        connection.cancel_timer()
+    def _drop(self, connection: TcpConnection) -> None:
+        if connection.memory is not None:
+            connection.memory.release()
+            connection.memory = None
         if connection.prove_timer is not None:
             connection.prove_timer.cancel()
         connection.close_sock(self._loop)

@@ -32,15 +32,23 @@ import numpy as np
 from baton.ids import Epoch, GrantId
 from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceError
+from kvtransfer.device.staging import StagingShare
 from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received
 from kvtransfer.transport import WriteRanges
-from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import RefusalReason, close_politely
 from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.tcp_landing import LandingMemory
+from kvtransfer.transports.tcp import (
+    CODEC,
+    FRAME_BYTES_MAX,
+    FRAME_SEGMENTS_MAX,
+    MESSAGE_BYTES,
+    SEGMENT_BYTES,
+    Ack,
+    Data,
+)
 from kvtransfer.transports.tcp_payload import Scatter
-from kvtransfer.transports.tcp_socket import close_politely
-from kvtransfer.transports.tcp_wire import RefusalReason
 
 SCRATCH_BYTES = 1 << 16
 """Where dropped payload goes; each stream has its own."""
@@ -55,7 +63,7 @@ WAKE_BYTES_MAX = 1 << 18
 class StreamLimits:
     """Limits of one data connection."""
 
-    frame_bytes_max: int = wire.FRAME_BYTES_MAX
+    frame_bytes_max: int = FRAME_BYTES_MAX
     """Bytes of one frame."""
     frame_segments_max: int = 1024
     """Pieces of the region that one frame may be scattered to."""
@@ -66,13 +74,135 @@ class StreamLimits:
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if self.frame_bytes_max > wire.FRAME_BYTES_MAX:
-            raise ValueError(f"frame_bytes_max must not exceed {wire.FRAME_BYTES_MAX}")
-        if self.frame_segments_max > wire.FRAME_SEGMENTS_MAX:
-            raise ValueError(f"frame_segments_max must not exceed {wire.FRAME_SEGMENTS_MAX}")
+        if self.frame_bytes_max > FRAME_BYTES_MAX:
+            raise ValueError(f"frame_bytes_max must not exceed {FRAME_BYTES_MAX}")
+        if self.frame_segments_max > FRAME_SEGMENTS_MAX:
+            raise ValueError(f"frame_segments_max must not exceed {FRAME_SEGMENTS_MAX}")
 
 
 STREAM_LIMITS: Final = StreamLimits()
+
+
+class LandingMemory:
+    """The region itself, in host memory: what has been received there has landed.
+
+    The receive thread's, but for `wait_for` and `release`, which are the control thread's.
+    """
+
+    staged = False
+    """Bytes are received elsewhere, and get to the region by `copy`."""
+
+    def __init__(self, array_U8: np.ndarray, region_nbytes: int) -> None:
+        self.array_U8: np.ndarray | None = array_U8
+        """What is received into."""
+        self.region_nbytes = region_nbytes
+
+    def holds(self, frame: Data, table_S2: np.ndarray) -> bool:
+        """Whether the table agrees with the frame's head, and lies in the region. Compared so that no sum overflows."""
+        if frame.segments == 1:
+            dst, nbytes = table_S2[0].tolist()
+            return bool(nbytes == frame.payload_nbytes and 0 <= dst <= self.region_nbytes - nbytes)
+        dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
+        bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
+        bad_S |= (dst_S < 0) | (dst_S > self.region_nbytes - nbytes_S)
+        return not bool(bad_S.any()) and int(nbytes_S.sum()) == frame.payload_nbytes
+
+    def place(self, table_S2: np.ndarray) -> np.ndarray | None:
+        """Where a frame with this table is to be received. None: nowhere as long as the device copies."""
+        return table_S2
+
+    def copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray) -> None:
+        """Queue the copy of a frame that has been received. The caller holds what makes `forbid` a barrier."""
+        raise AssertionError(("there is nothing to copy", frame, place_S2, table_S2))
+
+    def give(self, place_S2: np.ndarray) -> None:
+        """What was received there is not wanted."""
+
+    def copied(self) -> int | None:
+        """The sequence of the oldest frame whose copy is over; each is told once, in order. Raises DeviceError."""
+        return None
+
+    @property
+    def copying(self) -> bool:
+        """There are frames whose copies are not over."""
+        return False
+
+    def wait_for(self, grant: GrantId) -> None:
+        """Wait until no copy of this grant that was queued by now is left on a device. Raises DeviceError."""
+
+    def settle(self) -> None:
+        """Wait until nothing is left on a device. The last that the receive thread calls. Raises DeviceError."""
+
+    def try_settle(self) -> bool:
+        """`settle` without waiting, after the receive thread. Raises DeviceError."""
+        return True
+
+    def release(self) -> None:
+        """Let go of the memory; the receive thread has ended, or was never begun, and nothing is left on a device."""
+        self.array_U8 = None
+
+    def leave_behind(self) -> None:
+        """Instead of `release`, where nobody knows whether a device still copies."""
+        self.array_U8 = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedFrame:
+    """A frame on its way to the device, from where it begins in pinned memory."""
+
+    grant: GrantId
+    sequence: int
+    start: int
+
+
+class StagedMemory(LandingMemory):
+    """A share of pinned memory, from which the device copies. A frame is not larger than a chunk of it."""
+
+    staged = True
+
+    def __init__(self, array_U8: np.ndarray, region_nbytes: int, share: StagingShare[StagedFrame]) -> None:
+        """Takes the share over."""
+        super().__init__(array_U8, region_nbytes)
+        self._share = share
+
+    def place(self, table_S2: np.ndarray) -> np.ndarray | None:
+        start = self._share.take()
+        return None if start is None else np.array([[start, table_S2[:, 1].sum()]], table_S2.dtype)
+
+    def copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray) -> None:
+        staged = StagedFrame(grant=frame.grant, sequence=frame.sequence, start=int(place_S2[0, 0]))
+        self._share.to_device(staged.start, table_S2[:, 0], table_S2[:, 1], tag=staged)
+
+    def give(self, place_S2: np.ndarray) -> None:
+        self._share.give(int(place_S2[0, 0]))
+
+    def copied(self) -> int | None:
+        staged = self._share.finished()
+        if staged is None:
+            return None
+        self._share.give(staged.start)
+        return staged.sequence
+
+    @property
+    def copying(self) -> bool:
+        return self._share.flying > 0
+
+    def wait_for(self, grant: GrantId) -> None:
+        self._share.wait_for(lambda staged: staged.grant == grant)
+
+    def settle(self) -> None:
+        self._share.settle()
+
+    def try_settle(self) -> bool:
+        return self._share.try_settle()
+
+    def release(self) -> None:
+        super().release()
+        self._share.give_back()
+
+    def leave_behind(self) -> None:
+        super().leave_behind()
+        self._share.leave_behind()
 
 
 class StreamEnded(Exception):
@@ -96,13 +226,16 @@ class ReceiveStream:
         *,
         sock: socket.socket,
         hello: wire.Hello,
+        index: int,
         memory: LandingMemory,
         limits: StreamLimits,
         loop: asyncio.AbstractEventLoop,
-        sealed: Callable[[ReceiveStream, wire.SealFrame], None],
+        sealed: Callable[[ReceiveStream, wire.SealSent], None],
         ended: Callable[[ReceiveStream], None],
     ) -> None:
         self.hello = hello
+        self.index = index
+        """Of this stream in its link."""
         self.end: StreamEnded | None = None
         self.frames_landed = 0
         self.frames_dropped = 0
@@ -120,19 +253,19 @@ class ReceiveStream:
         self._settled = False
         self._fence_epoch: Epoch | None = None
         # A head is read together with the first entry of its table, if it has one: one system call less.
-        self._head = bytearray(wire.MESSAGE_BYTES + wire.SEGMENT_BYTES)
+        self._head = bytearray(MESSAGE_BYTES + SEGMENT_BYTES)
         self._head_have = 0
-        self._table = bytearray(limits.frame_segments_max * wire.SEGMENT_BYTES)
+        self._table = bytearray(limits.frame_segments_max * SEGMENT_BYTES)
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._next_sequence = 0
-        self._ack: wire.Ack | None = None
+        self._ack: Ack | None = None
         self._frames_unacked = 0
         self._outbox = bytearray()
         self._low_water_nbytes = 1
         self._polls_for = select.POLLIN
         self._poll = select.poll()
         self._thread = threading.Thread(
-            target=self._run, name=f"tcp-receive-{hello.pair.writer:x}-{hello.stream}", daemon=True
+            target=self._run, name=f"tcp-receive-{hello.pair.writer:x}-{index}", daemon=True
         )
 
     # Control thread.
@@ -223,19 +356,19 @@ class ReceiveStream:
     def _take_message(self) -> None:
         message = self._take_head()
         match message:
-            case wire.Data():
+            case Data():
                 self._check_order(message.sequence, message.epoch)
                 landed = self._take_frame(message)
                 if not (landed and self._memory.staged):
                     self._settle()
-                    self._acknowledge(wire.Ack(sequence=message.sequence, landed=landed))
-            case wire.SealFrame():
-                self._check_order(message.sequence, message.seal.epoch)
-                if not message.streams_mask >> self.hello.stream & 1:
+                    self._acknowledge(Ack(sequence=message.sequence, landed=landed))
+            case wire.SealSent():
+                self._check_order(message.number, message.seal.epoch)
+                if not message.ways_mask >> self.index & 1:
                     raise StreamEnded("a seal on a stream that it does not name", RefusalReason.MALFORMED)
                 self._settle()
                 call_loop(self._loop, self._sealed, self, message)
-                self._acknowledge(wire.Ack(sequence=message.sequence, landed=True))
+                self._acknowledge(Ack(sequence=message.number, landed=True))
             case wire.Bye():
                 self._check_order(message.sequence, message.epoch)
                 self._settle()
@@ -246,16 +379,16 @@ class ReceiveStream:
     def _take_head(self) -> wire.Message:
         """The next message. Up to one entry of a table, or the beginning of the message after it, has come with it."""
         into = memoryview(self._head)
-        while self._head_have < wire.MESSAGE_BYTES:
+        while self._head_have < MESSAGE_BYTES:
             between_messages = self._head_have == 0
             self._head_have += self._read_some(into[self._head_have :], between_messages=between_messages)
         try:
-            message = wire.decode(into[: wire.MESSAGE_BYTES])
+            message = CODEC.decode(into[:MESSAGE_BYTES])
         except wire.MalformedMessage as error:
             raise StreamEnded(str(error), error.reason) from error
-        self._head_have -= wire.MESSAGE_BYTES
+        self._head_have -= MESSAGE_BYTES
         if self._head_have:
-            self._head[: self._head_have] = self._head[wire.MESSAGE_BYTES : wire.MESSAGE_BYTES + self._head_have]
+            self._head[: self._head_have] = self._head[MESSAGE_BYTES : MESSAGE_BYTES + self._head_have]
         return message
 
     def _check_order(self, sequence: int, epoch: Epoch) -> None:
@@ -266,7 +399,7 @@ class ReceiveStream:
             raise StreamEnded(f"sequence {sequence} instead of {self._next_sequence}", reason)
         self._next_sequence += 1
 
-    def _take_frame(self, frame: wire.Data) -> bool:
+    def _take_frame(self, frame: Data) -> bool:
         """Take in table and payload. True if all of it has landed, or its copy is queued; False if some or all went to
         scratch."""
         table_S2 = self._take_table(frame)
@@ -289,13 +422,13 @@ class ReceiveStream:
         self.bytes_landed += frame.payload_nbytes
         return True
 
-    def _take_table(self, frame: wire.Data) -> np.ndarray:
+    def _take_table(self, frame: Data) -> np.ndarray:
         """Destination and length of each segment, int64, found to agree with the head and the region."""
         limits = self._limits
         if not (0 < frame.segments <= limits.frame_segments_max and 0 < frame.payload_nbytes <= limits.frame_bytes_max):
             text = f"a frame of {frame.segments} segments and {frame.payload_nbytes} bytes"
             raise StreamEnded(text, RefusalReason.OVERSIZED)
-        table = memoryview(self._table)[: frame.segments * wire.SEGMENT_BYTES]
+        table = memoryview(self._table)[: frame.segments * SEGMENT_BYTES]
         have = self._head_have
         table[:have] = self._head[:have]
         self._head_have = 0
@@ -317,7 +450,7 @@ class ReceiveStream:
                 raise StreamEnded("stopped by this receiver")
             time.sleep(POLL_INTERVAL_S)
 
-    def _copy(self, frame: wire.Data, place_S2: np.ndarray, table_S2: np.ndarray, *, received: bool) -> bool:
+    def _copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray, *, received: bool) -> bool:
         """Queue the copy of a frame, if it is all there and the grant may still write. False: it is dropped."""
         with self._landing:
             if received and frame.grant in self._allowed:
@@ -329,7 +462,7 @@ class ReceiveStream:
     def _reap(self) -> None:
         """Acknowledge what the device is through with."""
         while (sequence := self._memory.copied()) is not None:
-            self._acknowledge(wire.Ack(sequence=sequence, landed=True))
+            self._acknowledge(Ack(sequence=sequence, landed=True))
 
     def _settle(self) -> None:
         """Wait until every frame so far is in the region, and acknowledge it."""
@@ -404,10 +537,10 @@ class ReceiveStream:
             time.sleep(POLL_INTERVAL_S)
             self._reap()
 
-    def _acknowledge(self, ack: wire.Ack) -> None:
+    def _acknowledge(self, ack: Ack) -> None:
         """Cumulative: replaces an acknowledgement that has not left yet, unless they say different things."""
         if self._ack is not None and self._ack.landed != ack.landed:
-            self._outbox += wire.encode(self._ack)
+            self._outbox += CODEC.encode(self._ack)
         self._ack = ack
         self._frames_unacked += 1
         if self._frames_unacked >= self._limits.ack_frames_max:
@@ -416,7 +549,7 @@ class ReceiveStream:
     def _flush(self) -> None:
         """Send what the socket takes without waiting."""
         if self._ack is not None:
-            self._outbox += wire.encode(self._ack)
+            self._outbox += CODEC.encode(self._ack)
             self._ack = None
             self._frames_unacked = 0
         if not self._outbox:
@@ -439,7 +572,7 @@ class ReceiveStream:
         try:
             self._flush()
             if last is not None:
-                self._outbox += wire.encode(last)
+                self._outbox += CODEC.encode(last)
                 self._flush()
         except (OSError, StreamEnded):
             return

@@ -341,7 +341,7 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     nodes = {name for name in after if name.startswith("baton_node_blocks{")}
     assert 'baton_node_blocks{class="free",node="decode-0",role="decode"}' in nodes
     assert after['baton_node_host_blocks{class="free",node="decode-0",role="decode"}'] == 0
-    assert after['baton_node_parked_requests{node="decode-0",role="decode"}'] == 0
+    assert after['baton_node_swapped_out_requests{node="decode-0",role="decode"}'] == 0
     assert after['baton_nodes{role="decode",state="ready"}'] == 1
     assert after['baton_nodes{role="decode",state="draining"}'] == 0
     assert after[f'baton_build_info{{version="{baton_version()}"}}'] == 1

@@ -135,7 +135,7 @@ async def scenario(state: SpillState, deadline_s: float | None) -> bool:
                 assert answer.ids == mock_tokens([1, *prompt], count)
             await assert_conserved(cluster)
             figures = spill.figures
-            assert (figures.parked, figures.host_copying, figures.host_filled) == (0, 0, 0)
+            assert (figures.swapped_out, figures.host_copying, figures.host_filled) == (0, 0, 0)
     return arrived
 
 
@@ -185,7 +185,7 @@ def test_many_clients_leave_at_random_moments() -> None:
             await asyncio.gather(*(ask(index) for index in range(50)))
             await assert_conserved(cluster)
             figures = spill.figures
-            assert figures.parked_total > 0
-            assert (figures.parked, figures.host_copying, figures.host_filled) == (0, 0, 0)
+            assert figures.swapped_out_total > 0
+            assert (figures.swapped_out, figures.host_copying, figures.host_filled) == (0, 0, 0)
 
     asyncio.run(scenario())

@@ -18,7 +18,7 @@ from cli import transport_checks
 from cli.transport_checks import Machine, Verdict, check_rdma, works
 from kvtransfer.transports import rdma_verbs
 from kvtransfer.transports.control_channel import MalformedMessage
-from kvtransfer.transports.rdma import QPS_MAX, LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_device import RdmaLimits
 from kvtransfer.transports.rdma_ports import GidKind, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
@@ -30,7 +30,7 @@ from kvtransfer.transports.rdma_verbs import (
     qp_address,
 )
 from kvtransfer.transports.rdma_writer import RdmaLinkLimits
-from kvtransfer.transports.settings import UNANSWERED_MS_MAX, RdmaConfig
+from kvtransfer.transports.settings import QPS_MAX, UNANSWERED_MS_MAX, RdmaConfig
 from tests.support.cli_harness import run_baton
 
 U64 = st.integers(0, (1 << 64) - 1)
