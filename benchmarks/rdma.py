@@ -28,8 +28,7 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.chain_link import ChainLanes, QueueLimits, SealPart
-from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits
-from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaMemory
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import Addresses, Poster, rdma_library

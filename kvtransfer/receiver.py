@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
+from baton.config import setting
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
@@ -81,33 +82,23 @@ _ANSWERS = (AnswerGranted, AnswerRefused, AnswerRenew, AnswerResolve)
 class ReceiverConfig:
     """Times of the receiver's side of a handoff."""
 
-    lease_ms: int = field(
-        default=10_000,
-        metadata={
-            "help": "a grant that is not renewed for this long is revoked (which ends with evidence, not with time)",
-            "when": "Prefill nodes stand still for longer, or blocks of lost ones should come back sooner.",
-        },
+    lease_ms: int = setting(
+        10_000,
+        "a grant that is not renewed for this long is revoked (which ends with evidence, not with time)",
+        "Prefill nodes stand still for longer, or blocks of lost ones should come back sooner.",
     )
-    revoke_ms: int = field(
-        default=1_000,
-        metadata={
-            "help": "how long one try to revoke a grant may go unanswered before the next, stronger one",
-            "when": "As lease_ms.",
-        },
+    revoke_ms: int = setting(
+        1_000, "how long one try to revoke a grant may go unanswered before the next, stronger one", "As lease_ms."
     )
-    connections_max: int = field(
-        default=256,
-        metadata={
-            "help": "data connections that each transport keeps at the same time",
-            "when": "More writers than this reach one node (tcp: times tcp.streams), or memory is short.",
-        },
+    connections_max: int = setting(
+        256,
+        "data connections that each transport keeps at the same time",
+        "More writers than this reach one node (tcp: times tcp.streams), or memory is short.",
     )
-    pairs_max: int = field(
-        default=1024,
-        metadata={
-            "help": "writer processes known at the same time, those being fenced included",
-            "when": "More prefill nodes than this write to one decode node.",
-        },
+    pairs_max: int = setting(
+        1024,
+        "writer processes known at the same time, those being fenced included",
+        "More prefill nodes than this write to one decode node.",
     )
 
     def __post_init__(self) -> None:

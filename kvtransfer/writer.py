@@ -18,7 +18,7 @@ from typing import Final
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, transfer_pb2, transfer_pb2_grpc
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
@@ -82,34 +82,22 @@ _GRANT_REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
 class WriterConfig:
     """Times and limits of the writer's side of a handoff, for each receiver."""
 
-    reserve_ms_max: int = field(
-        default=1_000,
-        metadata={
-            "help": "how long a Reserve may go unanswered; a healthy node answers at once",
-            "when": "The network or the decode nodes stand still for longer without being dead.",
-        },
+    reserve_ms_max: int = setting(
+        1_000,
+        "how long a Reserve may go unanswered; a healthy node answers at once",
+        "The network or the decode nodes stand still for longer without being dead.",
     )
-    call_ms_max: int = field(
-        default=2_000,
-        metadata={
-            "help": "how long any other call to a receiver may go unanswered",
-            "when": "As reserve_ms_max.",
-        },
+    call_ms_max: int = setting(2_000, "how long any other call to a receiver may go unanswered", "As reserve_ms_max.")
+    stall_ms_max: int = setting(
+        10_000,
+        "a handoff whose posted writes make no progress for this long is given up",
+        "The network stands still for longer, or other decode nodes should be tried sooner.",
     )
-    stall_ms_max: int = field(
-        default=10_000,
-        metadata={
-            "help": "a handoff whose posted writes make no progress for this long is given up",
-            "when": "The network stands still for longer, or other decode nodes should be tried sooner.",
-        },
-    )
-    checksum_fraction: float = field(
-        default=0.0,
-        metadata={
-            "help": "share of the records, 0 to 1, that the decode node compares with a checksum before it "
-            "takes a handoff; 0 compares none",
-            "when": "Bad hardware is suspected. It costs compute on both sides.",
-        },
+    checksum_fraction: float = setting(
+        0.0,
+        "share of the records, 0 to 1, that the decode node compares with a checksum before it takes a handoff; "
+        "0 compares none",
+        "Bad hardware is suspected. It costs compute on both sides.",
     )
     retry_ms_min: int = fixed(20)
     """First pause before an unanswered call is repeated."""

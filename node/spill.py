@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import BlockId, RequestKey
 from baton.runtime import Progress
@@ -57,28 +57,20 @@ HOST_BLOCKS_MAX = 1 << 24
 class SpillConfig:
     """Overcommit of the device pool, and the host memory behind it."""
 
-    host_blocks: int = field(
-        default=0,
-        metadata={
-            "help": "blocks of host memory that sequences of a decode node may be swapped out to; 0: no overcommit",
-            "when": "Answers are shorter than their limits, and more of them should run than fit in the worst case.",
-        },
+    host_blocks: int = setting(
+        0,
+        "blocks of host memory that sequences of a decode node may be swapped out to; 0: no overcommit",
+        "Answers are shorter than their limits, and more of them should run than fit in the worst case.",
     )
-    headroom_blocks: int = field(
-        default=4,
-        metadata={
-            "help": "blocks that each running sequence should find free after one is swapped out, and before "
-            "one comes back",
-            "when": "Sequences are swapped out and in again all the time (raise it).",
-        },
+    headroom_blocks: int = setting(
+        4,
+        "blocks that each running sequence should find free after one is swapped out, and before one comes back",
+        "Sequences are swapped out and in again all the time (raise it).",
     )
-    pinned_bytes_max: int = field(
-        default=64 << 30,
-        metadata={
-            "help": "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, "
-            "for no other use",
-            "when": "host_blocks is refused although the machine has the memory.",
-        },
+    pinned_bytes_max: int = setting(
+        64 << 30,
+        "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, for no other use",
+        "host_blocks is refused although the machine has the memory.",
     )
     copy_blocks_max: int = fixed(64)
     """Blocks of one copy; a longer one is cut."""

@@ -25,8 +25,7 @@ from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
 from kvtransfer.transports.control_channel import WriterChannel, connect_error
 from kvtransfer.transports.limits import LinkLimits, check_limits
 from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import ProbeLost, QueuePairFailed, QueuePairs
-from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
+from kvtransfer.transports.rdma_device import Hold, ProbeLost, QueuePairFailed, QueuePairs, RdmaMemory
 from kvtransfer.transports.rdma_verbs import DeviceBroken, Poster, RdmaUnavailable
 
 

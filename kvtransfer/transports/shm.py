@@ -88,7 +88,7 @@ async def connect_socket(sock: socket.socket, endpoint: DataEndpoint) -> None:
             sock.connect(address)
             break
         except BlockingIOError:
-            # The listener's backlog is full; a Unix socket does not tell when it has room again.
+            # The listener's backlog is full; a Unix socket does not signal when it has room again.
             await asyncio.sleep(CONNECT_RETRY_MS / 1000)
     _, uid = peer_credentials(sock)
     if uid != os.geteuid():

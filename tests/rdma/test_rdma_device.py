@@ -29,11 +29,11 @@ from kvtransfer.transports.rdma_device import (
     ProbeLost,
     QueuePairFailed,
     QueuePairs,
+    RdmaMemory,
     RegisteredAs,
     mtu_bytes,
     open_device,
 )
-from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_verbs import Poster, RdmaUnavailable
 from kvtransfer.transports.rdma_writer import RdmaUnproved

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvtransfer.transports import rdma_memory, rdma_receiver, rdma_writer
+from kvtransfer.transports import rdma_device, rdma_receiver, rdma_writer
 from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress
 from kvtransfer.transports.rdma_device import (
     Keys,
@@ -236,9 +236,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def find() -> list[RdmaPort]:
         return [] if state["lost"] else [PORT]
 
-    monkeypatch.setattr(rdma_memory, "open_device", open_device)
-    monkeypatch.setattr(rdma_memory, "why_lost", lambda _: state["lost"])
-    monkeypatch.setattr(rdma_memory, "find_ports", find)
+    monkeypatch.setattr(rdma_device, "open_device", open_device)
+    monkeypatch.setattr(rdma_device, "why_lost", lambda _: state["lost"])
+    monkeypatch.setattr(rdma_device, "find_ports", find)
     monkeypatch.setattr(rdma_writer, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)

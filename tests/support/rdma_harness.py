@@ -18,8 +18,7 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import rdma_receiver
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.rdma import CODEC, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaRegion
-from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaMemory, RdmaRegion
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig
