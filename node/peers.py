@@ -18,8 +18,7 @@ from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.link import DataDoesNotPass, PeerAddress
-from kvtransfer.liveness_stream import LivenessStream
+from kvtransfer.link import DataDoesNotPass, LivenessStream, PeerAddress
 from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.status import HandoffObserver
