@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 import grpc.aio
 
+from baton.binding import check_can_bind, port_in_use
 from baton.config import fixed, setting
-from baton.endpoint import check_can_bind, join_endpoint, port_in_use, split_endpoint
+from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.health import HEALTH_SERVICE, REFLECTION_SERVICE
 from baton.liveness import LivenessConfig

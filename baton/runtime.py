@@ -11,11 +11,12 @@ from typing import Any
 
 from batonpb import node_pb2, node_pb2_grpc
 
+from baton.binding import check_can_bind
 from baton.clock import Clock, wait_s
 from baton.config import setting
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, open_directory
 from baton.drain import Holdings, NodeDrain
-from baton.endpoint import check_can_bind, check_reachable, from_here, join_endpoint, split_endpoint
+from baton.endpoint import check_reachable, from_here, join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, check_positive
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle

@@ -91,7 +91,7 @@ class NodeLoad:
     transports_given_up: int = 0
     """Transports no longer offered to some peer, counted over the peers."""
     control_loop_lag_ms_max: int = 0
-    """Lately; see `baton.runtime`."""
+    """Lately; see `baton.loop_lag`."""
     requests_taken: int = 0
     """Since the start of the process. Two reports between which a request came and went differ by it, so that everybody
     is told of the second: of one that says what the last one said, nobody is."""

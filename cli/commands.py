@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from baton.version import baton_version
 from cli.child import tie_to_supervisor
 from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, Invocation
-from cli.main import QuietInterrupts
+from cli.interrupts import QuietInterrupts
 
 if TYPE_CHECKING:
     from baton.errors import BatonError

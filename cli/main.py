@@ -3,31 +3,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
-_EXIT_INTERRUPTED = 130  # as in `cli.invocation`, which is not imported yet
-
-
-class QuietInterrupts:
-    """Within it a SIGINT ends the process at once, with status 130 and without a word: for imports only, which have
-    nothing to put away. A KeyboardInterrupt there is a traceback, or lost where an import swallows it.
-
-    To be entered in the main thread; elsewhere, and where SIGINT is ignored or handled otherwise, it changes nothing.
-    """
-
-    def __enter__(self) -> None:
-        self._ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._ours:
-            try:
-                signal.signal(signal.SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
-            except ValueError:  # not the main thread
-                self._ours = False
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+from cli.interrupts import QuietInterrupts
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from batonpb import inference_pb2, inference_pb2_grpc, pins_pb2_grpc
 
+from baton.binding import check_can_bind
 from baton.clock import SystemClock
 from baton.drain import Holdings
-from baton.endpoint import check_can_bind
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
