@@ -15,8 +15,8 @@ from click.shell_completion import CompletionItem
 
 from baton.version import baton_version
 from cli.child import tie_to_supervisor
-from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, Invocation
 from cli.interrupts import QuietInterrupts
+from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, Invocation
 
 if TYPE_CHECKING:
     from baton.errors import BatonError

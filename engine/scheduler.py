@@ -2,7 +2,7 @@
 
 Pure; owned by the node's control thread. Running sequences go first with one token each, then the prompt already begun,
 then waiting prompts in order of arrival, all under one budget of tokens. A prompt that waits gives its place to at most
-`overtakes_max` later sequences that come to decode; prompts never overtake each other. Nothing that runs is ever
+`bypasses_max` later sequences that come to decode; prompts never bypass each other. Nothing that runs is ever
 preempted to be computed again: growth comes from a promise made at admission (DESIGN I5). Where promises are backed by
 host memory, a sequence may be swapped out for a while, and one whose next block is not there yet sits a step out.
 
@@ -75,11 +75,11 @@ class SchedulerConfig:
     """Sequences that wait for a place among the running ones; one more is refused."""
     logits_rows_max: int | None = None
     """Tokens drawn in one step: rows of scores as wide as the vocabulary. None: as many as sequences."""
-    overtakes_max: int = 32
+    bypasses_max: int = 32
     """Sequences that start to decode while a prompt that came before them waits; then it has the next place."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "rows_max", "overtakes_max"):
+        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "rows_max", "bypasses_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.tokens_per_step_max < self.sequences_max:
@@ -233,15 +233,15 @@ class Scheduler:
             self._decodes_started += 1
 
     def _may_resume(self) -> bool:
-        """Whether there is a place for one more to decode; the last one is a prompt's that was overtaken too often, and
+        """Whether there is a place for one more to decode; the last one is a prompt's that was bypassed too often, and
         the last row of scores one's that lacks nothing else."""
         begun = self._begun
         waits_for_row = begun is not None and begun.planned == len(begun.tokens) - 1
         if len(self._running) + waits_for_row >= self.config.rows_max:
             return False
         first = next(iter(self._prompts), None)
-        overtaken = 0 if first is None else self._decodes_started - self._started_before[first]
-        return self.running + (overtaken >= self.config.overtakes_max) < self.config.sequences_max
+        bypassed = 0 if first is None else self._decodes_started - self._started_before[first]
+        return self.running + (bypassed >= self.config.bypasses_max) < self.config.sequences_max
 
     def _decoding_by_age(self) -> list[Sequence]:
         return sorted(self._running.values(), key=lambda seq: seq.age)

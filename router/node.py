@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from batonpb import common_pb2, inference_pb2
 
@@ -37,7 +38,7 @@ from router.request import NEUTRAL
 from router.request_log import RequestLog
 from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Verdict, pause_ms
 from router.slow_client import unread_limit
-from router.subscriptions import Inbox
+from router.subscriptions import DecodeSubscription, Inbox
 from router.text import TextCodec
 
 log = get_log("router")
@@ -47,6 +48,14 @@ HANDED_OFF_MS_MAX = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
 DEADLINE_MARGIN_S = 0.05
 """A call may be ended a little before what we hold for its deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterState:
+    """What a router has at this moment, for tests and debugging. The inboxes are the router's own."""
+
+    inboxes: dict[RequestKey, Inbox]
+    streams: tuple[DecodeSubscription, ...]
 
 
 class RouterNode:
@@ -305,6 +314,9 @@ class RouterNode:
         """Called every second."""
         self._log.upkeep()
         self._repeats.upkeep()
+
+    def debug_state(self) -> RouterState:
+        return RouterState(inboxes=dict(self._inboxes), streams=self._streams.subscriptions)
 
     async def close(self) -> None:
         await self._streams.close()

@@ -76,13 +76,13 @@ class HeldCopies:
 
 def spill_of(cluster: InProcessCluster) -> tuple[DecodeNode, Spill]:
     node = cluster.decode["decode-0"]
-    assert node._spill is not None
-    return node, node._spill
+    assert node.pool.host is not None
+    return node, node.pool.host.spill
 
 
 def victim_state(cluster: InProcessCluster) -> SpillState | None:
     node, spill = spill_of(cluster)
-    states = [spill.state_of(job.key) for job in node._jobs.values() if cluster.is_marked(job.key.request)]
+    states = [spill.state_of(job.key) for job in node.debug_state().jobs if cluster.is_marked(job.key.request)]
     return states[0] if states else None
 
 

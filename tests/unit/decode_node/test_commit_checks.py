@@ -18,8 +18,7 @@ from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.transport import Seal
 from prefill_node.request_queue import check_request
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
-from tests.support.inprocess_cluster import inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import ask_exactly, inprocess, until
 from tests.unit.decode_node.test_resumed_first import Asker, id_of
 
 VOCAB = 1000

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from tests.support.k8s_harness import ROOT, read_base
-from tests.support.k8s_view import Manifests
+from tests.support.k8s import ROOT, Manifests, read_base
 from tests.support.redis_harness import redis_server
 
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())
