@@ -24,6 +24,7 @@ from baton.errors import BatonError, InvalidField, Reason
 T = TypeVar("T")
 _ENV_NESTING: Final = "__"
 _NONE_TEXTS: Final = frozenset({"", "none"})
+_NO_FORMER: Final[Mapping[str, str]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,16 @@ class ConfigKey:
     type_text: str
     default: str | None
     help: str
+    when: str = ""
+    """When to change it."""
     shown: bool = True
     """In the help of a command."""
+
+
+def fixed(default: T) -> T:
+    """A field of a configuration class that is no setting: no file, variable or flag reaches it. Tests pass others."""
+    made: T = dataclasses.field(default=default, metadata={"setting": False})
+    return made
 
 
 def load(
@@ -65,6 +74,7 @@ def load(
     env: Mapping[str, str],
     flags: Mapping[str, object],
     known_sections: Collection[str] | None = None,
+    former: Mapping[str, str] = _NO_FORMER,
 ) -> T:
     """Build `cls`, a frozen dataclass of scalars, enums, Path, Optional, tuples and further such dataclasses.
 
@@ -73,8 +83,9 @@ def load(
     unknown names under the prefix are refused. Flags: dotted keys ("rpc.rpcs_max"); a None value means not given.
     Text (environment, flags) is converted; a tuple is written with commas or as JSON, None as "none". The file's own
     types must fit: "8" is no number there. `__post_init__` of the classes raises InvalidField, or another ValueError.
-    Help texts come from `field(metadata={"help": ...})`; `"shown": False` there keeps a key, or all of a nested class,
-    out of a command's help.
+    Help texts come from `field(metadata={"help": ..., "when": ...})`; `"shown": False` there keeps a key, or all of a
+    nested class, out of a command's help. Fields made by `fixed` are not loaded. `former` has what to say of keys, or
+    of tables of keys, that an earlier version had.
 
     Raises ConfigError with every problem found.
     """
@@ -89,6 +100,7 @@ def load(
             env=env,
             flags=flags,
             known_sections=known_sections,
+            former=former,
         ).load(),
     )
 
@@ -101,6 +113,7 @@ def describe(cls: type[Any]) -> Iterator[ConfigKey]:
             type_text=_type_text(leaf.type),
             default=_default_text(leaf.default),
             help=str(leaf.field.metadata.get("help", "")),
+            when=str(leaf.field.metadata.get("when", "")),
             shown=leaf.shown,
         )
 
@@ -143,6 +156,7 @@ class _Loader:
         env: Mapping[str, str],
         flags: Mapping[str, object],
         known_sections: Collection[str] | None,
+        former: Mapping[str, str],
     ) -> None:
         self._cls = cls
         self._section = section
@@ -151,6 +165,7 @@ class _Loader:
         self._env = env
         self._flags = flags
         self._known_sections = known_sections
+        self._former = former
         self._leaves = _leaves(cls)
         self._given: dict[str, _Given] = {}
         self._problems: list[ConfigProblem] = []
@@ -189,12 +204,15 @@ class _Loader:
 
     def _read_table(self, table: Mapping[str, object], path: str) -> None:
         tables = {key.rpartition(".")[0] for key in self._leaves if "." in key}
+        tables |= {key.rpartition(".")[0] for key in self._former}
         tables |= {table.rpartition(".")[0] for table in tables if "." in table}
         for name, value in table.items():
             key = path + name
             source = f"{self._toml_path}:{self._section}.{key}"
             if key in self._leaves:
                 self._given[key] = _Given(source=source, value=value, from_text=False, from_file=True)
+            elif key in self._former:
+                self._report(source, self._former[key])
             elif key not in tables:
                 self._report(source, "unknown key" + _hint(key, self._leaves))
             elif isinstance(value, dict):
@@ -204,9 +222,12 @@ class _Loader:
 
     def _read_env(self) -> None:
         names = {env_name(self._env_prefix, key): key for key in self._leaves}
+        former = {env_name(self._env_prefix, key): text for key, text in self._former.items()}
         for name, text in self._env.items():
             if name in names:
                 self._given[names[name]] = _Given(source=name, value=text, from_text=True)
+            elif name in former:
+                self._report(name, former[name])
             elif name.startswith(self._env_prefix):
                 self._report(name, "unknown variable" + _hint(name, names))
 
@@ -217,11 +238,13 @@ class _Loader:
             if key in self._leaves:
                 self._given[key] = _Given(source=flag_name(key), value=value, from_text=isinstance(value, str))
             else:
-                self._report(flag_name(key), "unknown flag" + _hint(key, self._leaves))
+                self._report(flag_name(key), self._former.get(key) or "unknown flag" + _hint(key, self._leaves))
 
     def _build(self, cls: type[Any], path: str, default: object = dataclasses.MISSING) -> object:
         """An instance of `cls`, over `default` where there is one, or None after reporting why there is none."""
         values: dict[str, object] = {}
+        if default is not dataclasses.MISSING:
+            values = {f.name: getattr(default, f.name) for f in dataclasses.fields(cls) if not _is_setting(f)}
         problems_before = len(self._problems)
         for name, leaf in _fields(cls, default).items():
             key = path + name
@@ -299,10 +322,16 @@ def _fields(cls: type[Any], default: object) -> dict[str, _Leaf]:
     hints = get_type_hints(cls, include_extras=True)
     fields = {}
     for field in dataclasses.fields(cls):
+        if not _is_setting(field):
+            continue
         own = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
         shown = bool(field.metadata.get("shown", True))
         fields[field.name] = _Leaf(field=field, type=hints[field.name], default=own, shown=shown)
     return fields
+
+
+def _is_setting(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("setting", True))
 
 
 def _leaves(cls: type[Any], path: str = "", default: object = dataclasses.MISSING) -> dict[str, _Leaf]:

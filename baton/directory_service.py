@@ -21,16 +21,18 @@ DIRECTORY_SERVICE: Final = "baton.v1.Directory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryConfig:
+    """Fixed; tests pass others."""
+
     limits: DirectoryLimits = field(default_factory=DirectoryLimits)
-    watchers_max: int = field(default=1024, metadata={"help": "watchers at a time"})
-    watch_interval_ms: int = field(
-        default=10, metadata={"help": "a watcher is told at most this often; what changes in between is told together"}
-    )
-    expire_interval_ms: int = field(default=100, metadata={"help": "between two looks for records that have run out"})
-    standstill_ms_min: int = field(
-        default=400,
-        metadata={"help": "without a look for longer, it has itself stood still; all records live longer by the rest"},
-    )
+    watchers_max: int = 1024
+    """Watchers at the same time."""
+    watch_interval_ms: int = 10
+    """A watcher is sent changes at most this often; what changes in between is sent together."""
+    expire_interval_ms: int = 100
+    """Time between two looks for records that have expired."""
+    standstill_ms_min: int = 400
+    """After a longer pause between two looks the directory itself stood still: every expiry is extended once by the
+    rest of the pause."""
 
     def __post_init__(self) -> None:
         check_positive(self, "watchers_max", "watch_interval_ms", "expire_interval_ms")

@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from baton.clock import Clock
+from baton.config import fixed
 from baton.endpoint import split_endpoint
-from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.errors import BatonError, Reason, check_positive
 
+JITTER_MAX: Final = 0.2
+"""The pause between pings is shorter by up to this share on some connections, so that pings spread out."""
+REFUSALS_MAX: Final = 3
+"""Tries in a row at which nobody listens there before the peer is lost at once."""
 DOUBT_PAUSE_MS: Final = 1_000
 """After a peer was lost for ending every call at once: until it is tried again, doubled with each time."""
 DOUBT_PAUSE_MS_MAX: Final = 5_000
@@ -28,34 +33,37 @@ DOUBT_PAUSE_MS_MAX: Final = 5_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessConfig:
-    heartbeat_ms: int = field(default=500, metadata={"help": "pause between pings of a silent connection to a node"})
-    jitter_percent: int = field(
-        default=20, metadata={"help": "how much shorter the pause is on some connections, so that pings spread out"}
+    heartbeat_ms: int = field(
+        default=500,
+        metadata={
+            "help": "pause between pings of a silent connection to a node",
+            "when": "A peer that stops should be noticed sooner (lower all three of liveness), or the network is slow.",
+        },
     )
     answer_ms_max: int = field(
-        default=1_500, metadata={"help": "a ping unanswered this long ends the connection and every call on it"}
+        default=1_500,
+        metadata={
+            "help": "a ping unanswered for this long ends the connection and every call on it",
+            "when": "Machines or networks stand still for longer without being dead.",
+        },
     )
     reconnect_ms_max: int = field(
-        default=700, metadata={"help": "a peer not reached again this long after its connection ended is lost"}
+        default=700,
+        metadata={
+            "help": "a peer that is not reached again this long after its connection ended is lost",
+            "when": "Connections break and come back, as behind a load balancer or a restarting network.",
+        },
     )
-    reconnect_pause_ms: int = field(default=50, metadata={"help": "pause between two tries to reach it again"})
-    refusals_max: int = field(
-        default=3, metadata={"help": "tries in a row at which nobody listens there before the peer is lost at once"}
-    )
-
-    barren_ms_max: int = field(
-        default=1_000,
-        metadata={"help": "a long call that ends before this, with nothing of use said on it, was of no use"},
-    )
-    barren_max: int = field(
-        default=6, metadata={"help": "such calls in a row, with longer and longer pauses, before the peer is lost"}
-    )
+    reconnect_pause_ms: int = fixed(50)
+    """Pause between two tries to reach it again."""
+    barren_ms_max: int = fixed(1_000)
+    """A long call that ends before this, with nothing of use received on it, was of no use."""
+    barren_max: int = fixed(6)
+    """Such calls in a row, with longer and longer pauses, before the peer is lost."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "heartbeat_ms", "answer_ms_max", "reconnect_ms_max", "reconnect_pause_ms", "refusals_max")
+        check_positive(self, "heartbeat_ms", "answer_ms_max", "reconnect_ms_max", "reconnect_pause_ms")
         check_positive(self, "barren_ms_max", "barren_max")
-        if not 0 <= self.jitter_percent <= 90:
-            raise InvalidField("jitter_percent", "must be from 0 to 90")
 
     @property
     def noticed_ms_max(self) -> int:
@@ -68,7 +76,7 @@ class LivenessConfig:
         The name `keepalive_timeout` does not keep what it promises: in the versions that we know (1.74) a ping is given
         up after `ping_timeout`, a minute by default, so both are set.
         """
-        shorter = rng.uniform(0, self.jitter_percent / 100) if rng is not None else 0.0
+        shorter = rng.uniform(0, JITTER_MAX) if rng is not None else 0.0
         return [
             ("grpc.keepalive_time_ms", max(1, round(self.heartbeat_ms * (1 - shorter)))),
             ("grpc.keepalive_timeout_ms", self.answer_ms_max),
@@ -141,7 +149,7 @@ class Reach:
             self._refusals += 1
         else:
             self._refusals = 0
-        if self._refusals >= self._config.refusals_max:
+        if self._refusals >= REFUSALS_MAX:
             self.why = "nobody listens at its address"
             self._doubts = 0
         elif self._barren >= (1 if self.doubted else self._config.barren_max):

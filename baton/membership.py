@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from baton.clock import Clock, wait_s
+from baton.config import fixed
 from baton.directory_client import Directory, Snapshot
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import NodeName
@@ -32,24 +33,40 @@ _NAME_WAIT_TTLS: Final = 1.5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
     heartbeat_ms: int = field(
-        default=500, metadata={"help": "between two pushes of the own record; a change that matters is pushed at once"}
+        default=500,
+        metadata={
+            "help": "time between two reports of the own record to the directory; a change that matters is "
+            "sent at once",
+            "when": "The directory serves so many nodes that their heartbeats load it. Keep ttl_ms at twice "
+            "this or more.",
+        },
     )
     ttl_ms: int = field(
-        default=2_500, metadata={"help": "the directory forgets a node that it has not heard of for this long"}
+        default=2_500,
+        metadata={
+            "help": "the directory drops a node that it has not heard from for this long",
+            "when": "Nodes drop out of the directory under load (raise it), or dead ones stay in it too long "
+            "(lower it).",
+        },
     )
     stale_ms_max: int = field(
         default=300_000,
-        metadata={"help": "how long new work goes to the last known nodes while the directory is out of reach"},
+        metadata={
+            "help": "how long new requests go to the last known nodes while the directory is unreachable",
+            "when": "The directory may be away for longer, as in an upgrade, while nodes come and go rarely.",
+        },
     )
     directory_wait_ms_max: int = field(
-        default=30_000, metadata={"help": "how long a starting node waits for a directory that does not answer"}
+        default=30_000,
+        metadata={
+            "help": "how long a starting node waits for a directory that does not answer",
+            "when": "Nodes start long before the directory does.",
+        },
     )
-    backoff_ms_min: int = field(
-        default=50, metadata={"help": "first pause before the directory is asked again after a failure"}
-    )
-    backoff_ms_max: int = field(
-        default=1_000, metadata={"help": "longest pause before the directory is asked again after a failure"}
-    )
+    backoff_ms_min: int = fixed(50)
+    """First pause before the directory is asked again after a failure; it doubles."""
+    backoff_ms_max: int = fixed(1_000)
+    """Longest such pause."""
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)

@@ -18,6 +18,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from baton.clock import Clock
+from baton.config import fixed
 from baton.errors import InvalidField, check_positive
 from baton.kubernetes_api import KubernetesError, PodAddress, patch_annotations
 from baton.lifecycle import Lifecycle
@@ -39,19 +40,39 @@ PatchAnnotations = Callable[[PodAddress, Mapping[str, str | None]], Awaitable[No
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodConfig:
     name: str | None = field(
-        default=None, metadata={"help": "Kubernetes pod of this node, whose deletion cost a drain lowers; none: no pod"}
+        default=None,
+        metadata={
+            "help": "Kubernetes pod of this node, whose deletion cost a drain lowers; none: no pod",
+            "when": "The node runs in Kubernetes, in a pool that is scaled down.",
+        },
     )
     api: str = field(
-        default="https://kubernetes.default.svc", metadata={"help": "https://host[:port] of the Kubernetes API"}
+        default="https://kubernetes.default.svc",
+        metadata={
+            "help": "https://host[:port] of the Kubernetes API",
+            "when": "The API is reached at another address.",
+        },
     )
     credentials: Path = field(
         default=Path("/var/run/secrets/kubernetes.io/serviceaccount"),
-        metadata={"help": "folder of the service account: token, namespace, ca.crt"},
+        metadata={
+            "help": "folder of the service account: token, namespace, ca.crt",
+            "when": "The service account is mounted elsewhere.",
+        },
     )
-    call_ms_max: int = field(default=2_000, metadata={"help": "how long one call to the API may take"})
-    tries_max: int = field(default=4, metadata={"help": "calls before the deletion cost is left as it is"})
-    retry_ms_min: int = field(default=200, metadata={"help": "pause before the second call, doubled for each further"})
-    retry_ms_max: int = field(default=2_000, metadata={"help": "longest pause between two calls"})
+    call_ms_max: int = field(
+        default=2_000,
+        metadata={
+            "help": "how long one call to the API may take",
+            "when": "The API server is far away or slow.",
+        },
+    )
+    tries_max: int = fixed(4)
+    """Calls before the deletion cost is left as it is."""
+    retry_ms_min: int = fixed(200)
+    """Pause before the second call, doubled for each further."""
+    retry_ms_max: int = fixed(2_000)
+    """Longest pause between two calls."""
 
     def __post_init__(self) -> None:
         check_positive(self, "call_ms_max", "tries_max", "retry_ms_min", "retry_ms_max")

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from baton.binding import check_can_bind, port_in_use
+from baton.config import fixed
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.health import HEALTH_SERVICE, REFLECTION_SERVICE
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
     _Context = grpc.aio.ServicerContext[Any, Any]
 
+RPCS_UNTIMED_MAX: Final = 1024
+"""Calls beyond `rpcs_max` for health checks and long-lived streams, so that a full node still answers them."""
+PING_INTERVAL_MS_MIN: Final = 50
+"""Clients that ping more often than this without data are disconnected."""
+CLIENT_LIVENESS: Final = LivenessConfig(heartbeat_ms=10_000, answer_ms_max=5_000)
+"""Pings of a silent connection whose caller is no node. One that leaves them unanswered has its calls ended."""
 PUBLIC_SERVICES: Final = frozenset({"baton.v1.Inference"})
 """Called by clients, who may leave the deadline out."""
 
@@ -55,33 +62,37 @@ class RpcLimits:
     """Limits of one server."""
 
     message_bytes_max: int = field(
-        default=16 * 1024 * 1024, metadata={"help": "bytes of one gRPC message, and of the body of an HTTP call"}
+        default=16 * 1024 * 1024,
+        metadata={
+            "help": "bytes of one gRPC message, and of the body of an HTTP call",
+            "when": "Clients send longer prompts than fit.",
+        },
     )
-    rpcs_max: int = field(default=1024, metadata={"help": "calls at a time, health checks and the like not counted"})
-    rpcs_untimed_max: int = field(
+    rpcs_max: int = field(
         default=1024,
-        metadata={"help": "calls beyond those for health checks and the like, so that a full node still answers them"},
-    )
-    busy_retry_ms: int = field(
-        default=200, metadata={"help": "when to try again, told with a refusal for too many calls"}
+        metadata={
+            "help": "calls at the same time, health checks and long-lived streams not counted",
+            "when": "The process has the memory and the cores to serve more clients than this.",
+        },
     )
     public_deadline_ms_default: int = field(
-        default=300_000, metadata={"help": "deadline of a client's call that names none"}
+        default=300_000,
+        metadata={
+            "help": "deadline of a client's call that names none",
+            "when": "Clients name no deadline, and their answers take longer.",
+        },
     )
-    public_deadline_ms_max: int = field(default=3_600_000, metadata={"help": "longest deadline of a client's call"})
-    ping_interval_ms_min: int = field(
-        default=50, metadata={"help": "clients that ping more often than this without data are disconnected"}
+    public_deadline_ms_max: int = field(
+        default=3_600_000,
+        metadata={
+            "help": "longest deadline of a client's call",
+            "when": "Answers take more than an hour, or none should take as long.",
+        },
     )
-    client_ping_ms: int = field(
-        default=10_000, metadata={"help": "between pings of a silent connection whose caller is no node"}
-    )
-    client_answer_ms_max: int = field(
-        default=5_000, metadata={"help": "a client that leaves a ping unanswered this long has its calls ended"}
-    )
-    handler_end_ms_max: int = field(
-        default=5_000,
-        metadata={"help": "how long a stopping server waits for the handlers of calls that it has cancelled"},
-    )
+    busy_retry_ms: int = fixed(200)
+    """When to try again, returned when there are too many calls."""
+    handler_end_ms_max: int = fixed(5_000)
+    """How long a stopping server waits for the handlers of calls that it has cancelled."""
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)
@@ -104,9 +115,7 @@ class RpcServer:
     def __init__(self, *, limits: RpcLimits, rng: random.Random, liveness: LivenessConfig | None = None) -> None:
         """`liveness` is for a server whose callers are nodes; without it they are pinged as clients."""
         self._limits = limits
-        self._liveness = liveness or LivenessConfig(
-            heartbeat_ms=limits.client_ping_ms, answer_ms_max=limits.client_answer_ms_max
-        )
+        self._liveness = liveness or CLIENT_LIVENESS
         self._services: list[tuple[str, Callable[[Any, grpc.aio.Server], None], object]] = []
         self._edge = _Edge(limits=limits, rng=rng, refused=lambda error: self.refused(error))
         self.refused: Callable[[BatonError], None] = lambda _error: None
@@ -161,10 +170,10 @@ class RpcServer:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", limits.message_bytes_max),
             ("grpc.max_send_message_length", limits.message_bytes_max),
-            ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_interval_ms_min),
+            ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS_MIN),
             *self._liveness.ping_options(None),
         ]
-        calls_max = limits.rpcs_max + limits.rpcs_untimed_max
+        calls_max = limits.rpcs_max + RPCS_UNTIMED_MAX
         with whole_wakes():
             server = grpc.aio.server(interceptors=[self._edge], maximum_concurrent_rpcs=calls_max, options=options)
         names = [service for service, _, _ in self._services]

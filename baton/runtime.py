@@ -7,16 +7,16 @@ import dataclasses
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any
 
 from batonpb import node_pb2, node_pb2_grpc
 
 from baton.binding import check_can_bind
 from baton.clock import Clock, wait_s
-from baton.directory_setting import open_directory
+from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, open_directory
 from baton.drain import Holdings, NodeDrain
 from baton.endpoint import check_reachable, from_here, join_endpoint, split_endpoint
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, check_positive
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
 from baton.liveness import LivenessConfig
@@ -39,61 +39,55 @@ Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, how much there is."""
 
 
-class NodeConfig(Protocol):
-    """What the configurations of all node services have in common."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def listen(self) -> str: ...
-    @property
-    def advertise(self) -> str | None: ...
-    @property
-    def directory(self) -> str: ...
-    @property
-    def membership(self) -> MembershipConfig: ...
-    @property
-    def rpc(self) -> RpcLimits: ...
-    @property
-    def liveness(self) -> LivenessConfig: ...
-    @property
-    def stop_grace_ms(self) -> int: ...
-    @property
-    def drain_ms_max(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSettings:
-    """The part of a node's configuration that this module works by."""
+class ProcessConfig:
+    """What the configurations of routers and of serving nodes have in common. Raises InvalidField."""
 
-    name: str
-    role: Role
-    listen: str
-    advertise: str | None
-    directory: str
-    membership: MembershipConfig
-    rpc: RpcLimits
-    liveness: LivenessConfig
-    stop_grace_ms: int
-    drain_ms_max: int
-    pod: PodConfig = field(default_factory=PodConfig)
+    name: str = field(
+        metadata={
+            "help": "name of this node, unique in the cluster",
+            "when": "Always: two nodes must not have the same.",
+        },
+    )
+    listen: str = field(
+        default="127.0.0.1:0",
+        metadata={
+            "help": "host:port of gRPC; port 0 takes any",
+            "when": "Nodes are on several machines, or firewalls need fixed ports.",
+        },
+    )
+    advertise: str | None = field(
+        default=None,
+        metadata={
+            "help": "host:port that peers reach; none: what listen takes",
+            "when": "listen names all addresses of the machine, or peers reach it at a translated address.",
+        },
+    )
+    directory: str = field(
+        default="127.0.0.1:7070",
+        metadata={"help": DIRECTORY_HELP, "when": "Always, except on one machine with the default port."},
+    )
+    membership: MembershipConfig = field(default_factory=MembershipConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    rpc: RpcLimits = field(default_factory=RpcLimits)
+    drain_ms_max: int = field(
+        default=60_000,
+        metadata={
+            "help": "how long SIGTERM waits for running requests before they are given up",
+            "when": "Answers take longer. Give Kubernetes a longer terminationGracePeriodSeconds too.",
+        },
+    )
+    stop_grace_ms: int = field(
+        default=2_000,
+        metadata={
+            "help": "how long running calls may take to end at a stop",
+            "when": "Clients are cut off at a stop in the middle of their last messages.",
+        },
+    )
 
-    @classmethod
-    def of(cls, config: NodeConfig, role: Role, *, pod: PodConfig | None = None) -> Self:
-        """`pod` is that of the services which have one: a router sets no deletion cost."""
-        return cls(
-            name=config.name,
-            role=role,
-            listen=config.listen,
-            advertise=config.advertise,
-            directory=config.directory,
-            membership=config.membership,
-            rpc=config.rpc,
-            liveness=config.liveness,
-            stop_grace_ms=config.stop_grace_ms,
-            drain_ms_max=config.drain_ms_max,
-            pod=pod or PodConfig(),
-        )
+    def __post_init__(self) -> None:
+        check_directory_setting(self.directory)
+        check_positive(self, "drain_ms_max", "stop_grace_ms")
 
 
 class NodeRuntime:
@@ -102,22 +96,27 @@ class NodeRuntime:
 
     def __init__(
         self,
-        settings: NodeSettings,
+        config: ProcessConfig,
+        role: Role,
         *,
+        pod: PodConfig | None = None,
         clock: Clock,
         rng: random.Random,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_CONFIG."""
-        self.settings = settings
-        self.name = check_name(settings.name)
+        """`pod` is that of a serving node: a router sets no deletion cost.
+
+        Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_CONFIG.
+        """
+        self.config, self.role = config, role
+        self.name = check_name(config.name)
         self.incarnation = Incarnation(rng.getrandbits(64) | 1)
         self.clock = clock
         self.rng = rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
         self.channels = self.make_channels()
-        callers_are_nodes = settings.role is not Role.ROUTER
-        self.server = RpcServer(limits=settings.rpc, rng=rng, liveness=settings.liveness if callers_are_nodes else None)
+        callers_are_nodes = role is not Role.ROUTER
+        self.server = RpcServer(limits=config.rpc, rng=rng, liveness=config.liveness if callers_are_nodes else None)
         self.endpoint = ""
         self.model: ModelInfo | None = None
         self.transports: tuple[str, ...] = ()
@@ -131,27 +130,27 @@ class NodeRuntime:
         self.lifecycle_news = asyncio.Event()
         """Set at the next change of the lifecycle, and another one from then on."""
         self._upkeep_task: asyncio.Task[None] | None = None
-        self.directory = open_directory(settings.directory, channels=self.channels, clock=clock)
+        self.directory = open_directory(config.directory, channels=self.channels, clock=clock)
         self.membership = Membership(
             directory=self.directory,
             own_record=self.record,
             clock=clock,
             rng=rng,
-            config=settings.membership,
+            config=config.membership,
             on_change=on_change,
         )
-        self.deletion_cost = DeletionCost(settings.pod, clock=clock, rng=rng)
+        self.deletion_cost = DeletionCost(pod or PodConfig(), clock=clock, rng=rng)
         self.drain = NodeDrain(self.lifecycle, clock=clock, holds=lambda: self.holds(), changed=self._lifecycle_changed)
         self.server.add(NODE_SERVICE, node_pb2_grpc.add_NodeServicer_to_server, _NodeService(self))
 
     def make_channels(self) -> Channels:
         """Channels to other nodes, by this node's limits; the caller closes those that it asks for."""
-        return Channels(limits=ChannelLimits(liveness=self.settings.liveness), rng=self.rng)
+        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng)
 
     def record(self) -> NodeRecord:
         return NodeRecord(
             name=self.name,
-            role=self.settings.role,
+            role=self.role,
             incarnation=self.incarnation,
             endpoint=self.endpoint,
             lifecycle=self.lifecycle.state,
@@ -163,10 +162,10 @@ class NodeRuntime:
     async def check_listen(self) -> None:
         """Fail early where the port is taken, or peers are told no address, before a model is loaded."""
         self._check_advertised()
-        await check_can_bind(self.settings.listen)
+        await check_can_bind(self.config.listen)
 
     def _check_advertised(self) -> None:
-        listen, advertise = self.settings.listen, self.settings.advertise
+        listen, advertise = self.config.listen, self.config.advertise
         if advertise is not None:
             check_reachable(advertise)
         elif from_here(listen) != listen:
@@ -182,9 +181,9 @@ class NodeRuntime:
 
         Raises BatonError PORT_IN_USE, NAME_IN_USE, PEER_UNREACHABLE (the directory), ...
         """
-        port = await self.server.start(self.settings.listen)
-        host, _ = split_endpoint(self.settings.listen)
-        self.endpoint = self.settings.advertise or join_endpoint(host, port)
+        port = await self.server.start(self.config.listen)
+        host, _ = split_endpoint(self.config.listen)
+        self.endpoint = self.config.advertise or join_endpoint(host, port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")
         self.loop_lag.start()
         # Registered as ready, not made ready later: whoever is told "ready" finds the node in the directory.
@@ -195,7 +194,7 @@ class NodeRuntime:
 
     async def serve_until(self, stop: asyncio.Event, drain: asyncio.Event | None) -> None:
         """Return when the node is to be taken apart: at `stop`, or at `drain` and empty (or `drain_ms_max` later)."""
-        await self.drain.serve_until(stop, drain, drain_ms_max=self.settings.drain_ms_max)
+        await self.drain.serve_until(stop, drain, drain_ms_max=self.config.drain_ms_max)
 
     async def leave(self) -> None:
         """Take nothing new: not ready, out of the directory. Idempotent."""
@@ -215,7 +214,7 @@ class NodeRuntime:
         await self.loop_lag.close()
         await self.drain.close()
         await self.deletion_cost.close()
-        await self.server.stop(self.settings.stop_grace_ms / 1000)
+        await self.server.stop(self.config.stop_grace_ms / 1000)
         await self.directory.close()
         await self.channels.close()
 

@@ -8,18 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.config import fixed
 from baton.errors import BatonError, InvalidField, Reason, bad_field, check_positive
 from cachestore.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinLimits:
-    count_max: int = field(default=64, metadata={"help": "pinned prefixes in this node"})
+    count_max: int = field(
+        default=64,
+        metadata={
+            "help": "pinned prefixes in this node",
+            "when": "More prefixes are pinned.",
+        },
+    )
     region_share_max: float = field(
         default=0.5,
-        metadata={"help": "share of the region that pins may ask for; requests have the rest to themselves"},
+        metadata={
+            "help": "share of the region that pins may take; requests have the rest to themselves",
+            "when": "Pins are refused for want of room (raise it), or requests wait for blocks (lower it).",
+        },
     )
-    lease_ms_max: int = field(default=600_000, metadata={"help": "how long a pin may stay without being renewed"})
+    lease_ms_max: int = fixed(600_000)
+    """How long a pin may stay without being renewed."""
 
     def __post_init__(self) -> None:
         check_positive(self, "count_max", "region_share_max", "lease_ms_max")

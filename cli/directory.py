@@ -18,11 +18,28 @@ from baton.rpc import RpcLimits, RpcServer
 class DirectoryProcessConfig:
     """Section `[directory]`, environment `BATON_DIRECTORY_*`."""
 
-    name: str = field(default="directory", metadata={"help": "name of this process in its log"})
-    listen: str = field(default="127.0.0.1:7070", metadata={"help": "host:port of gRPC; port 0 takes any"})
-    service: DirectoryConfig = field(default_factory=DirectoryConfig)
+    name: str = field(
+        default="directory",
+        metadata={
+            "help": "name of this process in its log",
+            "when": "Several directories log to one place.",
+        },
+    )
+    listen: str = field(
+        default="127.0.0.1:7070",
+        metadata={
+            "help": "host:port of gRPC; port 0 takes any",
+            "when": "Nodes on other machines must reach it, or the port is in use.",
+        },
+    )
     rpc: RpcLimits = field(default_factory=RpcLimits)
-    stop_grace_ms: int = field(default=1_000, metadata={"help": "how long running calls may take to end at a stop"})
+    stop_grace_ms: int = field(
+        default=1_000,
+        metadata={
+            "help": "how long running calls may take to end at a stop",
+            "when": "As for the nodes.",
+        },
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, "stop_grace_ms")
@@ -35,11 +52,12 @@ async def serve(
     drain: asyncio.Event | None = None,
     on_ready: Callable[[str], None],
     progress: Callable[[str, int, int], None],
+    limits: DirectoryConfig | None = None,
 ) -> None:
     """Answer until `stop`, then let running calls end. Raises BatonError where it cannot listen."""
     del progress, drain  # it runs nothing that could be waited for
     server = RpcServer(limits=config.rpc, rng=random.Random())
-    service = DirectoryService(config=config.service, clock=SystemClock())
+    service = DirectoryService(config=limits or DirectoryConfig(), clock=SystemClock())
     service.start(server)
     try:
         port = await server.start(config.listen)

@@ -13,8 +13,10 @@ from typing import Any, Final, TextIO
 
 import click
 
+from baton.config import flag_name
 from baton.lifecycle import install_signal_handlers
 from baton.log import LogFormat, LogLevel, get_log, set_up_logging
+from cli.former_settings import FORMER
 from cli.invocation import Invocation
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import Service, config_class, load_config, serve_function
@@ -53,7 +55,7 @@ Example:
 def service_command(name: str, summary: str) -> click.Command:
     """The click command of one service; imports its configuration class."""
     service = Service(name)
-    return click.Command(
+    return _ServiceCommand(
         name,
         params=[*config_options(config_class(service)), *common_options()],
         callback=click.pass_context(lambda ctx, **parameters: _command(service, ctx, parameters)),
@@ -102,6 +104,18 @@ class ProgressPrinter:
                 log.info("starting", what=what, percent=step[1])
             else:
                 print(f"{self._name}: {what} {step[1]}%", file=self._stderr, flush=True)
+
+
+class _ServiceCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuses a flag of an earlier version with what has become of it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            for key, text in FORMER.items():
+                if flag_name(key) == error.option_name:
+                    raise click.UsageError(f"{error.option_name} {text}", ctx) from error
+            raise
 
 
 def _command(service: Service, ctx: click.Context, parameters: dict[str, object]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from baton.config import load
+from cli.former_settings import FORMER
 
 
 class Service(Enum):
@@ -95,4 +96,5 @@ def load_config(
         env=env,
         flags=flags,
         known_sections=SECTIONS,
+        former=FORMER,
     )

@@ -48,29 +48,74 @@ _UP_LISTEN_FLAG_OF: Final[Mapping[str, tuple[str, str]]] = {
 class UpConfig:
     """Section `[up]`, environment `BATON_UP_*`. None leaves a setting to the sections of the services."""
 
-    prefill: int | None = field(default=None, metadata={"help": "prefill nodes; none: 1, or 0 where some are mixed"})
-    decode: int | None = field(default=None, metadata={"help": "decode nodes; none: 1, or 0 where some are mixed"})
-    mixed: int = field(default=0, metadata={"help": "nodes that do both halves"})
-    model: str | None = field(default=None, metadata={"help": "model folder, or its name on the hub"})
-    engine_kind: EngineKind | None = field(default=None, metadata={"help": "model, or mock (tests of the protocol)"})
-    listen: str = field(default="127.0.0.1:7000", metadata={"help": "host:port of the router"})
-    http: str | None = field(default=None, metadata={"help": "host:port of the OpenAI endpoints over HTTP; none: off"})
+    prefill: int | None = field(
+        default=None,
+        metadata={"help": "prefill nodes; none: 1, or 0 where some are mixed", "when": "Always: the number of nodes."},
+    )
+    decode: int | None = field(
+        default=None, metadata={"help": "decode nodes; none: 1, or 0 where some are mixed", "when": "As prefill."}
+    )
+    mixed: int = field(
+        default=0, metadata={"help": "nodes that do both halves", "when": "Nodes should do both halves."}
+    )
+    model: str | None = field(
+        default=None,
+        metadata={"help": "model folder, or its name on the hub", "when": "Always, but for the mock engine."},
+    )
+    engine_kind: EngineKind | None = field(
+        default=None,
+        metadata={"help": "model, or mock (tests of the protocol)", "when": "To try the cluster without a model."},
+    )
+    listen: str = field(
+        default="127.0.0.1:7000",
+        metadata={"help": "host:port of the router", "when": "Clients are on other machines, or the port is in use."},
+    )
+    http: str | None = field(
+        default=None,
+        metadata={"help": "host:port of the OpenAI endpoints over HTTP; none: off", "when": "Clients use HTTP."},
+    )
     directory: str | None = field(
         default=None,
-        metadata={"help": f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}"},
+        metadata={
+            "help": f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}",
+            "when": "Nodes on other machines belong to the same cluster.",
+        },
     )
     directory_listen: str = field(
-        default="127.0.0.1:7070", metadata={"help": "host:port of the directory that is started"}
+        default="127.0.0.1:7070",
+        metadata={
+            "help": "host:port of the directory that is started",
+            "when": "The port is in use, or nodes on other machines join.",
+        },
     )
     threads: int | None = field(
-        default=None, metadata={"help": "compute threads of each node; none: the cores of this machine shared out"}
+        default=None,
+        metadata={
+            "help": "compute threads of each node; none: the cores of this machine shared out",
+            "when": "The cores should be shared out otherwise.",
+        },
     )
-    blocks: int | None = field(default=None, metadata={"help": "KV blocks of each node"})
+    blocks: int | None = field(
+        default=None,
+        metadata={"help": "KV blocks of each node", "when": "Always: it is the memory for KV of each node."},
+    )
     log_dir: Path | None = field(
-        default=None, metadata={"help": "keep the logs here; none: a temporary folder, kept only after a failure"}
+        default=None,
+        metadata={
+            "help": "keep the logs here; none: a temporary folder, kept only after a failure",
+            "when": "To read the logs afterwards.",
+        },
     )
-    start_ms_max: int = field(default=300_000, metadata={"help": "how long starting may take"})
-    stop_grace_ms: int = field(default=8_000, metadata={"help": "how long a stop may take before nodes are killed"})
+    start_ms_max: int = field(
+        default=300_000, metadata={"help": "how long starting may take", "when": "A model takes longer to load."}
+    )
+    stop_grace_ms: int = field(
+        default=8_000,
+        metadata={
+            "help": "how long a stop may take before nodes are killed",
+            "when": "Answers should run to their end at a stop.",
+        },
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, "start_ms_max", "stop_grace_ms")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.config import fixed
 from baton.errors import InvalidField, check_positive
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
 from node.config import ReceiverNodeConfig
@@ -13,21 +14,36 @@ from node.spill import SpillConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(ReceiverNodeConfig):
     spill: SpillConfig = field(default_factory=SpillConfig)
-    requests_max: int = field(default=64, metadata={"help": "requests granted and running at a time"})
-    finished_max: int = field(default=4_096, metadata={"help": "finished answers kept until the router has them"})
-    finished_ms_max: int = field(default=60_000, metadata={"help": "how long a finished answer is kept"})
-    orphan_ms: int = field(default=10_000, metadata={"help": "a request whose router is away this long is cancelled"})
-    resumed_wait_ms: int = field(
-        default=1_500,
-        metadata={"help": "how long new requests stand back for one in the middle of its answer that found no room"},
+    requests_max: int = field(
+        default=64,
+        metadata={
+            "help": "requests granted and running at the same time",
+            "when": "As engine.sequences_max, which it must not exceed.",
+        },
     )
-    resumed_hold_ms_max: int = field(
-        default=5_000,
-        metadata={"help": "how long they do so at most for one that asks again and again, from when it first asked"},
+    finished_ms_max: int = field(
+        default=60_000,
+        metadata={
+            "help": "how long a finished answer is kept for its router",
+            "when": "Routers may be away for longer, or memory is short.",
+        },
     )
+    orphan_ms: int = field(
+        default=10_000,
+        metadata={
+            "help": "a request whose router is away for this long is cancelled",
+            "when": "Routers restart slowly, or lost requests hold room for too long.",
+        },
+    )
+    finished_max: int = fixed(4_096)
+    """Finished answers kept until the router has them."""
+    resumed_wait_ms: int = fixed(1_500)
+    """How long new requests yield to a resumed one that found no room."""
+    resumed_hold_ms_max: int = fixed(5_000)
+    """How long they do so at most for one that asks again and again, from its first try."""
 
     def __post_init__(self) -> None:
-        self.check()
+        ReceiverNodeConfig.__post_init__(self)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
         check_positive(self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms")

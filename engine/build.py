@@ -61,58 +61,127 @@ QUANTISATIONS = {
 class EngineConfig:
     """One engine of a node."""
 
-    kind: EngineKind = field(default=EngineKind.MODEL, metadata={"help": "model, or mock (tests of the protocol)"})
-    model: str = field(default="", metadata={"help": "folder of a Hugging Face model, or its name on the hub"})
+    kind: EngineKind = field(
+        default=EngineKind.MODEL,
+        metadata={
+            "help": "model, or mock (tests of the protocol)",
+            "when": "To try the cluster without a model.",
+        },
+    )
+    model: str = field(
+        default="",
+        metadata={
+            "help": "folder of a Hugging Face model, or its name on the hub",
+            "when": "Always, but for the mock engine.",
+        },
+    )
     dtype: ComputeDtype = field(
         default=ComputeDtype.AUTO,
-        metadata={"help": "auto (bfloat16 if the weights are, else float32), float32, or bfloat16; KV cache too"},
+        metadata={
+            "help": "auto (bfloat16 if the weights are, else float32), float32, or bfloat16; also of the KV cache",
+            "when": "Answers must be the same as those of another engine in float32, or memory is short.",
+        },
     )
     device: ComputeDevice = field(
         default=ComputeDevice.CPU,
         metadata={
-            "help": "cpu; cuda: weights, KV and the handoff on a GPU; cuda-mirrored: PyTorch's plain operations on a "
-            "GPU, KV copied to and from host memory"
+            "help": "cpu; cuda: weights, KV and the handoff on a GPU; cuda-mirrored: PyTorch's plain "
+            "operations on a GPU, with KV copied to and from host memory",
+            "when": "The machine has a GPU.",
         },
     )
     gpu: GpuConfig = field(default_factory=GpuConfig)
     deterministic: bool = field(
         default=False,
         metadata={
-            "help": "same tokens whatever else is in the batch, and after a resumption: one token at a time, slow; "
-            "nodes need the same compute_threads"
+            "help": "same tokens whatever else is in the batch, and after a resumption: one token at a time, "
+            "slow; nodes need the same compute_threads",
+            "when": "Answers must be reproducible bit by bit.",
         },
     )
     quantisation: Quantisation = field(
         default=Quantisation.NONE,
         metadata={
-            "help": "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights rounded at the start; other answers, "
-            "and faster decoding of few sequences at a time: not of 16 or more by int8; bfloat16"
+            "help": "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights are rounded at the start, in bfloat16",
+            "when": "Weights do not fit, or decoding few sequences should be faster (int8: fewer than 16). "
+            "Answers change.",
         },
     )
     quantisation_must_agree: bool = field(
-        default=False, metadata={"help": "hand over only with nodes of the same quantisation"}
+        default=False,
+        metadata={
+            "help": "hand over only between nodes of the same quantisation",
+            "when": "Answers must not depend on where they are computed.",
+        },
     )
-    block_size: int = field(default=16, metadata={"help": "token positions in a block"})
-    num_blocks: int = field(default=1024, metadata={"help": "blocks in the region"})
-    compute_threads: int = field(default=1, metadata={"help": "threads of this process that compute"})
-    tokens_per_step_max: int = field(default=512, metadata={"help": "token budget of a step"})
-    sequences_max: int = field(default=64, metadata={"help": "sequences in the engine at a time"})
+    block_size: int = field(
+        default=16,
+        metadata={
+            "help": "token positions in a block",
+            "when": "It must be the same on all nodes. Smaller blocks waste less, larger ones cost less work "
+            "per handoff.",
+        },
+    )
+    num_blocks: int = field(
+        default=1024,
+        metadata={
+            "help": "blocks in the region",
+            "when": "Always: it is the memory for KV.",
+        },
+    )
+    compute_threads: int = field(
+        default=1,
+        metadata={
+            "help": "threads of this process that compute",
+            "when": "Always on a CPU: the cores of the machine, less those that copy.",
+        },
+    )
+    tokens_per_step_max: int = field(
+        default=512,
+        metadata={
+            "help": "token budget of a step",
+            "when": "Prompts are too slow (raise it), or they delay running answers too much (lower it).",
+        },
+    )
+    sequences_max: int = field(
+        default=64,
+        metadata={
+            "help": "sequences in the engine at the same time",
+            "when": "More requests should run together, or each should run faster.",
+        },
+    )
     logits_rows_max: int | None = field(
         default=None,
-        metadata={"help": "tokens drawn in a step, each with a score for every token; none: sequences_max"},
+        metadata={
+            "help": "tokens sampled in a step, each with a score for every token; none: sequences_max",
+            "when": "The vocabulary is large and memory is short.",
+        },
     )
-    overtakes_max: int = field(
-        default=32, metadata={"help": "later sequences that start while a prompt waits, before it has the next place"}
+    mock_layer_delay_ms: float = field(
+        default=0.0,
+        metadata={
+            "help": "mock engine: how long each layer takes",
+            "when": "To try the timing of a cluster.",
+        },
     )
-    mock_layer_delay_ms: float = field(default=0.0, metadata={"help": "mock engine: how long each layer takes"})
     poison_freed: bool = field(
-        default=False, metadata={"help": "fill freed blocks with NaN bytes: shows use after free, costs time"}
+        default=False,
+        metadata={
+            "help": "fill freed blocks with NaN bytes: shows use after free, costs time",
+            "when": "To look for an error.",
+        },
     )
-    mock_seed: int = field(default=0, metadata={"help": "mock engine: stands for the weights"})
+    mock_seed: int = field(
+        default=0,
+        metadata={
+            "help": "mock engine: stands for the weights",
+            "when": "To have two mock models that differ.",
+        },
+    )
     pins: PinLimits = field(default_factory=PinLimits)
 
     def __post_init__(self) -> None:
-        names = ("block_size", "num_blocks", "compute_threads", "tokens_per_step_max", "sequences_max", "overtakes_max")
+        names = ("block_size", "num_blocks", "compute_threads", "tokens_per_step_max", "sequences_max")
         for name in names:
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"is {getattr(self, name)}; must be at least 1")
@@ -146,7 +215,6 @@ class EngineConfig:
             # A node admits no more requests than places; a mixed one has as many of each half, at most.
             waiting_max=2 * self.sequences_max,
             logits_rows_max=self.logits_rows_max,
-            overtakes_max=self.overtakes_max,
         )
 
 

@@ -7,10 +7,11 @@ import hashlib
 import os
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from baton.config import fixed
 from baton.errors import BatonError, InvalidField, Reason
 from baton.wire import ModelInfo
 from kvtransfer.transport import RegionKind, TransportName
@@ -59,11 +60,10 @@ COOLDOWN_MS_MAX: Final = 1_800_000
 class FallbackConfig:
     """When a writer stops offering a transport to one receiver process, until its cooldown is over."""
 
-    failures_max: int = field(
-        default=2,
-        metadata={"help": "failed links of one transport to a receiver within the window before it is given up"},
-    )
-    failure_window_ms: int = field(default=60_000, metadata={"help": "the window in which failed links are counted"})
+    failures_max: int = fixed(2)
+    """Failed links of one transport to a receiver within the window before it is given up."""
+    failure_window_ms: int = fixed(60_000)
+    """The window in which failed links are counted."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -83,11 +83,17 @@ class ReceiverConfig:
 
     lease_ms: int = field(
         default=10_000,
-        metadata={"help": "a grant not renewed for this long is taken back (which ends with evidence, not with time)"},
+        metadata={
+            "help": "a grant that is not renewed for this long is revoked (which ends with evidence, not with time)",
+            "when": "Prefill nodes stand still for longer, or blocks of lost ones should come back sooner.",
+        },
     )
     revoke_ms: int = field(
         default=1_000,
-        metadata={"help": "how long one try to take a grant back may go unanswered before the next, stronger one"},
+        metadata={
+            "help": "how long one try to revoke a grant may go unanswered before the next, stronger one",
+            "when": "As lease_ms.",
+        },
     )
     connections_max: int = field(
         default=256,

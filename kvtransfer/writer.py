@@ -18,6 +18,7 @@ from typing import Final
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, transfer_pb2, transfer_pb2_grpc
 
+from baton.config import fixed
 from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
@@ -83,35 +84,44 @@ class WriterConfig:
     """Times and limits of the writer's side of a handoff, for each receiver."""
 
     reserve_ms_max: int = field(
-        default=1_000, metadata={"help": "how long a Reserve may go unanswered; a healthy node answers at once"}
-    )
-    call_ms_max: int = field(
-        default=2_000, metadata={"help": "how long any other call to a receiver may go unanswered"}
-    )
-    retry_ms_min: int = field(default=20, metadata={"help": "first pause before an unanswered call is repeated"})
-    retry_ms_max: int = field(default=1_000, metadata={"help": "longest pause before an unanswered call is repeated"})
-    drift_per_mille: int = field(
-        default=20, metadata={"help": "margin taken off a lease because two clocks run at different rates"}
-    )
-    unacked_bytes_max: int = field(
-        default=1 << 30,
+        default=1_000,
         metadata={
-            "help": "posted bytes to one receiver without an acknowledgement, beyond which nothing new goes there"
+            "help": "how long a Reserve may go unanswered; a healthy node answers at once",
+            "when": "The network or the decode nodes stand still for longer without being dead.",
         },
     )
-    pinned_blocks_max: int = field(
-        default=65_536, metadata={"help": "source blocks pinned for one receiver, beyond which nothing new goes there"}
+    call_ms_max: int = field(
+        default=2_000,
+        metadata={
+            "help": "how long any other call to a receiver may go unanswered",
+            "when": "As reserve_ms_max.",
+        },
     )
     stall_ms_max: int = field(
-        default=10_000, metadata={"help": "a handoff whose posted writes make no progress for this long is given up"}
+        default=10_000,
+        metadata={
+            "help": "a handoff whose posted writes make no progress for this long is given up",
+            "when": "The network stands still for longer, or other decode nodes should be tried sooner.",
+        },
     )
     checksum_fraction: float = field(
         default=0.0,
         metadata={
-            "help": "share of the records, 0 to 1, that the decode node compares with a checksum before it takes a "
-            "handoff, to find bad hardware; 0 compares none"
+            "help": "share of the records, 0 to 1, that the decode node compares with a checksum before it "
+            "takes a handoff; 0 compares none",
+            "when": "Bad hardware is suspected. It costs compute on both sides.",
         },
     )
+    retry_ms_min: int = fixed(20)
+    """First pause before an unanswered call is repeated."""
+    retry_ms_max: int = fixed(1_000)
+    """Longest such pause."""
+    drift_per_mille: int = fixed(20)
+    """Margin taken off a lease because two clocks run at different rates."""
+    unacked_bytes_max: int = fixed(1 << 30)
+    """Posted bytes to one receiver without an acknowledgement, beyond which nothing new goes there."""
+    pinned_blocks_max: int = fixed(65_536)
+    """Source blocks pinned for one receiver, beyond which nothing new goes there."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.checksum_fraction <= 1:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 
 from baton.errors import InvalidField
 from decode_node.config import DecodeConfig
-from kvtransfer.negotiation import FallbackConfig
 from kvtransfer.writer import WriterConfig
 from node.spill import SpillConfig
 from prefill_node.config import PrefillConfig
@@ -18,30 +17,39 @@ from prefill_node.local_policy import LocalFallback, LocalPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedConfig(DecodeConfig):
-    """That of its decode half, and what its prefill half needs beside it."""
+    """The decode half's configuration is this itself."""
 
     spill: SpillConfig = field(default_factory=SpillConfig, metadata={"shown": False})
     """Must be off: here so that a refusal can say why."""
+    writer: WriterConfig = field(default_factory=WriterConfig)
+    queue_max: int = field(
+        default=256,
+        metadata={
+            "help": "requests that wait for a place in the engine; as many again that are resumed wait ahead of them",
+            "when": "Clients should be refused sooner (lower it) or wait longer (raise it) when the node is full.",
+        },
+    )
+    affinity_blocks_max: int = field(
+        default=65_536,
+        metadata={
+            "help": "prompt blocks remembered as sent to decode nodes, for all of these together",
+            "when": "Decode nodes cache more blocks than this. Each takes about 100 bytes here.",
+        },
+    )
     handoff_tokens_min: int = field(
-        default=256, metadata={"help": "a prompt with fewer tokens that are not cached here runs here; 0: none does"}
+        default=256,
+        metadata={
+            "help": "a prompt with fewer tokens that are not cached here runs here; 0: none does",
+            "when": "Short prompts should go to other nodes too, or longer ones stay.",
+        },
     )
     local_fallback: LocalFallback = field(
         default=LocalFallback.UNREACHABLE,
-        metadata={"help": "when longer prompts run here too: never, when no decode node is reachable, or when all are "
-                  "full as well"},
-    )  # fmt: skip
-    writer: WriterConfig = field(default_factory=WriterConfig)
-    fallback: FallbackConfig = field(default_factory=FallbackConfig)
-    queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
-    resumed_queue_max: int = field(
-        default=256, metadata={"help": "requests in the middle of their answer that wait too, ahead of the others"}
-    )
-    decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})
-    affinity_blocks_max: int = field(
-        default=65_536, metadata={"help": "prompt blocks remembered as sent to decode nodes, all of these together"}
-    )
-    rate_age_ms_max: int = field(
-        default=10_000, metadata={"help": "how long a measured rate is told to the routers; afterwards it is unknown"}
+        metadata={
+            "help": "when longer prompts run here too: never, when no decode node is reachable, or when all "
+            "are full as well",
+            "when": "A full cluster should slow down (full) rather than refuse requests.",
+        },
     )
 
     def __post_init__(self) -> None:
@@ -60,4 +68,7 @@ class MixedConfig(DecodeConfig):
         return LocalPolicy(handoff_tokens_min=self.handoff_tokens_min, fallback=self.local_fallback)
 
     def prefill_half(self) -> PrefillConfig:
-        return PrefillConfig(**{each.name: getattr(self, each.name) for each in fields(PrefillConfig)})
+        shared = {each.name for each in fields(self)}
+        return PrefillConfig(
+            **{each.name: getattr(self, each.name) for each in fields(PrefillConfig) if each.name in shared}
+        )

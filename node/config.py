@@ -1,16 +1,13 @@
-"""What the configurations of all serving nodes have in common: a key means the same in `[prefill]`, `[decode]` and
-`[mixed]`."""
+"""What the configurations of prefill, decode and mixed nodes share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
+from baton.config import fixed
 from baton.errors import check_positive
-from baton.liveness import LivenessConfig
-from baton.membership import MembershipConfig
 from baton.pod import PodConfig
-from baton.rpc import RpcLimits
+from baton.runtime import ProcessConfig
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
@@ -22,37 +19,30 @@ from node.regions import region_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeConfig:
-    name: str = field(metadata={"help": "name of this node, unique in the cluster"})
-    listen: str = field(default="127.0.0.1:0", metadata={"help": "host:port of gRPC; port 0 takes any"})
-    advertise: str | None = field(default=None, metadata={"help": "host:port that peers reach; default: what listens"})
-    directory: str = field(default="127.0.0.1:7070", metadata={"help": DIRECTORY_HELP})
+class NodeConfig(ProcessConfig):
+    """Raises InvalidField for values that do not fit each other."""
+
     engine: EngineConfig
     transports: tuple[TransportName, ...] = field(
-        default=DEFAULT_TRANSPORTS, metadata={"help": "data transports offered to other nodes, best first"}
+        default=DEFAULT_TRANSPORTS,
+        metadata={
+            "help": "data transports offered to other nodes, best first",
+            "when": "A transport must not be used, ucx is wanted, or the order does not suit the network.",
+        },
     )
     shm: ShmConfig = field(default_factory=ShmConfig)
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
     ucx: UcxConfig = field(default_factory=UcxConfig)
     tcp: TcpConfig = field(default_factory=TcpConfig)
     staging: StagingConfig = field(default_factory=StagingConfig)
-    membership: MembershipConfig = field(default_factory=MembershipConfig)
-    liveness: LivenessConfig = field(default_factory=LivenessConfig)
-    rpc: RpcLimits = field(default_factory=RpcLimits)
     pod: PodConfig = field(default_factory=PodConfig)
-    busy_retry_ms: int = field(
-        default=200, metadata={"help": "a full queue or node is worth another try after this at least"}
-    )
-    drain_ms_max: int = field(
-        default=60_000, metadata={"help": "how long SIGTERM waits for running requests before they are given up"}
-    )
-    stop_grace_ms: int = field(default=2_000, metadata={"help": "how long running calls may take to end at a stop"})
+    busy_retry_ms: int = fixed(200)
+    """A full queue or node is worth another try after this at least."""
 
-    def check(self) -> None:
-        """For `__post_init__`. Raises InvalidField."""
+    def __post_init__(self) -> None:
+        ProcessConfig.__post_init__(self)
         check_transports(self.transports, region_kind(self.engine))
-        check_directory_setting(self.directory)
-        check_positive(self, "busy_retry_ms", "drain_ms_max", "stop_grace_ms")
+        check_positive(self, "busy_retry_ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +61,14 @@ class ReceiverNodeConfig(NodeConfig):
     data_listen: str | None = field(
         default=None,
         metadata={
-            "help": "host:port of tcp data connections; default: any port of the host in listen, as for rdma, ucx"
+            "help": "host:port of tcp data connections; none: any port of the host in listen, as for rdma and ucx",
+            "when": "Data goes through a network of its own, or firewalls need a fixed port.",
         },
     )
     data_advertise_host: str | None = field(
-        default=None, metadata={"help": "host that writing nodes reach for data; default: the one in advertise"}
+        default=None,
+        metadata={
+            "help": "host that writers reach for data; none: the host in advertise",
+            "when": "Data goes through a network of its own.",
+        },
     )

@@ -16,7 +16,7 @@ from batonpb import node_pb2, pins_pb2_grpc
 from baton.clock import Clock, SystemClock
 from baton.drain import Holdings
 from baton.log import get_log
-from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.runtime import NodeRuntime, Progress
 from baton.wire import NodeLoad, Role
 from cachestore.ledger import ConservationError, Ledger
 from kvtransfer.transport import TransportName
@@ -116,7 +116,9 @@ async def serve_node(
     `on_ready` gets the endpoint. `spill` and `decodes` are those of `open_device_pool`.
     """
     runtime = NodeRuntime(
-        NodeSettings.of(config, role, pod=config.pod),
+        config,
+        role,
+        pod=config.pod,
         clock=SystemClock(),
         rng=Random(secrets.randbits(64)),
         on_change=lambda: half.follow_directory(),

@@ -28,7 +28,7 @@ from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma_connect import RdmaUnproved
 from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
-from kvtransfer.transports.shm import ShmWriterLink, copy_turns
+from kvtransfer.transports.shm_writer import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import usable

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.config import fixed
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import BlockId, RequestKey
 from baton.runtime import Progress
@@ -57,20 +58,29 @@ class SpillConfig:
 
     host_blocks: int = field(
         default=0,
-        metadata={"help": "blocks of host memory that a decode node's sequences may spill to; 0: no overcommit"},
+        metadata={
+            "help": "blocks of host memory that sequences of a decode node may be swapped out to; 0: no overcommit",
+            "when": "Answers are shorter than their limits, and more of them should run than fit in the worst case.",
+        },
     )
     headroom_blocks: int = field(
         default=4,
-        metadata={"help": "blocks that each running sequence should find free after a spill, and before a return"},
+        metadata={
+            "help": "blocks that each running sequence should find free after one is swapped out, and before "
+            "one comes back",
+            "when": "Sequences are swapped out and in again all the time (raise it).",
+        },
     )
-    copy_blocks_max: int = field(default=64, metadata={"help": "blocks of one copy; a longer one is cut up"})
     pinned_bytes_max: int = field(
         default=64 << 30,
         metadata={
-            "help": "bytes of host_blocks at most where the region is on a GPU: all of them are pinned, for nobody "
-            "else's use"
+            "help": "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, "
+            "for no other use",
+            "when": "host_blocks is refused although the machine has the memory.",
         },
     )
+    copy_blocks_max: int = fixed(64)
+    """Blocks of one copy; a longer one is cut."""
 
     def __post_init__(self) -> None:
         check_positive(self, "headroom_blocks", "copy_blocks_max", "pinned_bytes_max")

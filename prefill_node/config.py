@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.config import fixed
 from baton.errors import InvalidField, check_positive
 from kvtransfer.transport import RegionKind
 from node.config import WriterNodeConfig
@@ -12,25 +13,30 @@ from node.regions import region_kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WriterNodeConfig):
-    queue_max: int = field(default=256, metadata={"help": "requests that wait for a place in the engine"})
-    resumed_queue_max: int = field(
-        default=256, metadata={"help": "requests in the middle of their answer that wait too, ahead of the others"}
+    queue_max: int = field(
+        default=256,
+        metadata={
+            "help": "requests that wait for a place in the engine; as many again that are resumed wait ahead of them",
+            "when": "Clients should be refused sooner (lower it) or wait longer (raise it) when the node is full.",
+        },
     )
-    decode_tries_max: int = field(default=3, metadata={"help": "decode nodes asked for one request before giving up"})
+    decode_tries_max: int = fixed(3)
+    """Decode nodes asked for one request before it is given up."""
     affinity_blocks_max: int = field(
-        default=65_536, metadata={"help": "prompt blocks remembered as sent to decode nodes, all of these together"}
+        default=65_536,
+        metadata={
+            "help": "prompt blocks remembered as sent to decode nodes, for all of these together",
+            "when": "Decode nodes cache more blocks than this. Each takes about 100 bytes here.",
+        },
     )
-    rate_age_ms_max: int = field(
-        default=10_000, metadata={"help": "how long a measured rate is told to the routers; afterwards it is unknown"}
-    )
+    rate_age_ms_max: int = fixed(10_000)
+    """How long a measured rate is reported to the routers; afterwards it is unknown."""
 
     def __post_init__(self) -> None:
-        self.check()
+        WriterNodeConfig.__post_init__(self)
         if self.writer.checksum_fraction and region_kind(self.engine) is RegionKind.DEVICE:
             raise InvalidField(
                 "writer.checksum_fraction",
                 "must be 0 where the region is on a device: a record is posted before the device has computed it",
             )
-        check_positive(
-            self, "queue_max", "resumed_queue_max", "decode_tries_max", "affinity_blocks_max", "rate_age_ms_max"
-        )
+        check_positive(self, "queue_max", "decode_tries_max", "affinity_blocks_max", "rate_age_ms_max")

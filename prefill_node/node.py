@@ -74,7 +74,7 @@ class PrefillNode:
         self._decode_nodes = decode_nodes
         self._loop = loop
         self._local = local
-        self._queue: WaitingLine[Job] = WaitingLine(overtakes_max=config.engine.overtakes_max)
+        self._queue: WaitingLine[Job] = WaitingLine(overtakes_max=config.engine.scheduler().overtakes_max)
         self._admitted: dict[RequestKey, Job] = {}
         self._posting = Posting(pool.blocks, num_layers=pool.layout.num_layers)
         self._rate = PrefillRate(
@@ -409,7 +409,7 @@ class PrefillNode:
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
         check_request(request, runner=self._runner, blocks=self._blocks)
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
-        if alike >= (self.config.resumed_queue_max if request.output else self.config.queue_max):
+        if alike >= self.config.queue_max:
             room_s = wait_s(ROOM_SHARE * self._tokens_left(self._queue), self._rate.last_per_s)
             raise queue_full(alike, room_s, retry_ms_min=self.config.busy_retry_ms, request=key.request)
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):

@@ -176,6 +176,10 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
+SEND_BUFFER_BYTES = 131_072
+"""Bytes that the kernel may keep of what an HTTP client has not read."""
+
+
 class OpenAiApp:
     """The endpoints of one router. Lives on its loop."""
 
@@ -353,7 +357,7 @@ class HttpServer:
                 timeout_graceful_shutdown=max(1, config.stop_grace_ms // 1000),
             )
         )
-        self._send_buffer_bytes = config.http_send_buffer_bytes
+        self._send_buffer_bytes = SEND_BUFFER_BYTES
         self._task: asyncio.Task[None] | None = None
 
     def start(self, listen: str) -> str:

@@ -20,7 +20,7 @@ from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.membership import Membership
-from baton.runtime import NodeRuntime, NodeSettings, Progress
+from baton.runtime import NodeRuntime, Progress
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import NodeLoad, Role
 from engine.hub import resolve_model
@@ -58,8 +58,7 @@ async def serve(
         node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
 
-    settings = NodeSettings.of(config, Role.ROUTER)
-    runtime = NodeRuntime(settings, clock=SystemClock(), rng=rng, on_change=follow_directory)
+    runtime = NodeRuntime(config, Role.ROUTER, clock=SystemClock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
     if config.http_listen is not None:
         await check_can_bind(config.http_listen, setting="http_listen")

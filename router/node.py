@@ -34,7 +34,7 @@ from router.observer import ObservedRequest, RequestObserver
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import PrefillCalls, PrefillNodes
 from router.request import NEUTRAL, CheckedRequest, check_request
-from router.retries import GONE, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
+from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.text import AnswerText, StopStrings, TextCodec
 
 log = get_log("router")
@@ -210,6 +210,8 @@ class Intake:
         return await asyncio.to_thread(self._codec.encode, request.text)
 
 
+HANDED_OFF_MS_MAX = 1_000
+"""How long a finished answer waits for the prefill node to confirm its handoff."""
 DEADLINE_MARGIN_S = 0.05
 """A call may be ended a little before what we hold for its deadline."""
 
@@ -431,7 +433,7 @@ class RouterNode:
                     await inbox.news.wait()
                     inbox.news.clear()
             job.finish = inbox.finish
-            await asyncio.wait([prefilling], timeout=self.config.handed_off_ms_max / 1000)
+            await asyncio.wait([prefilling], timeout=HANDED_OFF_MS_MAX / 1000)
         finally:
             prefilling.cancel()
             del self._inboxes[inbox.key]
@@ -447,7 +449,7 @@ class RouterNode:
         inbox, subscription = attempt.inbox, attempt.subscription
         if subscription is None or subscription.lost or inbox.given_up or error.reason not in RESUMABLE:
             return False
-        if attempt.resolved == self.config.retries.resolves_max:
+        if attempt.resolved == RESOLVES_MAX:
             return False
         attempt.resolved += 1
         goes_on = await self._streams.has_committed(subscription, inbox.key)

@@ -13,9 +13,12 @@ import random
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.config import fixed
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.retry_time import RESUMED_PAUSE_MS_MAX
 
+RESOLVES_MAX = 4
+"""How often one attempt may go on because its decode node has committed it."""
 PLACEMENT_DOUBLINGS_MAX = 4
 """The pause between two looks doubles this often."""
 RESUMED_DOUBLINGS_MAX = 2
@@ -81,33 +84,49 @@ class RetryConfig:
     """Raises InvalidField where a limit is not positive."""
 
     deaths_max: int = field(
-        default=2, metadata={"help": "attempts of one request that may end in a node's death before it is given up"}
+        default=2,
+        metadata={
+            "help": "attempts of one request that may end with the death of a node before it is given up",
+            "when": "Raise it where nodes die often for reasons of their own. It protects the cluster from a "
+            "request that kills nodes.",
+        },
     )
-    resumptions_max: int = field(default=8, metadata={"help": "resumptions of one request, for whatever reason"})
+    resumptions_max: int = field(
+        default=8,
+        metadata={
+            "help": "resumptions of one request, for whatever reason",
+            "when": "Long answers must survive more node failures or rolling upgrades.",
+        },
+    )
     resume_wait_ms_max: int = field(
-        default=30_000, metadata={"help": "how long a request in the middle of its answer may look for nodes"}
+        default=30_000,
+        metadata={
+            "help": "how long a request that has begun its answer may look for nodes to resume on",
+            "when": "Replacements of lost nodes take longer to start, or clients should rather get an error sooner.",
+        },
     )
     resumptions_per_s: int = field(
-        default=100, metadata={"help": "resumptions a second of the whole cluster, shared out among its routers"}
+        default=100,
+        metadata={
+            "help": "resumptions per second of the whole cluster, shared among its routers",
+            "when": "After the loss of a node its requests come back too slowly, or flood the nodes that are left.",
+        },
     )
     resumptions_burst: int = field(
-        default=256, metadata={"help": "resumptions at once of the whole cluster before that pace holds"}
+        default=256,
+        metadata={
+            "help": "resumptions of the whole cluster at once, before that rate holds",
+            "when": "As resumptions_per_s.",
+        },
     )
-    resume_jitter_ms_max: int = field(
-        default=50, metadata={"help": "drawn at random up to this and added to each turn, 0 for none"}
-    )
-    resumptions_waiting_max: int = field(
-        default=1_024, metadata={"help": "resumptions that wait for their turn in one router; one more is refused"}
-    )
-    resolve_ms_max: int = field(
-        default=500, metadata={"help": "how long a decode node may take to say whether an attempt has committed"}
-    )
-    resolve_tries_max: int = field(
-        default=2, metadata={"help": "such questions left unanswered before the attempt is dropped"}
-    )
-    resolves_max: int = field(
-        default=4, metadata={"help": "how often one attempt may go on because its decode node has committed it"}
-    )
+    resume_jitter_ms_max: int = fixed(50)
+    """A random time up to this is added to each turn; 0 for none."""
+    resumptions_waiting_max: int = fixed(1_024)
+    """Resumptions that wait for their turn in one router; one more is refused."""
+    resolve_ms_max: int = fixed(500)
+    """How long a decode node may take to say whether an attempt has committed."""
+    resolve_tries_max: int = fixed(2)
+    """Such questions left unanswered before the attempt is dropped."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -120,7 +139,6 @@ class RetryConfig:
             "resumptions_waiting_max",
             "resolve_ms_max",
             "resolve_tries_max",
-            "resolves_max",
         )
         if self.resume_jitter_ms_max < 0:
             raise InvalidField("resume_jitter_ms_max", f"must be 0 or more, not {self.resume_jitter_ms_max}")

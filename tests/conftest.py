@@ -12,6 +12,9 @@ from typing import Final
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before torch is imported: its threads wait for each other in a loop, and there is a test process for each core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How fast examples come is a matter of the machine and of what else runs on it: no test depends on it.
 # The examples are the same in every run, so that a run can be repeated; `--hypothesis-profile=more` draws others.
 settings.register_profile("more", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +40,10 @@ def pytest_configure() -> None:
     for signum in (signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries look at the end of the process whether their objects were freed
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -482,7 +482,7 @@ class WriterChannel:
         self.nonce = b""
         """Of the receiver's challenge; from the answer to it on, the receiver may count us as a writer."""
         self._loop = loop
-        self._codec = codec
+        self.codec = codec
         self._inbox = Inbox(codec)
         self._address = address
 
@@ -507,16 +507,16 @@ class WriterChannel:
         """
         await self.send(hello)
         self.nonce = (await self.receive(Challenge)).nonce
-        await self.send(Answer(proof=self._codec.writer_proof(secret, hello, self.nonce)))
+        await self.send(Answer(proof=self.codec.writer_proof(secret, hello, self.nonce)))
         welcome = await self.receive(Welcome)
-        wanted = self._codec.receiver_proof(secret, hello, self.nonce, welcome.payload)
+        wanted = self.codec.receiver_proof(secret, hello, self.nonce, welcome.payload)
         if not hmac.compare_digest(welcome.proof, wanted):
             raise ConnectError(f"{self._address}: whoever listens there does not know the pair's secret")
         return welcome
 
     async def send(self, message: Message) -> None:
         """Raises OSError."""
-        await self._loop.sock_sendall(self.sock, self._codec.encode(message))
+        await self._loop.sock_sendall(self.sock, self.codec.encode(message))
 
     async def receive(self, wanted: type[MessageT]) -> MessageT:
         """The next message: it has to be of this kind, and the last that was sent so far. Raises as `shake_hands`."""
@@ -535,7 +535,7 @@ class WriterChannel:
 
     def leave(self, last: Message) -> None:
         """There will be no link: say so, and close the socket."""
-        take_leave(self.sock, self._codec.encode(last))
+        take_leave(self.sock, self.codec.encode(last))
 
     async def _receive_bytes(self) -> bytes:
         return await self._loop.sock_recv(self.sock, self._inbox.read_bytes_max)

@@ -1,7 +1,7 @@
 """Transport between processes of one machine whose regions are on a GPU: the writer opens the receiver's region by
 its CUDA IPC handle and copies into it on a side stream.
 
-Handshake, fence and evidence are those of shm (`shm_wire`): the descriptor that comes with the welcome holds the handle
+Handshake, fence and evidence are those of shm (`shm`): the descriptor that comes with the welcome holds the handle
 in the place of the memory, and a BYE says that the memory has been closed. The evidence of a writer's death is its
 pidfd: the driver ends a process's kernels and copies before the process is gone.
 
@@ -24,20 +24,22 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from baton.ids import Pair
 from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceDriver, DeviceError
 from kvtransfer.device.region import DeviceMemory, OpenedRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
-from kvtransfer.transport import DataEndpoint, TransportName, WriteOps, WriterEvents
+from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, PostQueue, Taken
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm_connect import Handshake, ShmConnectError
+from kvtransfer.transports.shm import codec_of
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
 from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
 
+CODEC: Final = codec_of(TransportName.CUDA_IPC)
 BATCHES_IN_FLIGHT_MAX = 64
 """Queued on the device at a time: what is queued there can no longer be abandoned."""
 
@@ -46,12 +48,14 @@ class CudaIpcReceiverPort(ShmReceiverPort):
     """See `ShmReceiverPort`; `region` is a `DeviceRegion`."""
 
     transport: ClassVar[TransportName] = TransportName.CUDA_IPC
+    codec: ClassVar[wire.Codec] = CODEC
 
 
 class CudaIpcWriterLink(ShmWriterLink):
     """See `ShmWriterLink`. What is on the device by the time of `abandon` or the end is copied all the same."""
 
     transport: ClassVar[TransportName] = TransportName.CUDA_IPC
+    codec: ClassVar[wire.Codec] = CODEC
 
     @classmethod
     async def connect_device(
@@ -67,21 +71,19 @@ class CudaIpcWriterLink(ShmWriterLink):
         """As `ShmWriterLink.connect`, from a region on the device.
 
         Raises:
-            ShmConnectError: refused, unreachable, too late, or the memory cannot be opened here.
+            ConnectError: refused, unreachable, too late, or the memory cannot be opened here.
         """
         refusal = driver.refusal()
         if refusal is not None:
-            raise ShmConnectError(f"{endpoint.address}: cuda_ipc: {refusal}")
+            raise ConnectError(f"{endpoint.address}: cuda_ipc: {refusal}")
 
         def open_region(fd: int, nbytes: int, address: str) -> OpenedRegion:
             try:
                 return OpenedRegion(driver, fd, nbytes)
             except DeviceError as error:
-                raise ShmConnectError(f"{address}: {error}") from error
+                raise ConnectError(f"{address}: {error}") from error
 
-        link = await cls.connect(
-            endpoint, pair, source, events, loop, limits=limits, handshake=Handshake(open_region=open_region)
-        )
+        link = await cls.connect(endpoint, pair, source, events, loop, limits=limits, open_region=open_region)
         assert isinstance(link, CudaIpcWriterLink)
         return link
 

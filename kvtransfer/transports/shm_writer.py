@@ -27,18 +27,21 @@ import numpy as np
 from baton.ids import Pair
 from kvtransfer.native.copy import copies_by
 from kvtransfer.region import populate
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
-from kvtransfer.transports import shm_wire as wire
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.post_queue import PostQueue
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm_connect import (
+from kvtransfer.transports.shm import (
+    CODEC,
     CONNECT_RETRY_MS,
-    Handshake,
+    MESSAGE_BYTES_MAX,
+    OpenByDescriptor,
     OpenRegion,
-    ShmConnectError,
+    ShmChannel,
     connect_socket,
     give_up,
+    map_region,
     say_late_bye,
 )
 from kvtransfer.transports.shm_copy import CopyLanes, CopyLimits
@@ -82,6 +85,7 @@ class ShmWriterLink(BaseWriterLink):
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
+    codec: ClassVar[wire.Codec] = CODEC
     _queue: PostQueue[Any, None]
 
     def __init__(
@@ -167,37 +171,36 @@ class ShmWriterLink(BaseWriterLink):
         config: ShmConfig | None = None,
         limits: ShmLinkLimits = SHM_LINK_LIMITS,
         turns: AbstractContextManager[object] | None = None,
-        handshake: Handshake | None = None,
+        open_region: OpenByDescriptor | None = None,
     ) -> ShmWriterLink:
         """Connect, prove the pair's secret and map the receiver's region.
 
-        `source_region_U8` is the caller's: a uint8 array, unless `handshake` opens something else than host memory.
+        `source_region_U8` is the caller's: a uint8 array, unless `open_region` opens something else than host memory.
         The link lets go of it at its end. `turns` is the semaphore of `copy_turns` that all links of a process share;
         without it this link has one of its own.
 
         Raises:
-            ShmConnectError: refused, unreachable, or not done within `connect_ms_max`.
+            ConnectError: refused, unreachable, or not done within `connect_ms_max`.
         """
         config = config or ShmConfig()
-        handshake = handshake or Handshake()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        channel = ShmChannel(sock, loop, cls.codec, address=endpoint.address)
         try:
             async with asyncio.timeout(limits.connect_ms_max / 1000):
                 await connect_socket(sock, endpoint)
-                mapping, region_nbytes = await handshake.run(sock, endpoint, pair, loop)
+                mapping, region_nbytes = await channel.connect(endpoint, pair, open_region or map_region)
         except BaseException as error:
-            give_up(sock, endpoint, handshake.nonce)
-            if isinstance(error, TimeoutError):
-                raise ShmConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
-            if isinstance(error, (OSError, ValueError, wire.MalformedMessage)):
-                raise ShmConnectError(f"{endpoint.address}: {error}") from error
+            give_up(channel, endpoint)
+            failed = wire.connect_error(error, address=endpoint.address, connect_ms_max=limits.connect_ms_max)
+            if failed is not None:
+                raise failed from error
             raise
         try:
             return cls(
                 sock=sock,
                 mapping=mapping,
                 region_nbytes=region_nbytes,
-                nonce=handshake.nonce,
+                nonce=channel.nonce,
                 endpoint=endpoint,
                 pair=pair,
                 source_region_U8=source_region_U8,
@@ -215,9 +218,9 @@ class ShmWriterLink(BaseWriterLink):
             except BaseException:
                 sock.close()  # it is still mapped, so no BYE
                 raise
-            give_up(sock, endpoint, handshake.nonce)
+            give_up(channel, endpoint)
             if isinstance(error, RuntimeError):
-                raise ShmConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
+                raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
             raise
 
     def describe(self) -> dict[str, object]:
@@ -237,7 +240,7 @@ class ShmWriterLink(BaseWriterLink):
 
     def _read(self) -> None:
         try:
-            packet = self._sock.recv(wire.MESSAGE_BYTES_MAX + 1)
+            packet = self._sock.recv(MESSAGE_BYTES_MAX + 1)
         except BlockingIOError:
             return
         except OSError as error:
@@ -247,7 +250,7 @@ class ShmWriterLink(BaseWriterLink):
             self._end("the receiver closed the connection or died")
             return
         try:
-            message = wire.decode(packet)
+            message = self.codec.decode(packet)
         except wire.MalformedMessage as error:
             self._end(f"the receiver sent no message of ours: {error}")
             return
@@ -263,7 +266,7 @@ class ShmWriterLink(BaseWriterLink):
 
     def _send_seal(self, seal: Seal) -> None:
         self._queue.lanes_to_seal(seal.grant)
-        self._send(seal)
+        self._send(wire.SealSent(number=self._seals, seal=seal))
 
     def _seals_waiting(self) -> int:
         return len(self._outbox)
@@ -292,7 +295,7 @@ class ShmWriterLink(BaseWriterLink):
         self._send(wire.Bye(epoch=self._epoch))
 
     def _send(self, message: wire.Message) -> None:
-        self._outbox.append(wire.encode(message))
+        self._outbox.append(self.codec.encode(message))
         if len(self._outbox) == 1:
             self._flush()
 
@@ -322,7 +325,7 @@ class ShmWriterLink(BaseWriterLink):
         if self._over.done():
             return
         try:
-            self._bye_sent = say_late_bye(self._address, self._nonce)
+            self._bye_sent = say_late_bye(self._address, self._nonce, self.codec)
         except BlockingIOError:
             self._loop.call_later(CONNECT_RETRY_MS / 1000, self._say_late_bye)
             return

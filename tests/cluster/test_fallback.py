@@ -104,7 +104,7 @@ def test_a_pair_whose_shared_memory_breaks_twice_goes_on_over_tcp() -> None:
         await assert_conserved(cluster)
 
     spec = mock_spec(
-        prefill_flags={**SLOW_PREFILL, "fallback.failure_window_ms": 600_000},
+        prefill_flags=SLOW_PREFILL,
         router_flags={"placement_wait_ms_max": 30_000},
     )
     with running(spec) as cluster:

@@ -35,7 +35,8 @@ from kvtransfer.transports.rdma_memory import RdmaMemory
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig, UcxConfig
-from kvtransfer.transports.shm import ShmConnectError, ShmLinkLimits, ShmReceiverPort, ShmWriterLink
+from kvtransfer.transports.shm_receiver import ShmReceiverPort
+from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
 from kvtransfer.transports.tcp import TcpConfig, TcpConnectError, TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx_nixl import destruction_fences
@@ -43,7 +44,7 @@ from kvtransfer.transports.ucx_receiver import UcxReceiverPort
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
-ConnectErrors = (ShmConnectError, TcpConnectError, ConnectError, ConnectError)
+ConnectErrors = (ConnectError, TcpConnectError, ConnectError, ConnectError)
 
 
 class OwningPort(RdmaReceiverPort):

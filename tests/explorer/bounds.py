@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from baton.ids import Attempt, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from kvtransfer.protocol.receiver import ReceiverLimits, ReceiverMachine
 from kvtransfer.protocol.writer import WriterLimits, WriterMachine
+
+if TYPE_CHECKING:
+    from tests.explorer.data_path import DataPath
 
 RECEIVER = Incarnation(1)
 BYTES_PER_WRITE = 8
@@ -57,6 +61,8 @@ class Bounds:
     """Do not visit states that can do no more than others (see `Network` and `search`)."""
     receiver: type[ReceiverMachine] = ReceiverMachine
     writer: type[WriterMachine] = WriterMachine
+    data_path: type[DataPath] | None = None
+    """A transport without one of its guards; None: the profile's own."""
     receiver_limits: ReceiverLimits = field(
         default_factory=lambda: ReceiverLimits(
             live_span_max=3,

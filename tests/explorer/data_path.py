@@ -63,6 +63,7 @@ class DataPath:
         self._receivers = receivers
         self._idle_links_matter = profile is Profile.SHM
         self._rdma = profile is Profile.RDMA
+        self._seals_in_order = profile is Profile.CHANNEL
         self._ids: dict[Data, int] = {}
         self.by_id: list[Data] = []
         self._settled: dict[tuple[int, int], int] = {}
@@ -103,6 +104,17 @@ class DataPath:
             connections = tuple(replace(c, open=False) if h else c for c, h in zip(data.connections, hit, strict=True))
             broken = self._breaks[asked] = self.id(replace(data, connections=connections))
         return broken
+
+    def may_seal(self, outstanding: int) -> bool:
+        """Where a seal does not travel in order behind the writes, it waits until all of them have completed."""
+        return self._seals_in_order or outstanding == 0
+
+    def may_leave(self, number: int, writer: int, epoch: Epoch, outstanding: int) -> bool:
+        """May a living writer send BYE, a fence's evidence in shm? Its mappings up to this epoch are closed, and none
+        of its `outstanding` writes may still be stored."""
+        return outstanding == 0 and not any(
+            c.open and c.writer == writer and c.epoch <= epoch for c in self.by_id[number].connections
+        )
 
     def fenced(self, number: int, writer: int, epoch: Epoch) -> int:
         """With the receiver's end of the writer's connections up to this epoch closed: nothing lands from them."""

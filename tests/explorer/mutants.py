@@ -23,6 +23,7 @@ from kvtransfer.protocol.receiver import (
 )
 from kvtransfer.protocol.writer import HandoffEntry, WriterMachine, WriterState, WriterStep, WritesInDoubt
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
+from tests.explorer.data_path import SEAL, DataPath, Item
 
 _OPEN = (GrantState.RESERVED, GrantState.WRITING)
 
@@ -190,6 +191,34 @@ class RevokeAnsweredAtOnce(WriterMachine):
         super()._peer_gone(event)
 
 
+class SealOvertakesData(DataPath):
+    """The seal has a channel of its own, which nothing orders behind the writes, and waits for no completion."""
+
+    def may_seal(self, outstanding: int) -> bool:
+        return True
+
+    def put(self, number: int, writer: int, epoch: Epoch, items: tuple[Item, ...]) -> int:
+        data = self.by_id[number]
+        place = data.link(writer, epoch)
+        if place is None or not items or items[0][1] != SEAL:
+            return super().put(number, writer, epoch, items)
+        return self.id(data.with_queue(place, items + data.connections[place].queue))
+
+
+class ByeBeforeDrain(DataPath):
+    """The writer says BYE when it has closed its connection, while copies of its own threads still run."""
+
+    def may_leave(self, number: int, writer: int, epoch: Epoch, outstanding: int) -> bool:
+        return super().may_leave(number, writer, epoch, 0)
+
+
+class ByeBelieved(DataPath):
+    """The receiver takes a BYE for evidence, and destroys no end of a link that still has writes on their way."""
+
+    def fenced(self, number: int, writer: int, epoch: Epoch) -> int:
+        return number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     """`says`: part of what the checks must say about it."""
@@ -204,6 +233,7 @@ def _mutant(
     profile: Profile = Profile.CHANNEL,
     receiver: type[ReceiverMachine] = ReceiverMachine,
     writer: type[WriterMachine] = WriterMachine,
+    data_path: type[DataPath] | None = None,
     crashes_max: int = 1,
     links_break: bool = True,
     writers_give_peers_up: bool = False,
@@ -218,6 +248,7 @@ def _mutant(
         samples=samples,
         receiver=receiver,
         writer=writer,
+        data_path=data_path,
     )
     return Mutant(bounds=bounds, says=says)
 
@@ -253,4 +284,13 @@ MUTANTS: dict[str, Mutant] = {
     "Revoke answered when the peer is given up": _mutant(
         "outstanding", profile=Profile.SHM, writer=RevokeAnsweredAtOnce, writers_give_peers_up=True
     ),
+    "a SEAL that overtakes DATA, channel": _mutant("of its writes only 0 landed", data_path=SealOvertakesData),
+    "a SEAL that overtakes DATA, rdma": _mutant(
+        "of its writes only 0 landed", profile=Profile.RDMA, data_path=SealOvertakesData
+    ),
+    "a SEAL that overtakes DATA, shm": _mutant(
+        "of its writes only 0 landed", profile=Profile.SHM, data_path=SealOvertakesData
+    ),
+    "a BYE before the drain, shm": _mutant("may still write", profile=Profile.SHM, data_path=ByeBeforeDrain),
+    "a BYE before the drain, rdma": _mutant("would land", profile=Profile.RDMA, data_path=ByeBelieved),
 }

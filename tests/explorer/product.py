@@ -54,7 +54,7 @@ class Product:
         self.messages = Messages()
         self.receivers = ReceiverPart(bounds, self.messages)
         self.writers = WriterPart(bounds, self.messages)
-        self.path = DataPath(self.receivers, bounds.profile)
+        self.path = (bounds.data_path or DataPath)(self.receivers, bounds.profile)
         self._network = Network(self.messages, self.receivers, self.writers, merges=bounds.merges)
         self._budget_ids: dict[Budget, int] = {}
         self.budgets: list[Budget] = []
@@ -285,10 +285,8 @@ class Product:
     def fence_may_complete(self, state: State, writer: WriterInfo, fenced: int, epoch: Epoch) -> bool:
         if not self.shm or fenced < writer.writer:
             return True
-        if any(h.outstanding and h.epoch <= epoch for h in writer.handoffs):
-            return False
-        connections = self.path.by_id[state[2]].connections
-        return not any(c.open and c.writer == fenced and c.epoch <= epoch for c in connections)
+        outstanding = sum(h.outstanding for h in writer.handoffs if h.epoch <= epoch)
+        return self.path.may_leave(state[2], fenced, epoch, outstanding)
 
     def _crashes(self, state: State, receiver: ReceiverInfo, writer: WriterInfo) -> Iterator[tuple[Label, State]]:
         budget = self.budgets[state[3]]
@@ -363,7 +361,7 @@ class Product:
         data = state[2]
         for grant in effect.seals:
             handoff = effect.to.by_grant[grant]
-            if not (self.shm or self.rdma) or not handoff.outstanding:
+            if self.path.may_seal(handoff.outstanding):
                 data = self._seal_put(data, writer, handoff)
         return self._now(state, receiver, effect.to, data, state[4] | effect.sent)
 

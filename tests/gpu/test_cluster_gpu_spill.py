@@ -55,7 +55,6 @@ def cluster(model: Path) -> Iterator[RunningCluster]:
         "engine.num_blocks": BLOCKS,
         "spill.host_blocks": HOST_BLOCKS,
         "spill.headroom_blocks": 1,
-        "spill.copy_blocks_max": 2,
     }
     with running(replace(spec_of(model), node_flags={DECODE: spill})) as cluster:
         yield cluster

@@ -6,9 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriterEvents
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.shm import ShmConnectError
 from kvtransfer.transports.tcp import TcpConnectError
 from tests.sim.data import Batch, SimLink
 from tests.sim.loop import ProcessState
@@ -144,7 +143,7 @@ class SimShmLink(SimLink):
         config: Any = None,
         turns: Any = None,
     ) -> SimShmLink:
-        link = await _connect(cls, endpoint, pair, events, loop, ShmConnectError)
+        link = await _connect(cls, endpoint, pair, events, loop, ConnectError)
         assert isinstance(link, SimShmLink)
         return link
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from baton.liveness import LivenessConfig
-from baton.rpc import RpcLimits, _Edge
+from baton.rpc import CLIENT_LIVENESS, RpcLimits, _Edge
 from baton.rpc_client import ChannelLimits
 from tests.sim.calls import Call, ServedCall
 
@@ -94,9 +94,7 @@ class SimServer:
 
     def __init__(self, *, limits: RpcLimits, rng: Random, liveness: LivenessConfig | None, process: Process) -> None:
         self.process = process
-        self.liveness = liveness or LivenessConfig(
-            heartbeat_ms=limits.client_ping_ms, answer_ms_max=limits.client_answer_ms_max
-        )
+        self.liveness = liveness or CLIENT_LIVENESS
         self.edge = _Edge(limits=limits, rng=rng)
         self.limits = limits
         self.handlers: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.shm_wire import ADDRESS_PREFIX
+from kvtransfer.transports.shm import ADDRESS_PREFIX
 
 _PIDFD_GETFD: Final = 438
 """The same number on every architecture."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from tests.support.fork_server import run_forked
 from tests.support.ports import free_ports
 
 RUN_S_MAX: Final = 60.0
@@ -37,10 +38,14 @@ def clean_env(**more: str) -> dict[str, str]:
 
 def run_baton(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
+    environment = clean_env(**(env or {}))
+    forked = run_forked([*BATON, *arguments], environment, stdin, timeout_s=RUN_S_MAX)
+    if forked is not None:
+        return forked
     return subprocess.run(
         [*BATON, *arguments],
         input=stdin,
-        env=clean_env(**(env or {})),
+        env=environment,
         capture_output=True,
         text=True,
         timeout=RUN_S_MAX,

@@ -1,9 +1,9 @@
-"""Starts the processes of a test cluster by fork(2) from a process that has everything imported already.
+"""Starts baton's commands by fork(2) from a process that has everything imported already.
 
 A node spends about a second of processor time on imports, one with a model engine four: more than most tests need for
-everything else. Here one server for each set of imports lives as long as the test process, and a node is a fork of it.
-From then on it is what `baton ...` makes of it: it runs `cli.main` with its own arguments, environment, session, output
-and log, and it is a child of the test process as one that subprocess starts is.
+everything else. Here one server for each set of imports lives as long as the test process, and a command is a fork of
+it. From then on it is what `baton ...` makes of it: it runs `cli.main` with its own arguments, environment, session and
+files, and it is a child of the test process as one that subprocess starts is.
 
 A process with an unusual environment is started by exec, like a user's; so are the clusters of `baton up`, the fault
 matrix and everything that tests the start itself. BATON_TESTS_EXEC=1 starts every process that way.
@@ -15,16 +15,19 @@ import ctypes
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final, cast
 from unittest.mock import patch
 
+import cli
 import cli.supervisor
 import engine.models
 import engine.native
@@ -37,9 +40,8 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _COMMAND: Final = [sys.executable, "-P", "-m", "cli.main"]
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_OWN: Final = frozenset({*_THREADS, "PYTEST_CURRENT_TEST"})
-"""Variables that may differ from the server's: read after the start, or of no matter to a node."""
-_SERVICES: Final = frozenset(service.value for service in Service)
+_OWN: Final = frozenset({*_THREADS, "PYTEST_CURRENT_TEST", "COLUMNS", "TMPDIR", "COMP_WORDS", "COMP_CWORD"})
+"""Variables that may differ from the server's: read after the start, or of no matter."""
 _LIBRARIES: Final = ("uvicorn", "starlette.applications", "prometheus_client", "jinja2.sandbox", "tokenizers")
 """What a router imports when it serves HTTP or text."""
 _servers: dict[bool, ForkServer] = {}
@@ -61,22 +63,16 @@ class ForkServer:
             )
         self._socket = ours
 
-    def start(self, arguments: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
-        """A process that runs `baton` with these arguments, a child of this one."""
-        read, write = os.pipe()
-        request = json.dumps({"arguments": list(arguments), "env": dict(env)}).encode()
+    def start(self, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int], *, node: bool) -> int:
+        """A process that runs `baton` with these arguments; its pid. It is a child of this process. `files` are its
+        stdin, stdout and stderr. A `node` has Ctrl-C blocked at first, as `Child` starts it."""
+        request = json.dumps({"arguments": list(arguments), "env": dict(env), "node": node}).encode()
         assert len(request) <= REQUEST_BYTES_MAX, len(request)
-        try:
-            with _adopting():
-                socket.send_fds(self._socket, [request], [write, log.fileno()])
-                answer = self._socket.recv(64)
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            os.close(write)
+        with _adopting():
+            socket.send_fds(self._socket, [request], list(files))
+            answer = self._socket.recv(64)
         assert answer, "the fork server has ended"
-        return ForkedProcess(int(answer), read)
+        return int(answer)
 
 
 class ForkedProcess:
@@ -108,7 +104,45 @@ class ForkedChild(Child):
         server = _server_for(command, env)
         if server is None:
             return super()._start(command, env, log)
-        return cast("subprocess.Popen[bytes]", server.start(command[len(_COMMAND) :], env, log))
+        read, write = os.pipe()
+        with open(os.devnull, "rb") as nothing:
+            try:
+                pid = server.start(command[len(_COMMAND) :], env, [nothing.fileno(), write, log.fileno()], node=True)
+            except BaseException:
+                os.close(read)
+                raise
+            finally:
+                os.close(write)
+        return cast("subprocess.Popen[bytes]", ForkedProcess(pid, read))
+
+
+def run_forked(
+    command: Sequence[str], env: Mapping[str, str], stdin: str, *, timeout_s: float
+) -> subprocess.CompletedProcess[str] | None:
+    """Run a command of baton's to its end. None where it cannot be forked. Raises TimeoutExpired; it is killed then."""
+    server = _server_for(command, env)
+    if server is None:
+        return None
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(stdin.encode(errors="surrogateescape"))
+        given.seek(0)
+        files = [given.fileno(), out.fileno(), err.fileno()]
+        pid = server.start(command[len(_COMMAND) :], env, files, node=False)
+        pidfd = os.pidfd_open(pid)
+        try:
+            ended, _, _ = select.select([pidfd], [], [], timeout_s)
+        finally:
+            os.close(pidfd)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+        if not ended:
+            raise subprocess.TimeoutExpired(list(command), timeout_s, *texts)
+        return subprocess.CompletedProcess(list(command), os.waitstatus_to_exitcode(status), *texts)
 
 
 @contextmanager
@@ -120,9 +154,9 @@ def forked_children() -> Iterator[None]:
 
 def _server_for(command: Sequence[str], env: Mapping[str, str]) -> ForkServer | None:
     head = len(_COMMAND)
-    if EXEC_ENV in os.environ or list(command[:head]) != _COMMAND or command[head] not in _SERVICES:
+    if EXEC_ENV in os.environ or list(command[:head]) != _COMMAND:
         return None
-    torch = "mock" not in command and command[head] not in ("directory", "router")
+    torch = "mock" not in command[head:] and command[head : head + 1] in (["prefill"], ["decode"], ["mixed"])
     server = _servers.get(torch)
     if server is None:
         server = _servers[torch] = ForkServer(torch=torch)
@@ -151,7 +185,7 @@ def _adopting() -> Iterator[None]:
 def _serve(server: socket.socket, parent: int) -> list[str]:
     """Fork a process for every request. Returns only in such a process: the arguments of its command."""
     while True:
-        data, fds, _, _ = socket.recv_fds(server, REQUEST_BYTES_MAX, 2)
+        data, fds, _, _ = socket.recv_fds(server, REQUEST_BYTES_MAX, 3)
         if not data:
             os._exit(0)
         request = json.loads(data)
@@ -168,7 +202,7 @@ def _serve(server: socket.socket, parent: int) -> list[str]:
             os.read(go_read, 1)  # by now the fork's parent has ended, and the test process is it
             assert os.getppid() == parent, (os.getppid(), parent)
             server.detach()
-            _become(request["env"], fds)
+            _become(request["env"], fds, node=request["node"])
             arguments: list[str] = request["arguments"]
             return arguments
         os.waitpid(middle, 0)
@@ -177,21 +211,28 @@ def _serve(server: socket.socket, parent: int) -> list[str]:
             os.close(fd)
 
 
-def _become(env: Mapping[str, str], fds: Sequence[int]) -> None:
+def _become(env: Mapping[str, str], fds: Sequence[int], *, node: bool) -> None:
     """Make of this fork what subprocess makes of a child: session, environment, descriptors, signals."""
     os.setsid()
     os.environ.clear()
     os.environ.update(env)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for fd, place in zip((nothing, *fds), (0, 1, 2), strict=True):
+    for fd, place in zip(fds, (0, 1, 2), strict=True):
         os.dup2(fd, place)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP))  # as Child does
+    for name, place in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        was = getattr(sys, name)
+        setattr(sys, name, os.fdopen(place, was.mode, encoding=was.encoding, errors=was.errors, closefd=False))
+    if node:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP))  # as Child does
 
 
 def _import_all(*, torch: bool) -> None:
     """What some node imports before it is ready, torch apart: more than another needs, and nothing starts a thread."""
     importlib.import_module("cli.service")
+    if not torch:
+        for file in Path(cli.__path__[0]).glob("[!_]*.py"):
+            if file.stem != "main":
+                importlib.import_module(f"cli.{file.stem}")
     for service in Service:
         serve_function(service)
     for library in _LIBRARIES:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any, Final
 from unittest.mock import patch
@@ -21,11 +22,12 @@ import decode_node.main
 import node.main
 import prefill_node.main
 import router.main
+from baton.config import describe
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, RequestId
 from baton.runtime import NodeRuntime
 from baton.wire import record_to_proto
-from cli.services import Service, load_config, serve_function
+from cli.services import Service, config_class, load_config, serve_function
 from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, ClusterSpec
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
@@ -65,6 +67,23 @@ class Point(Enum):
     SEAL_LANDED = "the decode node has the seal (never holds)"
     COMMIT_ANSWERED = "committed, the answer is on its way"
     LAST_TOKEN = "the answer's end has reached the router, which has not looked"
+
+
+def load_with_limits(service: Service, flags: Mapping[str, str]) -> Any:
+    """The configuration of a service, with limits that are no settings under their dotted names too."""
+    settings = {key.key for key in describe(config_class(service))}
+    config = load_config(service, toml_path=None, env={}, flags={k: v for k, v in flags.items() if k in settings})
+    return _with_limits(config, {k: v for k, v in flags.items() if k not in settings})
+
+
+def _with_limits(config: Any, limits: Mapping[str, str]) -> Any:
+    """All of them at once: some must fit each other."""
+    changed: dict[str, Any] = {}
+    for key, text in limits.items():
+        name, _, rest = key.partition(".")
+        now = changed.get(name, getattr(config, name))
+        changed[name] = _with_limits(now, {rest: text}) if rest else type(now)(text)
+    return replace(config, **changed) if changed else config
 
 
 class Gate:
@@ -146,7 +165,7 @@ class InProcessCluster:
     async def start_node(self, name: str, service: Service) -> None:
         """Raises what `serve` raises when it ends instead of becoming ready."""
         flags = self.spec.flags_of(name, service, self.endpoints.get(DIRECTORY_NAME, ""))
-        config = load_config(service, toml_path=None, env={}, flags=flags)
+        config = load_with_limits(service, flags)
         ready: asyncio.Future[str] = self.loop.create_future()
         stop = self._stops[name] = asyncio.Event()
         serve = serve_function(service)
@@ -167,7 +186,7 @@ class InProcessCluster:
         kept = [dict(book) for book in books]
         settings = {**self.spec.flags_of(name, service, self.endpoints[DIRECTORY_NAME]), **flags}
         text = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in settings.items()}
-        config = load_config(service, toml_path=None, env={}, flags=text)
+        config = load_with_limits(service, text)
         try:
             await serve_function(service)(
                 config, stop=asyncio.Event(), on_ready=lambda _endpoint: None, progress=_no_progress
@@ -299,14 +318,12 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
     def by_config(**kwargs: Any) -> str:
         return str(kwargs["config"].name)
 
-    def by_settings(settings: Any, **_kwargs: Any) -> str:
-        return str(settings.name)
+    def by_first(config: Any, *_args: Any, **_kwargs: Any) -> str:
+        return str(config.name)
 
     with ExitStack() as stack:
         for module in (router.main, node.main):
-            stack.enter_context(
-                patch.object(module, "NodeRuntime", capture(cluster.runtimes, NodeRuntime, by_settings))
-            )
+            stack.enter_context(patch.object(module, "NodeRuntime", capture(cluster.runtimes, NodeRuntime, by_first)))
         for owner, name, books, make in (
             (router.main, "RouterNode", cluster._router, RouterNode),
             (prefill_node.main, "PrefillNode", cluster.prefill, PrefillNode),

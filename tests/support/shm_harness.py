@@ -25,9 +25,9 @@ from kvtransfer.native.copy import copy_checked
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps
 from kvtransfer.transports import shm_copy
-from kvtransfer.transports.shm import ShmConfig, ShmLinkLimits, ShmPortLimits, ShmReceiverPort, ShmWriterLink
-from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS
-from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS
+from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS, ShmPortLimits, ShmReceiverPort
+from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60

@@ -19,9 +19,12 @@ import numpy as np
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps
-from kvtransfer.transports import shm_wire as wire
-from kvtransfer.transports.shm import ShmConfig, ShmConnectError, ShmLinkLimits, ShmReceiverPort, ShmWriterLink
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.shm import CODEC, MESSAGE_BYTES_MAX, ShmWelcome, socket_address
+from kvtransfer.transports.shm_receiver import ShmReceiverPort
+from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
 
 
 def say(line: dict[str, Any]) -> None:
@@ -59,17 +62,17 @@ def mappings_named(text: str) -> int:
 class RawWriter:
     """Speaks the protocol by hand, so that it can misbehave: close its socket, and write on."""
 
-    def __init__(self, address: str, hello: wire.Hello) -> None:
+    def __init__(self, address: str, hello: wire.Hello, secret: bytes) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.connect(wire.socket_address(address))
-        self.sock.send(wire.encode(hello))
-        challenge = wire.decode(self.sock.recv(wire.MESSAGE_BYTES_MAX))
+        self.sock.connect(socket_address(address))
+        self.sock.send(CODEC.encode(hello))
+        challenge = CODEC.decode(self.sock.recv(MESSAGE_BYTES_MAX))
         assert isinstance(challenge, wire.Challenge)
-        self.sock.send(wire.encode(wire.Answer(nonce=challenge.nonce)))
-        packet, fds, _, _ = socket.recv_fds(self.sock, wire.MESSAGE_BYTES_MAX, 1)
-        welcome = wire.decode(packet)
+        self.sock.send(CODEC.encode(wire.Answer(proof=CODEC.writer_proof(secret, hello, challenge.nonce))))
+        packet, fds, _, _ = socket.recv_fds(self.sock, MESSAGE_BYTES_MAX, 1)
+        welcome = CODEC.decode(packet)
         assert isinstance(welcome, wire.Welcome)
-        self.mapping = mmap.mmap(fds[0], welcome.region_nbytes)
+        self.mapping = mmap.mmap(fds[0], ShmWelcome.decode(welcome.payload).region_nbytes)
         os.close(fds[0])
 
 
@@ -102,7 +105,7 @@ class Peer:
                 config,
                 ShmLinkLimits(**limits),
             )
-        except ShmConnectError as error:
+        except ConnectError as error:
             return "none" if error.reason is None else error.reason.name
         return "linked"
 
@@ -133,9 +136,8 @@ class Peer:
         hello = wire.Hello(
             pair=Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1])),
             epoch=Epoch(endpoint["epoch"]),
-            secret=bytes.fromhex(endpoint["secret"]),
         )
-        self.raw = RawWriter(endpoint["address"], hello)
+        self.raw = RawWriter(endpoint["address"], hello, bytes.fromhex(endpoint["secret"]))
 
     async def do_raw_close_socket(self) -> None:
         assert self.raw is not None

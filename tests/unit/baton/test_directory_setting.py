@@ -19,11 +19,8 @@ from baton.directory_setting import describe_directory, open_directory, parse_di
 from baton.endpoint import RedisAddress
 from baton.errors import BatonError, Reason
 from baton.ids import NodeName
-from baton.liveness import LivenessConfig
-from baton.membership import MembershipConfig
-from baton.rpc import RpcLimits
 from baton.rpc_client import ChannelLimits, Channels
-from baton.runtime import NodeRuntime, NodeSettings
+from baton.runtime import NodeRuntime, ProcessConfig
 from baton.wire import Role
 from cli.services import Service, load_config
 
@@ -125,19 +122,8 @@ def test_a_node_takes_the_directory_of_its_setting() -> None:
     """And gives it back with everything else."""
 
     async def scene() -> None:
-        settings = NodeSettings(
-            name=NodeName("n"),
-            role=Role.ROUTER,
-            listen="127.0.0.1:0",
-            advertise=None,
-            directory="redis://127.0.0.1:1/0",
-            membership=MembershipConfig(),
-            rpc=RpcLimits(),
-            liveness=LivenessConfig(),
-            stop_grace_ms=1,
-            drain_ms_max=1,
-        )
-        runtime = NodeRuntime(settings, clock=SystemClock(), rng=random.Random(1))
+        config = ProcessConfig(name=NodeName("n"), directory="redis://127.0.0.1:1/0", stop_grace_ms=1, drain_ms_max=1)
+        runtime = NodeRuntime(config, Role.ROUTER, clock=SystemClock(), rng=random.Random(1))
         assert isinstance(runtime.directory, RedisDirectory)
         await runtime.close()
 

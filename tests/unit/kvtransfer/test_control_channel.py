@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import rdma, ucx
+from kvtransfer.transports import cuda_ipc, rdma, shm, ucx
 from kvtransfer.transports.control_channel import (
     Broken,
     ChannelState,
@@ -32,8 +32,13 @@ from kvtransfer.transports.control_channel import (
     Signal,
 )
 
-CODECS: dict[TransportName, Codec] = {codec.transport: codec for codec in (ucx.CODEC, rdma.CODEC)}
-ONLY_ON: dict[type[Message], set[TransportName]] = {wire.Ready: {TransportName.RDMA}}
+CODECS: dict[TransportName, Codec] = {
+    codec.transport: codec for codec in (ucx.CODEC, rdma.CODEC, shm.CODEC, cuda_ipc.CODEC)
+}
+ONLY_ON: dict[type[Message], set[TransportName]] = {
+    wire.Ready: {TransportName.RDMA},
+    wire.LateBye: {TransportName.SHM, TransportName.CUDA_IPC},
+}
 """Messages that only some transports have; every one has the others."""
 U64 = st.integers(0, (1 << 64) - 1)
 BYTES16 = st.binary(min_size=16, max_size=16)
@@ -47,9 +52,7 @@ def messages_of(codec: Codec) -> st.SearchStrategy[Message]:
     """Everything that this channel can carry."""
     payloads = st.binary(max_size=min(codec.payload_bytes_max, 900))
     whole = [
-        st.builds(
-            wire.Hello, pair=PAIRS, epoch=EPOCHS, link=U64, payload=HELLO_PAYLOADS.get(codec.transport, payloads)
-        ),
+        st.builds(wire.Hello, pair=PAIRS, epoch=EPOCHS, link=U64, payload=payloads),
         st.builds(wire.Challenge, nonce=BYTES32),
         st.builds(wire.Answer, proof=BYTES32),
         st.builds(wire.Welcome, proof=BYTES32, payload=payloads),
@@ -59,13 +62,13 @@ def messages_of(codec: Codec) -> st.SearchStrategy[Message]:
         st.builds(wire.Fence, epoch=EPOCHS),
         st.builds(wire.Bye, epoch=EPOCHS, sequence=U64, drained=st.booleans()),
     ]
-    own = {
+    own: dict[type[Message], st.SearchStrategy[Message]] = {
         wire.Ready: st.just(wire.Ready()),
+        wire.LateBye: st.builds(wire.LateBye, nonce=BYTES32),
     }
     return st.one_of(*whole, *(made for kind, made in own.items() if codec.transport in ONLY_ON[kind]))
 
 
-HELLO_PAYLOADS: dict[TransportName, st.SearchStrategy[bytes]] = {}
 WITH_MESSAGES = st.sampled_from(list(CODECS.values())).flatmap(
     lambda codec: st.tuples(st.just(codec), st.lists(messages_of(codec), min_size=1, max_size=4))
 )

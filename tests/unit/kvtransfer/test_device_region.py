@@ -28,9 +28,8 @@ from kvtransfer.device.cuda_streams import CudaStreams
 from kvtransfer.device.driver import CudaDriver, DeviceError, mps_in_use
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports, choose, serving
-from kvtransfer.transport import DataEndpoint, RegionKind, TransportName
+from kvtransfer.transport import ConnectError, DataEndpoint, RegionKind, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.shm import ShmConnectError
 from node.regions import offered
 from tests.conformance.transport_kits import FakeSource
 from tests.support.fake_device import FakeDriver
@@ -88,7 +87,7 @@ def test_under_mps_neither_side_begins() -> None:
         )
         source = FakeSource(memory=np.zeros(8, np.uint8), nbytes=8)
         loop = asyncio.get_running_loop()
-        with pytest.raises(ShmConnectError, match="stop MPS"):
+        with pytest.raises(ConnectError, match="stop MPS"):
             await CudaIpcWriterLink.connect_device(endpoint, LINK_PAIR, source, Recorder(), loop, driver)
 
     run(connect())

@@ -8,8 +8,13 @@ import socket
 import numpy as np
 import pytest
 
-from kvtransfer.transports import shm_connect, shm_wire
-from kvtransfer.transports.shm import RefusalReason, ShmConnectError, ShmPortLimits, ShmWriterLink
+from kvtransfer.transport import ConnectError
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports import shm_writer
+from kvtransfer.transports.control_channel import RefusalReason
+from kvtransfer.transports.shm import CODEC, socket_address
+from kvtransfer.transports.shm_receiver import ShmPortLimits
+from kvtransfer.transports.shm_writer import ShmWriterLink
 from tests.support.shm_harness import DEADLINE_S, Gate, Receiver, Recorder, grant_of, linked, ops_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
 from tests.support.shm_harness import LINK_PAIR as PAIR
@@ -80,11 +85,11 @@ def test_a_handshake_that_breaks_after_the_region_left_leaves_no_doubt(monkeypat
             def map_region(fd: int, nbytes: int, address: str) -> None:
                 assert r.port.describe()["connections_writing"] == 1
                 cut(r)
-                raise ShmConnectError(f"{address}: no room to map {nbytes} bytes")
+                raise ConnectError(f"{address}: no room to map {nbytes} bytes")
 
-            monkeypatch.setattr(shm_connect, "_map_region", map_region)
+            monkeypatch.setattr(shm_writer, "map_region", map_region)
             loop = asyncio.get_running_loop()
-            with pytest.raises(ShmConnectError, match="no room to map"):
+            with pytest.raises(ConnectError, match="no room to map"):
                 await ShmWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, np.zeros(1, np.uint8), Recorder(), loop)
             assert await fenced(r) == "1 acknowledged"
 
@@ -96,16 +101,16 @@ def test_a_late_bye_for_a_nonce_that_was_never_given_proves_nothing() -> None:
 
     async def test() -> None:
         async with receiver() as r, linked(r):
-            endpoint = r.port.expect(PAIR, EPOCH)
+            r.port.expect(PAIR, EPOCH)
             loop = asyncio.get_running_loop()
-            hello = shm_wire.Hello(pair=PAIR, epoch=EPOCH, secret=endpoint.secret)
-            scripts: tuple[list[shm_wire.Message], ...] = ([], [hello])
+            hello = wire.Hello(pair=PAIR, epoch=EPOCH)
+            scripts: tuple[list[wire.Message], ...] = ([], [hello])
             for before in scripts:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                     sock.setblocking(False)
-                    sock.connect(shm_wire.socket_address(r.port.address))
-                    for message in (*before, shm_wire.LateBye(nonce=bytes(16))):
-                        sock.send(shm_wire.encode(message))
+                    sock.connect(socket_address(r.port.address))
+                    for message in (*before, wire.LateBye(nonce=bytes(32))):
+                        sock.send(CODEC.encode(message))
                     async with asyncio.timeout(DEADLINE_S):
                         while await loop.sock_recv(sock, 4096):
                             pass  # the challenge, the refusal; then the end

@@ -15,16 +15,13 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch, Incarnation, Pair
-from kvtransfer.transport import DataEndpoint, Seal, TransportName
-from kvtransfer.transports import shm_wire
-from kvtransfer.transports.shm import (
-    RefusalReason,
-    ShmConfig,
-    ShmConnectError,
-    ShmPortLimits,
-    ShmWriterLink,
-    TooManyPairs,
-)
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TooManyPairs, TransportName
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import RefusalReason
+from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.shm import CODEC, ShmWelcome, socket_address
+from kvtransfer.transports.shm_receiver import ShmPortLimits
+from kvtransfer.transports.shm_writer import ShmWriterLink
 from tests.support.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -40,7 +37,7 @@ from tests.support.shm_harness import LINK_EPOCH as EPOCH
 from tests.support.shm_harness import LINK_PAIR as PAIR
 
 GRANT = grant_of(7)
-SEAL = Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=1)
+SEAL = wire.SealSent(number=1, seal=Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=1))
 
 
 class RawPeer:
@@ -49,32 +46,41 @@ class RawPeer:
     def __init__(self, address: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.setblocking(False)
-        self.sock.connect(shm_wire.socket_address(address))
+        self.sock.connect(socket_address(address))
 
-    def say(self, message: shm_wire.Message) -> None:
-        self.sock.send(shm_wire.encode(message))
+    def say(self, message: wire.Message) -> None:
+        self.sock.send(CODEC.encode(message))
 
-    async def hear(self) -> shm_wire.Message | None:
+    async def hear(self) -> wire.Message | None:
         """The next message; None at the end of the connection. The kernel closes a descriptor that comes along."""
         async with asyncio.timeout(DEADLINE_S):
             packet = await asyncio.get_running_loop().sock_recv(self.sock, 4096)
-        return shm_wire.decode(packet) if packet else None
+        return CODEC.decode(packet) if packet else None
 
     async def refusal(self) -> RefusalReason:
         message = await self.hear()
-        assert isinstance(message, shm_wire.Refused), message
+        assert isinstance(message, wire.Refused), message
         return message.reason
 
     async def shake_hands(self, endpoint: DataEndpoint) -> None:
         self.say(hello_of(endpoint))
         challenge = await self.hear()
-        assert isinstance(challenge, shm_wire.Challenge)
-        self.say(shm_wire.Answer(nonce=challenge.nonce))
-        assert await self.hear() == shm_wire.Welcome(region_nbytes=REGION_NBYTES)
+        assert isinstance(challenge, wire.Challenge)
+        self.say(answer_to(challenge, endpoint))
+        welcome = await self.hear()
+        assert isinstance(welcome, wire.Welcome)
+        assert ShmWelcome.decode(welcome.payload) == ShmWelcome(region_nbytes=REGION_NBYTES)
+        assert welcome.proof == CODEC.receiver_proof(
+            endpoint.secret, hello_of(endpoint), challenge.nonce, welcome.payload
+        )
 
 
-def hello_of(endpoint: DataEndpoint, pair: Pair = PAIR) -> shm_wire.Hello:
-    return shm_wire.Hello(pair=pair, epoch=endpoint.epoch, secret=endpoint.secret)
+def hello_of(endpoint: DataEndpoint, pair: Pair = PAIR) -> wire.Hello:
+    return wire.Hello(pair=pair, epoch=endpoint.epoch)
+
+
+def answer_to(challenge: wire.Challenge, endpoint: DataEndpoint) -> wire.Answer:
+    return wire.Answer(proof=CODEC.writer_proof(endpoint.secret, hello_of(endpoint), challenge.nonce))
 
 
 @asynccontextmanager
@@ -109,7 +115,7 @@ def test_a_writer_that_does_not_prove_its_pair_is_refused(
     async def test() -> None:
         async with receiver() as r:
             endpoint = changed(r.port.expect(PAIR, EPOCH), **fields)
-            with pytest.raises(ShmConnectError) as error:
+            with pytest.raises(ConnectError) as error:
                 await ShmWriterLink.connect(
                     endpoint, pair, np.zeros(1, np.uint8), Recorder(), asyncio.get_running_loop()
                 )
@@ -122,7 +128,7 @@ def test_a_writer_that_does_not_prove_its_pair_is_refused(
     run(test())
 
 
-VERSION_2 = b"BtSh" + struct.pack("<HH", 2, 1)
+OTHER_VERSION = struct.pack("<2sBBI", b"Bt", wire.PROTOCOL_VERSION + 1, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +137,12 @@ VERSION_2 = b"BtSh" + struct.pack("<HH", 2, 1)
         (b"GET / HTTP/1.1\r\n", RefusalReason.MALFORMED),
         (b"B", RefusalReason.MALFORMED),
         (os.urandom(65), RefusalReason.MALFORMED),
-        (shm_wire.encode(SEAL) + b"\0" * 60_000, RefusalReason.MALFORMED),
-        (shm_wire.encode(SEAL)[:-1], RefusalReason.MALFORMED),
-        (VERSION_2, RefusalReason.VERSION),
-        (shm_wire.encode(SEAL), RefusalReason.OUT_OF_ORDER),
-        (shm_wire.encode(shm_wire.Answer(nonce=b"0" * 16)), RefusalReason.OUT_OF_ORDER),
-        (shm_wire.encode(shm_wire.Welcome(region_nbytes=1)), RefusalReason.OUT_OF_ORDER),
+        (CODEC.encode(SEAL) + b"\0" * 60_000, RefusalReason.MALFORMED),
+        (CODEC.encode(SEAL)[:-1], RefusalReason.MALFORMED),
+        (OTHER_VERSION, RefusalReason.VERSION),
+        (CODEC.encode(SEAL), RefusalReason.OUT_OF_ORDER),
+        (CODEC.encode(wire.Answer(proof=b"0" * 32)), RefusalReason.OUT_OF_ORDER),
+        (CODEC.encode(wire.Welcome(proof=bytes(32), payload=bytes(8))), RefusalReason.OUT_OF_ORDER),
     ],
     ids=["text", "one byte", "oversized", "huge", "short", "version", "seal", "answer", "welcome"],
 )
@@ -161,7 +167,7 @@ def test_descriptors_that_a_peer_sends_are_refused() -> None:
 
     async def test() -> None:
         async with receiver() as r, raw_peer(r) as peer:
-            socket.send_fds(peer.sock, [shm_wire.encode(hello_of(r.port.expect(PAIR, EPOCH)))], [0, 1, 2])
+            socket.send_fds(peer.sock, [CODEC.encode(hello_of(r.port.expect(PAIR, EPOCH)))], [0, 1, 2])
             assert await peer.refusal() is RefusalReason.MALFORMED
             assert await peer.hear() is None
 
@@ -169,14 +175,14 @@ def test_descriptors_that_a_peer_sends_are_refused() -> None:
 
 
 def test_a_wrong_answer_to_the_challenge_is_refused() -> None:
-    """The nonce of another handshake proves nothing about this process."""
+    """The proof of another handshake proves nothing about this process."""
 
     async def test() -> None:
         async with receiver() as r, raw_peer(r) as peer:
             peer.say(hello_of(r.port.expect(PAIR, EPOCH)))
-            assert isinstance(await peer.hear(), shm_wire.Challenge)
-            peer.say(shm_wire.Answer(nonce=b"\0" * 16))
-            assert await peer.refusal() is RefusalReason.CHALLENGE
+            assert isinstance(await peer.hear(), wire.Challenge)
+            peer.say(wire.Answer(proof=b"\0" * 32))
+            assert await peer.refusal() is RefusalReason.SECRET
             assert await peer.hear() is None
 
     run(test())
@@ -187,13 +193,14 @@ def test_a_fence_between_hello_and_answer_refuses_the_region() -> None:
 
     async def test() -> None:
         async with receiver() as r, raw_peer(r) as peer:
-            peer.say(hello_of(r.port.expect(PAIR, EPOCH)))
+            endpoint = r.port.expect(PAIR, EPOCH)
+            peer.say(hello_of(endpoint))
             challenge = await peer.hear()
-            assert isinstance(challenge, shm_wire.Challenge)
+            assert isinstance(challenge, wire.Challenge)
             r.port.fence(PAIR, EPOCH)
             await r.events.until(lambda e: bool(e.gone))
             r.port.expect(PAIR, Epoch(EPOCH + 1))
-            peer.say(shm_wire.Answer(nonce=challenge.nonce))
+            peer.say(answer_to(challenge, endpoint))
             assert await peer.refusal() is RefusalReason.EPOCH
             assert await peer.hear() is None
 
@@ -243,8 +250,8 @@ def test_a_second_hello_on_a_used_connection_ends_its_seals_but_not_its_bye() ->
             assert await peer.refusal() is RefusalReason.OUT_OF_ORDER
             peer.say(SEAL)
             r.port.fence(PAIR, EPOCH)
-            assert await peer.hear() == shm_wire.Fence(epoch=EPOCH)
-            peer.say(shm_wire.Bye(epoch=EPOCH))
+            assert await peer.hear() == wire.Fence(epoch=EPOCH)
+            peer.say(wire.Bye(epoch=EPOCH))
             await r.events.until(lambda e: bool(e.gone))
             assert r.events.gone == [(PAIR, EPOCH, "1 acknowledged")]
             assert r.events.seals == []
@@ -259,12 +266,13 @@ def test_a_seal_or_bye_of_another_epoch_is_not_believed() -> None:
     async def test() -> None:
         async with receiver() as r, raw_peer(r) as peer:
             await peer.shake_hands(r.port.expect(PAIR, EPOCH))
-            peer.say(Seal(grant=GRANT, epoch=Epoch(EPOCH + 1), writes=1, bytes_written=1))
+            other = Seal(grant=GRANT, epoch=Epoch(EPOCH + 1), writes=1, bytes_written=1)
+            peer.say(wire.SealSent(number=2, seal=other))
             peer.say(SEAL)
             await r.events.until(lambda e: bool(e.seals))
-            assert r.events.seals == [(PAIR, SEAL)]
+            assert r.events.seals == [(PAIR, SEAL.seal)]
             assert r.port.describe()["seals_refused"] == 1
-            peer.say(shm_wire.Bye(epoch=Epoch(EPOCH + 1)))
+            peer.say(wire.Bye(epoch=Epoch(EPOCH + 1)))
             assert await peer.refusal() is RefusalReason.OUT_OF_ORDER
             assert r.port.describe()["connections_writing"] == 1
 
@@ -279,11 +287,11 @@ def test_bye_is_heard_although_the_writer_closed_with_a_fence_unread() -> None:
             await peer.shake_hands(r.port.expect(PAIR, EPOCH))
             r.port.fence(PAIR, EPOCH)
             peer.say(SEAL)
-            peer.say(shm_wire.Bye(epoch=EPOCH))
+            peer.say(wire.Bye(epoch=EPOCH))
             peer.sock.close()
             await r.events.until(lambda e: bool(e.gone))
             assert r.events.gone == [(PAIR, EPOCH, "1 acknowledged")]
-            assert r.events.seals == [(PAIR, SEAL)]
+            assert r.events.seals == [(PAIR, SEAL.seal)]
 
     run(test())
 
@@ -293,11 +301,12 @@ def test_a_writer_that_gives_up_in_the_handshake_leaves_no_doubt() -> None:
 
     async def test() -> None:
         async with receiver() as r, raw_peer(r) as peer:
-            peer.say(hello_of(r.port.expect(PAIR, EPOCH)))
+            endpoint = r.port.expect(PAIR, EPOCH)
+            peer.say(hello_of(endpoint))
             challenge = await peer.hear()
-            assert isinstance(challenge, shm_wire.Challenge)
-            peer.say(shm_wire.Answer(nonce=challenge.nonce))
-            peer.say(shm_wire.Bye(epoch=EPOCH))
+            assert isinstance(challenge, wire.Challenge)
+            peer.say(answer_to(challenge, endpoint))
+            peer.say(wire.Bye(epoch=EPOCH))
             peer.sock.close()
             # The port answers this later connection only after it has read the earlier one's packets.
             async with raw_peer(r) as later:
@@ -348,7 +357,7 @@ def test_an_address_that_leads_nowhere_is_a_clear_error(address: str, text: str)
 
     async def test() -> None:
         endpoint = DataEndpoint(transport=TransportName.SHM, address=address, secret=b"0" * 16, epoch=EPOCH)
-        with pytest.raises(ShmConnectError, match=text):
+        with pytest.raises(ConnectError, match=text):
             await ShmWriterLink.connect(endpoint, PAIR, np.zeros(1, np.uint8), Recorder(), asyncio.get_running_loop())
 
     run(test())
@@ -362,7 +371,7 @@ def test_a_peer_of_another_user_is_refused_by_either_side(monkeypatch: pytest.Mo
         async with receiver() as r, raw_peer(r) as peer:
             assert await peer.refusal() is RefusalReason.USER
             assert await peer.hear() is None
-            with pytest.raises(ShmConnectError, match="the listener runs as user"):
+            with pytest.raises(ConnectError, match="the listener runs as user"):
                 async with linked(r):
                     pass
 
@@ -426,7 +435,7 @@ def test_a_writer_without_a_thread_to_copy_with_leaves_with_bye(monkeypatch: pyt
 
     async def test() -> None:
         async with receiver() as r:
-            with pytest.raises(ShmConnectError, match="no thread to copy with: can't start new thread"):
+            with pytest.raises(ConnectError, match="no thread to copy with: can't start new thread"):
                 async with linked(r, config=ShmConfig(copy_threads=2)):
                     raise AssertionError("there is no link")
             r.port.fence(PAIR, EPOCH)

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.transports import shm_connect, shm_copy
-from kvtransfer.transports.shm import ShmConfig, ShmConnectError, ShmLinkLimits, WriteOutOfBounds
+from kvtransfer.transport import ConnectError, WriteOutOfBounds
+from kvtransfer.transports import shm_copy, shm_writer
+from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.shm_writer import ShmLinkLimits
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Gate, grant_of, linked, ops_of, pair_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
 from tests.support.shm_harness import LINK_PAIR as PAIR
@@ -159,11 +161,11 @@ def test_a_region_that_cannot_be_mapped_is_acknowledged(monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(shm_connect, "_map_region", fail)
+    monkeypatch.setattr(shm_writer, "map_region", fail)
 
     async def test() -> None:
         async with receiver() as r:
-            with pytest.raises(ShmConnectError, match="Cannot allocate memory"):
+            with pytest.raises(ConnectError, match="Cannot allocate memory"):
                 async with linked(r):
                     pass
             r.port.fence(PAIR, EPOCH)

@@ -1,78 +1,15 @@
-"""The pure parts of the shm transport: its messages, its book of open connections."""
+"""The pure parts of a receiving port: which connections of a pair may still write; and what bounds a writer."""
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
-from kvtransfer.transport import Seal, WriteOps, WriteOutOfBounds, check_granted, check_ops
-from kvtransfer.transports import shm_wire as wire
+from baton.ids import BlockId, Epoch
+from kvtransfer.transport import WriteOps, WriteOutOfBounds, check_granted, check_ops
 from kvtransfer.transports.pair_fence import Evidence, PairFence
-from kvtransfer.transports.shm_receiver import refusal_of
-
-U64 = st.integers(0, 2**64 - 1)
-TOKEN = st.binary(min_size=16, max_size=16)
-MESSAGES = st.one_of(
-    st.builds(
-        lambda receiver, writer, epoch, secret: wire.Hello(
-            pair=Pair(receiver=Incarnation(receiver), writer=Incarnation(writer)), epoch=Epoch(epoch), secret=secret
-        ),
-        U64,
-        U64,
-        U64,
-        TOKEN,
-    ),
-    st.builds(lambda nonce: wire.Challenge(nonce=nonce), TOKEN),
-    st.builds(lambda nonce: wire.Answer(nonce=nonce), TOKEN),
-    st.builds(lambda nbytes: wire.Welcome(region_nbytes=nbytes), U64),
-    st.builds(lambda reason: wire.Refused(reason=reason), st.sampled_from(wire.RefusalReason)),
-    st.builds(lambda epoch: wire.Fence(epoch=Epoch(epoch)), U64),
-    st.builds(lambda epoch: wire.Bye(epoch=Epoch(epoch)), U64),
-    st.builds(lambda nonce: wire.LateBye(nonce=nonce), TOKEN),
-    st.builds(
-        lambda grant, epoch, writes, nbytes: Seal(
-            grant=GrantId(grant), epoch=Epoch(epoch), writes=writes, bytes_written=nbytes
-        ),
-        TOKEN,
-        U64,
-        U64,
-        U64,
-    ),
-)
-
-
-@given(MESSAGES)
-def test_every_message_survives_its_packet(message: wire.Message) -> None:
-    """Encoded and decoded it is the same; one byte more or less is refused."""
-    packet = wire.encode(message)
-    assert len(packet) <= wire.MESSAGE_BYTES_MAX
-    assert wire.decode(packet) == message
-    for broken in (packet[:-1], packet + b"\0"):
-        with pytest.raises(wire.MalformedMessage):
-            wire.decode(broken)
-
-
-def packet_nbytes(kind: int) -> int:
-    return 8 + {1: 40, 2: 16, 3: 16, 4: 8, 5: 2, 6: 40, 7: 8, 8: 8, 9: 16}[kind]
-
-
-@given(st.binary(max_size=80), st.integers(0, 12), st.booleans())
-def test_any_packet_is_a_message_or_refused(body: bytes, kind: int, with_header: bool) -> None:
-    """Whatever a peer sends, decoding ends in a message or in MalformedMessage."""
-    packet = b"BtSh" + (1).to_bytes(2, "little") + kind.to_bytes(2, "little") + body if with_header else body
-    try:
-        message = wire.decode(packet)
-    except wire.MalformedMessage:
-        assert kind == 0 or kind > 9 or not with_header or len(packet) != packet_nbytes(kind) or kind == 5
-    else:
-        assert isinstance(message, get_args(wire.Message))
-        assert wire.encode(message) == packet
 
 
 class PairFenceMachine(RuleBasedStateMachine):
@@ -87,10 +24,6 @@ class PairFenceMachine(RuleBasedStateMachine):
         self.asked: set[int] = set()
         self.made = 0
 
-    def hello(self, epoch: int, secret: bytes) -> wire.Hello:
-        pair = Pair(receiver=Incarnation(1), writer=Incarnation(2))
-        return wire.Hello(pair=pair, epoch=Epoch(epoch), secret=secret)
-
     @rule(by=st.integers(1, 2))
     def expect(self, by: int) -> None:
         self.epoch = max(self.epoch, self.fenced) + by
@@ -99,13 +32,13 @@ class PairFenceMachine(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3))
     def connect(self, back: int) -> None:
         epoch = max(1, self.epoch - back)
-        reason = refusal_of(self.book, self.hello(epoch, epoch.to_bytes(16, "big")))
-        assert (reason is None) == (epoch == self.epoch and epoch > self.fenced)
-        if reason is None:
+        secret = self.book.secret(Epoch(epoch))
+        assert (secret is not None) == (epoch == self.epoch and epoch > self.fenced)
+        if secret is not None:
+            assert secret == epoch.to_bytes(16, "big")
             self.made += 1
             self.book.opened(self.made, Epoch(epoch))
             self.open[self.made] = epoch
-            assert refusal_of(self.book, self.hello(epoch, b"x" * 16)) is wire.RefusalReason.SECRET
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), evidence=st.sampled_from(Evidence))
