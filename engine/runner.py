@@ -22,8 +22,8 @@ from engine.kv_pool import DeviceMirror, KvPool
 from engine.model_config import ComputeDtype, ModelConfig, Quantisation, UnsupportedModelError, load_model_config
 from engine.models.decoder import Decoder
 from engine.models.matmul import NativePacking, OneDnnPacking, Packing
+from engine.models.native_decoder import NativeDecoder, supports
 from engine.models.weights import weight_shapes
-from engine.native.decoder import NativeDecoder, supports
 from engine.native.kernels import PACKED_ROWS_MIN, TASK_ROWS_MAX, AttentionPlan, Kernels, Workspace, native_kernels
 from engine.sampler import ScoredRows, draw_kernel, sample
 from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepResult
