@@ -21,7 +21,7 @@ COPY node node
 COPY mixed_node mixed_node
 COPY router router
 COPY cli cli
-RUN /opt/baton/bin/pip install -c constraints.txt '.[redis]'
+RUN /opt/baton/bin/pip install -c constraints.txt '.[redis,k8s]'
 
 FROM python:3.11-slim
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin baton

@@ -59,6 +59,12 @@ class ConfigKey:
     """In the help of a command."""
 
 
+def setting(default: T, help: str, when: str) -> T:  # noqa: A002
+    """A field of a configuration class: its default, what it is, and when to change it."""
+    made: T = dataclasses.field(default=default, metadata={"help": help, "when": when})
+    return made
+
+
 def fixed(default: T) -> T:
     """A field of a configuration class that is no setting: no file, variable or flag reaches it. Tests pass others."""
     made: T = dataclasses.field(default=default, metadata={"setting": False})
@@ -83,9 +89,9 @@ def load(
     unknown names under the prefix are refused. Flags: dotted keys ("rpc.rpcs_max"); a None value means not given.
     Text (environment, flags) is converted; a tuple is written with commas or as JSON, None as "none". The file's own
     types must fit: "8" is no number there. `__post_init__` of the classes raises InvalidField, or another ValueError.
-    Help texts come from `field(metadata={"help": ..., "when": ...})`; `"shown": False` there keeps a key, or all of a
-    nested class, out of a command's help. Fields made by `fixed` are not loaded. `former` has what to say of keys, or
-    of tables of keys, that an earlier version had.
+    Help texts come from `setting`, or `field(metadata={"help": ..., "when": ...})`; `"shown": False` there keeps a key,
+    or all of a nested class, out of a command's help. Fields made by `fixed` are not loaded.
+    `former` has what to say of keys that an earlier version had.
 
     Raises ConfigError with every problem found.
     """

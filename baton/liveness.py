@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from baton.clock import Clock
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason, check_positive
 
@@ -33,26 +33,20 @@ DOUBT_PAUSE_MS_MAX: Final = 5_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessConfig:
-    heartbeat_ms: int = field(
-        default=500,
-        metadata={
-            "help": "pause between pings of a silent connection to a node",
-            "when": "A peer that stops should be noticed sooner (lower all three of liveness), or the network is slow.",
-        },
+    heartbeat_ms: int = setting(
+        500,
+        "pause between pings of a silent connection to a node",
+        "A peer that stops should be noticed sooner (lower all three of liveness), or the network is slow.",
     )
-    answer_ms_max: int = field(
-        default=1_500,
-        metadata={
-            "help": "a ping unanswered for this long ends the connection and every call on it",
-            "when": "Machines or networks stand still for longer without being dead.",
-        },
+    answer_ms_max: int = setting(
+        1_500,
+        "a ping unanswered for this long ends the connection and every call on it",
+        "Machines or networks stand still for longer without being dead.",
     )
-    reconnect_ms_max: int = field(
-        default=700,
-        metadata={
-            "help": "a peer that is not reached again this long after its connection ended is lost",
-            "when": "Connections break and come back, as behind a load balancer or a restarting network.",
-        },
+    reconnect_ms_max: int = setting(
+        700,
+        "a peer that is not reached again this long after its connection ended is lost",
+        "Connections break and come back, as behind a load balancer or a restarting network.",
     )
     reconnect_pause_ms: int = fixed(50)
     """Pause between two tries to reach it again."""

@@ -10,11 +10,11 @@ import dataclasses
 import random
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from baton.clock import Clock, wait_s
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.directory_client import Directory, Snapshot
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import NodeName
@@ -32,36 +32,25 @@ _NAME_WAIT_TTLS: Final = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    heartbeat_ms: int = field(
-        default=500,
-        metadata={
-            "help": "time between two reports of the own record to the directory; a change that matters is "
-            "sent at once",
-            "when": "The directory serves so many nodes that their heartbeats load it. Keep ttl_ms at twice "
-            "this or more.",
-        },
+    heartbeat_ms: int = setting(
+        500,
+        "time between two reports of the own record to the directory; a change that matters is sent at once",
+        "The directory serves so many nodes that their heartbeats load it. Keep ttl_ms at twice this or more.",
     )
-    ttl_ms: int = field(
-        default=2_500,
-        metadata={
-            "help": "the directory drops a node that it has not heard from for this long",
-            "when": "Nodes drop out of the directory under load (raise it), or dead ones stay in it too long "
-            "(lower it).",
-        },
+    ttl_ms: int = setting(
+        2_500,
+        "the directory drops a node that it has not heard from for this long",
+        "Nodes drop out of the directory under load (raise it), or dead ones stay in it too long (lower it).",
     )
-    stale_ms_max: int = field(
-        default=300_000,
-        metadata={
-            "help": "how long new requests go to the last known nodes while the directory is unreachable",
-            "when": "The directory may be away for longer, as in an upgrade, while nodes come and go rarely.",
-        },
+    stale_ms_max: int = setting(
+        300_000,
+        "how long new requests go to the last known nodes while the directory is unreachable",
+        "The directory may be away for longer, as in an upgrade, while nodes come and go rarely.",
     )
-    directory_wait_ms_max: int = field(
-        default=30_000,
-        metadata={
-            "help": "how long a starting node waits for a directory that does not answer",
-            "when": "Nodes start long before the directory does.",
-        },
+    directory_wait_ms_max: int = setting(
+        30_000,
+        "how long a starting node waits for a directory that does not answer",
+        "Nodes start long before the directory does.",
     )
     backoff_ms_min: int = fixed(50)
     """First pause before the directory is asked again after a failure; it doubles."""

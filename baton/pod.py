@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from baton.clock import Clock
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from baton.kubernetes_api import KubernetesError, PodAddress, patch_annotations
 from baton.lifecycle import Lifecycle
@@ -39,34 +39,22 @@ PatchAnnotations = Callable[[PodAddress, Mapping[str, str | None]], Awaitable[No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodConfig:
-    name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Kubernetes pod of this node, whose deletion cost a drain lowers; none: no pod",
-            "when": "The node runs in Kubernetes, in a pool that is scaled down.",
-        },
+    name: str | None = setting(
+        None,
+        "Kubernetes pod of this node, whose deletion cost a drain lowers; none: no pod",
+        "The node runs in Kubernetes, in a pool that is scaled down.",
     )
-    api: str = field(
-        default="https://kubernetes.default.svc",
-        metadata={
-            "help": "https://host[:port] of the Kubernetes API",
-            "when": "The API is reached at another address.",
-        },
+    api: str = setting(
+        "https://kubernetes.default.svc",
+        "https://host[:port] of the Kubernetes API",
+        "The API is reached at another address.",
     )
-    credentials: Path = field(
-        default=Path("/var/run/secrets/kubernetes.io/serviceaccount"),
-        metadata={
-            "help": "folder of the service account: token, namespace, ca.crt",
-            "when": "The service account is mounted elsewhere.",
-        },
+    credentials: Path = setting(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        "folder of the service account: token, namespace, ca.crt",
+        "The service account is mounted elsewhere.",
     )
-    call_ms_max: int = field(
-        default=2_000,
-        metadata={
-            "help": "how long one call to the API may take",
-            "when": "The API server is far away or slow.",
-        },
-    )
+    call_ms_max: int = setting(2_000, "how long one call to the API may take", "The API server is far away or slow.")
     tries_max: int = fixed(4)
     """Calls before the deletion cost is left as it is."""
     retry_ms_min: int = fixed(200)

@@ -11,14 +11,14 @@ import inspect
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 import grpc.aio
 
 from baton.binding import check_can_bind, port_in_use
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.health import HEALTH_SERVICE, REFLECTION_SERVICE
@@ -61,33 +61,23 @@ UNTIMED_METHODS: Final = frozenset(
 class RpcLimits:
     """Limits of one server."""
 
-    message_bytes_max: int = field(
-        default=16 * 1024 * 1024,
-        metadata={
-            "help": "bytes of one gRPC message, and of the body of an HTTP call",
-            "when": "Clients send longer prompts than fit.",
-        },
+    message_bytes_max: int = setting(
+        16 * 1024 * 1024,
+        "bytes of one gRPC message, and of the body of an HTTP call",
+        "Clients send longer prompts than fit.",
     )
-    rpcs_max: int = field(
-        default=1024,
-        metadata={
-            "help": "calls at the same time, health checks and long-lived streams not counted",
-            "when": "The process has the memory and the cores to serve more clients than this.",
-        },
+    rpcs_max: int = setting(
+        1024,
+        "calls at the same time, health checks and long-lived streams not counted",
+        "The process has the memory and the cores to serve more clients than this.",
     )
-    public_deadline_ms_default: int = field(
-        default=300_000,
-        metadata={
-            "help": "deadline of a client's call that names none",
-            "when": "Clients name no deadline, and their answers take longer.",
-        },
+    public_deadline_ms_default: int = setting(
+        300_000,
+        "deadline of a client's call that names none",
+        "Clients name no deadline, and their answers take longer.",
     )
-    public_deadline_ms_max: int = field(
-        default=3_600_000,
-        metadata={
-            "help": "longest deadline of a client's call",
-            "when": "Answers take more than an hour, or none should take as long.",
-        },
+    public_deadline_ms_max: int = setting(
+        3_600_000, "longest deadline of a client's call", "Answers take more than an hour, or none should take as long."
     )
     busy_retry_ms: int = fixed(200)
     """When to try again, returned when there are too many calls."""

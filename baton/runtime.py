@@ -13,6 +13,7 @@ from batonpb import node_pb2, node_pb2_grpc
 
 from baton.binding import check_can_bind
 from baton.clock import Clock, wait_s
+from baton.config import setting
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, open_directory
 from baton.drain import Holdings, NodeDrain
 from baton.endpoint import check_reachable, from_here, join_endpoint, split_endpoint
@@ -49,40 +50,29 @@ class ProcessConfig:
             "when": "Always: two nodes must not have the same.",
         },
     )
-    listen: str = field(
-        default="127.0.0.1:0",
-        metadata={
-            "help": "host:port of gRPC; port 0 takes any",
-            "when": "Nodes are on several machines, or firewalls need fixed ports.",
-        },
+    listen: str = setting(
+        "127.0.0.1:0",
+        "host:port of gRPC; port 0 takes any",
+        "Nodes are on several machines, or firewalls need fixed ports.",
     )
-    advertise: str | None = field(
-        default=None,
-        metadata={
-            "help": "host:port that peers reach; none: what listen takes",
-            "when": "listen names all addresses of the machine, or peers reach it at a translated address.",
-        },
+    advertise: str | None = setting(
+        None,
+        "host:port that peers reach; none: what listen takes",
+        "listen names all addresses of the machine, or peers reach it at a translated address.",
     )
-    directory: str = field(
-        default="127.0.0.1:7070",
-        metadata={"help": DIRECTORY_HELP, "when": "Always, except on one machine with the default port."},
-    )
+    directory: str = setting("127.0.0.1:7070", DIRECTORY_HELP, "Always, except on one machine with the default port.")
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     rpc: RpcLimits = field(default_factory=RpcLimits)
-    drain_ms_max: int = field(
-        default=60_000,
-        metadata={
-            "help": "how long SIGTERM waits for running requests before they are given up",
-            "when": "Answers take longer. Give Kubernetes a longer terminationGracePeriodSeconds too.",
-        },
+    drain_ms_max: int = setting(
+        60_000,
+        "how long SIGTERM waits for running requests before they are given up",
+        "Answers take longer. Give Kubernetes a longer terminationGracePeriodSeconds too.",
     )
-    stop_grace_ms: int = field(
-        default=2_000,
-        metadata={
-            "help": "how long running calls may take to end at a stop",
-            "when": "Clients are cut off at a stop in the middle of their last messages.",
-        },
+    stop_grace_ms: int = setting(
+        2_000,
+        "how long running calls may take to end at a stop",
+        "Clients are cut off at a stop in the middle of their last messages.",
     )
 
     def __post_init__(self) -> None:

@@ -84,7 +84,7 @@ class NodeLoad:
     blocks: BlockLoad = BlockLoad()
     prefill_tokens_per_s: float = 0.0
     """Measured; 0 while unknown."""
-    parked_requests: int = 0
+    swapped_out_requests: int = 0
     """Running sequences whose KV is not all on the device now."""
     host_blocks_filled: int = 0
     host_blocks_free: int = 0
@@ -217,7 +217,7 @@ def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
             pinned=blocks.pinned,
         ),
         prefill_tokens_per_s=load.prefill_tokens_per_s,
-        parked_requests=load.parked_requests,
+        swapped_out_requests=load.swapped_out_requests,
         host_blocks_filled=load.host_blocks_filled,
         host_blocks_free=load.host_blocks_free,
         transports_given_up=load.transports_given_up,
@@ -242,7 +242,7 @@ def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
             pinned=blocks.pinned,
         ),
         prefill_tokens_per_s=message.prefill_tokens_per_s,
-        parked_requests=message.parked_requests,
+        swapped_out_requests=message.swapped_out_requests,
         host_blocks_filled=message.host_blocks_filled,
         host_blocks_free=message.host_blocks_free,
         transports_given_up=message.transports_given_up,

@@ -20,10 +20,11 @@ from benchmarks.transfer_side import REGION_BYTES, Plan, serve
 from cachestore.layout import kv_layout
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriteRanges, WriterLink
-from kvtransfer.transports.settings import ShmConfig, UcxConfig
+from kvtransfer.transports.settings import ShmConfig, TcpConfig, UcxConfig
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
 from kvtransfer.transports.shm_writer import ShmWriterLink
-from kvtransfer.transports.tcp import TcpConfig, TcpReceiverPort, TcpWriterLink
+from kvtransfer.transports.tcp_receiver import TcpReceiverPort
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx_receiver import UcxReceiverPort
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 

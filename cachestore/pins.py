@@ -6,28 +6,20 @@ A pin names tokens, so it may come before their blocks do. It is a lease: whoeve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import BatonError, InvalidField, Reason, bad_field, check_positive
 from cachestore.prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinLimits:
-    count_max: int = field(
-        default=64,
-        metadata={
-            "help": "pinned prefixes in this node",
-            "when": "More prefixes are pinned.",
-        },
-    )
-    region_share_max: float = field(
-        default=0.5,
-        metadata={
-            "help": "share of the region that pins may take; requests have the rest to themselves",
-            "when": "Pins are refused for want of room (raise it), or requests wait for blocks (lower it).",
-        },
+    count_max: int = setting(64, "pinned prefixes in this node", "More prefixes are pinned.")
+    region_share_max: float = setting(
+        0.5,
+        "share of the region that pins may take; requests have the rest to themselves",
+        "Pins are refused for want of room (raise it), or requests wait for blocks (lower it).",
     )
     lease_ms_max: int = fixed(600_000)
     """How long a pin may stay without being renewed."""

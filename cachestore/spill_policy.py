@@ -1,11 +1,13 @@
 """Which running sequences make room for the others, and when they come back (DESIGN I5). Pure.
 
-    RUNNING   decodes                                  SPILLING   parked, blocks of it are being copied to host memory
-    SPILLED   parked, nothing of it is being copied    RETURNING  parked, blocks of it are being copied back
+    RUNNING    decodes
+    SPILLING   swapped out, blocks of it are being copied to host memory
+    SPILLED    swapped out, nothing of it is being copied
+    RETURNING  swapped out, blocks of it are being copied back
 
-Age decides, and nothing else: the youngest sequence makes room, the oldest parked one comes back first, and one that
-starts while older ones are parked waits behind them. So whoever runs is older than whoever is parked, the oldest of all
-is never held up by another, and a sequence waits at most until those before it have finished.
+Age alone decides: the youngest sequence makes room, the oldest swapped-out one comes back first, and one that starts
+while older ones are swapped out waits behind them. So whoever runs is older than whoever is swapped out, the oldest of
+all is never held up by another, and a sequence waits at most until those before it have finished.
 
 Two margins keep the same blocks from going to and fro. Room is made not for the next step alone but for
 `headroom_blocks` more of each runner; and a sequence comes back only when that much would still be free afterwards.
@@ -73,7 +75,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepComes:
-    """No step is in flight. `runners` decode now; `parked` are those that the policy had parked. In any order."""
+    """No step is in flight. `runners` decode now; `swapped_out` do not. Both in any order."""
 
     growable: int
     """Blocks that could be handed out on the device now."""
@@ -82,7 +84,7 @@ class StepComes:
     host_free: int
     """Blocks of host memory that could be copied to now, the reserve counted."""
     runners: tuple[Standing, ...]
-    parked: tuple[Standing, ...]
+    swapped_out: tuple[Standing, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,7 @@ SpillEvent = StepComes | CopiesDone | SequenceLeft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Park:
+class SwapOut:
     """Take this sequence out of the steps."""
 
     key: RequestKey
@@ -128,13 +130,13 @@ class CopyBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unpark:
+class SwapIn:
     """All of it is on the device: let it decode on."""
 
     key: RequestKey
 
 
-SpillInstruction = Park | CopyOut | CopyBack | Unpark
+SpillInstruction = SwapOut | CopyOut | CopyBack | SwapIn
 
 
 class SpillPolicy:
@@ -179,38 +181,38 @@ class SpillPolicy:
     def _copies_done(self, event: CopiesDone) -> None:
         if self._states[event.key] is _S.RETURNING and event.absent == 0:
             self._move(event.key, SpillCause.COPIED, _S.RUNNING)
-            self._out.append(Unpark(key=event.key))
+            self._out.append(SwapIn(key=event.key))
         else:
             self._move(event.key, SpillCause.COPIED, _S.SPILLED)
 
     def _step_comes(self, event: StepComes) -> None:
-        parked = sorted(event.parked, key=lambda each: each.age)
-        runners = self._let_in(sorted(event.runners, key=lambda each: each.age), parked)
+        swapped_out = sorted(event.swapped_out, key=lambda each: each.age)
+        runners = self._let_in(sorted(event.runners, key=lambda each: each.age), swapped_out)
         short = sum(each.need for each in runners) - event.growable - event.freeing
         if short > 0:
-            self._make_room(short, runners, parked, event.host_free)
-        elif event.freeing == 0 and parked:
-            self._bring_back(runners, parked, event)
+            self._make_room(short, runners, swapped_out, event.host_free)
+        elif event.freeing == 0 and swapped_out:
+            self._bring_back(runners, swapped_out, event)
 
-    def _let_in(self, runners: list[Standing], parked: list[Standing]) -> list[Standing]:
-        """Those of `runners` that go on: one that is new, and younger than somebody who is parked, is parked too."""
+    def _let_in(self, runners: list[Standing], swapped_out: list[Standing]) -> list[Standing]:
+        """Those of `runners` that go on. A new one is swapped out if it is younger than one that is swapped out."""
         going_on = []
         for each in runners:
             new = each.key not in self._states
             self._states.setdefault(each.key, _S.RUNNING)
-            if new and parked and each.age > parked[0].age:
-                self._park(each, 0)
+            if new and swapped_out and each.age > swapped_out[0].age:
+                self._swap_out(each, 0)
             else:
                 going_on.append(each)
         return going_on
 
-    def _make_room(self, short: int, runners: list[Standing], parked: list[Standing], host_free: int) -> None:
-        """Blocks of the parked first, then of the youngest runner, until the others can step."""
-        on_their_way = [each.age for each in parked if self._states[each.key] is _S.RETURNING]
+    def _make_room(self, short: int, runners: list[Standing], swapped_out: list[Standing], host_free: int) -> None:
+        """Blocks of the swapped out first, then of the youngest runner, until the others can step."""
+        on_their_way = [each.age for each in swapped_out if self._states[each.key] is _S.RETURNING]
         youngest_on_its_way = max(on_their_way, default=-1)
         while True:
             wanted = short + sum(map(self.margin, runners))
-            for each in reversed(parked):
+            for each in reversed(swapped_out):
                 if self._states[each.key] is not _S.RETURNING:
                     blocks = min(wanted, each.spillable, host_free)
                     self._copy_out(each.key, blocks)
@@ -221,26 +223,26 @@ class SpillPolicy:
             short -= victim.need
             wanted -= victim.need + self.margin(victim)
             blocks = max(0, min(wanted, victim.spillable, host_free))
-            self._park(victim, blocks)
-            short, host_free, parked = short - blocks, host_free - blocks, []
+            self._swap_out(victim, blocks)
+            short, host_free, swapped_out = short - blocks, host_free - blocks, []
 
-    def _bring_back(self, runners: list[Standing], parked: list[Standing], event: StepComes) -> None:
+    def _bring_back(self, runners: list[Standing], swapped_out: list[Standing], event: StepComes) -> None:
         spare = event.growable - sum(each.need + self.margin(each) for each in runners)
         on_their_way = False
-        for each in parked:
+        for each in swapped_out:
             if self._states[each.key] is _S.RETURNING:
                 on_their_way = True
                 spare -= each.absent + self.margin(each)
                 continue
             if not runners and not on_their_way:
-                self._bring_back_at_any_price(each, parked, event)
+                self._bring_back_at_any_price(each, swapped_out, event)
                 return
             spare -= each.absent + self.margin(each)
             if spare < 0:
                 return
             self._copy_back(each.key, each.absent)
 
-    def _bring_back_at_any_price(self, oldest: Standing, parked: list[Standing], event: StepComes) -> None:
+    def _bring_back_at_any_price(self, oldest: Standing, swapped_out: list[Standing], event: StepComes) -> None:
         """Nobody runs: as much of the oldest as fits comes back, while others make room for the rest of it."""
         if self._states[oldest.key] is _S.SPILLING:
             return
@@ -249,15 +251,15 @@ class SpillPolicy:
             self._copy_back(oldest.key, blocks)  # first: what is coming back is not copied out for somebody else
         short = oldest.absent + min(1, oldest.promise_left) - event.growable
         host_free = event.host_free
-        for each in reversed(parked):
+        for each in reversed(swapped_out):
             if short > 0 and each.key != oldest.key:
                 blocks = min(short, each.spillable, host_free)
                 self._copy_out(each.key, blocks)
                 short, host_free = short - blocks, host_free - blocks
 
-    def _park(self, victim: Standing, blocks: int) -> None:
+    def _swap_out(self, victim: Standing, blocks: int) -> None:
         self._move(victim.key, SpillCause.PRESSURE, _S.SPILLING if blocks else _S.SPILLED)
-        self._out.append(Park(key=victim.key))
+        self._out.append(SwapOut(key=victim.key))
         if blocks:
             self._out.append(CopyOut(key=victim.key, blocks=blocks))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.clock import SystemClock
+from baton.config import setting
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import check_positive
@@ -18,28 +19,14 @@ from baton.rpc import RpcLimits, RpcServer
 class DirectoryProcessConfig:
     """Section `[directory]`, environment `BATON_DIRECTORY_*`."""
 
-    name: str = field(
-        default="directory",
-        metadata={
-            "help": "name of this process in its log",
-            "when": "Several directories log to one place.",
-        },
-    )
-    listen: str = field(
-        default="127.0.0.1:7070",
-        metadata={
-            "help": "host:port of gRPC; port 0 takes any",
-            "when": "Nodes on other machines must reach it, or the port is in use.",
-        },
+    name: str = setting("directory", "name of this process in its log", "Several directories log to one place.")
+    listen: str = setting(
+        "127.0.0.1:7070",
+        "host:port of gRPC; port 0 takes any",
+        "Nodes on other machines must reach it, or the port is in use.",
     )
     rpc: RpcLimits = field(default_factory=RpcLimits)
-    stop_grace_ms: int = field(
-        default=1_000,
-        metadata={
-            "help": "how long running calls may take to end at a stop",
-            "when": "As for the nodes.",
-        },
-    )
+    stop_grace_ms: int = setting(1_000, "how long running calls may take to end at a stop", "As for the nodes.")
 
     def __post_init__(self) -> None:
         check_positive(self, "stop_grace_ms")

@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
 import click
 
-from baton.config import ConfigError, ConfigProblem, load
+from baton.config import ConfigError, ConfigProblem, load, setting
 from baton.cores import own_cores
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
 from baton.endpoint import from_here
@@ -48,73 +48,41 @@ _UP_LISTEN_FLAG_OF: Final[Mapping[str, tuple[str, str]]] = {
 class UpConfig:
     """Section `[up]`, environment `BATON_UP_*`. None leaves a setting to the sections of the services."""
 
-    prefill: int | None = field(
-        default=None,
-        metadata={"help": "prefill nodes; none: 1, or 0 where some are mixed", "when": "Always: the number of nodes."},
+    prefill: int | None = setting(
+        None, "prefill nodes; none: 1, or 0 where some are mixed", "Always: the number of nodes."
     )
-    decode: int | None = field(
-        default=None, metadata={"help": "decode nodes; none: 1, or 0 where some are mixed", "when": "As prefill."}
+    decode: int | None = setting(None, "decode nodes; none: 1, or 0 where some are mixed", "As prefill.")
+    mixed: int = setting(0, "nodes that do both halves", "Nodes should do both halves.")
+    model: str | None = setting(None, "model folder, or its name on the hub", "Always, but for the mock engine.")
+    engine_kind: EngineKind | None = setting(
+        None, "model, or mock (tests of the protocol)", "To try the cluster without a model."
     )
-    mixed: int = field(
-        default=0, metadata={"help": "nodes that do both halves", "when": "Nodes should do both halves."}
+    listen: str = setting(
+        "127.0.0.1:7000", "host:port of the router", "Clients are on other machines, or the port is in use."
     )
-    model: str | None = field(
-        default=None,
-        metadata={"help": "model folder, or its name on the hub", "when": "Always, but for the mock engine."},
+    http: str | None = setting(None, "host:port of the OpenAI endpoints over HTTP; none: off", "Clients use HTTP.")
+    directory: str | None = setting(
+        None,
+        f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}",
+        "Nodes on other machines belong to the same cluster.",
     )
-    engine_kind: EngineKind | None = field(
-        default=None,
-        metadata={"help": "model, or mock (tests of the protocol)", "when": "To try the cluster without a model."},
+    directory_listen: str = setting(
+        "127.0.0.1:7070",
+        "host:port of the directory that is started",
+        "The port is in use, or nodes on other machines join.",
     )
-    listen: str = field(
-        default="127.0.0.1:7000",
-        metadata={"help": "host:port of the router", "when": "Clients are on other machines, or the port is in use."},
+    threads: int | None = setting(
+        None,
+        "compute threads of each node; none: the cores of this machine shared out",
+        "The cores should be shared out otherwise.",
     )
-    http: str | None = field(
-        default=None,
-        metadata={"help": "host:port of the OpenAI endpoints over HTTP; none: off", "when": "Clients use HTTP."},
+    blocks: int | None = setting(None, "KV blocks of each node", "Always: it is the memory for KV of each node.")
+    log_dir: Path | None = setting(
+        None, "keep the logs here; none: a temporary folder, kept only after a failure", "To read the logs afterwards."
     )
-    directory: str | None = field(
-        default=None,
-        metadata={
-            "help": f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}",
-            "when": "Nodes on other machines belong to the same cluster.",
-        },
-    )
-    directory_listen: str = field(
-        default="127.0.0.1:7070",
-        metadata={
-            "help": "host:port of the directory that is started",
-            "when": "The port is in use, or nodes on other machines join.",
-        },
-    )
-    threads: int | None = field(
-        default=None,
-        metadata={
-            "help": "compute threads of each node; none: the cores of this machine shared out",
-            "when": "The cores should be shared out otherwise.",
-        },
-    )
-    blocks: int | None = field(
-        default=None,
-        metadata={"help": "KV blocks of each node", "when": "Always: it is the memory for KV of each node."},
-    )
-    log_dir: Path | None = field(
-        default=None,
-        metadata={
-            "help": "keep the logs here; none: a temporary folder, kept only after a failure",
-            "when": "To read the logs afterwards.",
-        },
-    )
-    start_ms_max: int = field(
-        default=300_000, metadata={"help": "how long starting may take", "when": "A model takes longer to load."}
-    )
-    stop_grace_ms: int = field(
-        default=8_000,
-        metadata={
-            "help": "how long a stop may take before nodes are killed",
-            "when": "Answers should run to their end at a stop.",
-        },
+    start_ms_max: int = setting(300_000, "how long starting may take", "A model takes longer to load.")
+    stop_grace_ms: int = setting(
+        8_000, "how long a stop may take before nodes are killed", "Answers should run to their end at a stop."
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
 from node.config import ReceiverNodeConfig
@@ -14,26 +14,18 @@ from node.spill import SpillConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(ReceiverNodeConfig):
     spill: SpillConfig = field(default_factory=SpillConfig)
-    requests_max: int = field(
-        default=64,
-        metadata={
-            "help": "requests granted and running at the same time",
-            "when": "As engine.sequences_max, which it must not exceed.",
-        },
+    requests_max: int = setting(
+        64, "requests granted and running at the same time", "As engine.sequences_max, which it must not exceed."
     )
-    finished_ms_max: int = field(
-        default=60_000,
-        metadata={
-            "help": "how long a finished answer is kept for its router",
-            "when": "Routers may be away for longer, or memory is short.",
-        },
+    finished_ms_max: int = setting(
+        60_000,
+        "how long a finished answer is kept for its router",
+        "Routers may be away for longer, or memory is short.",
     )
-    orphan_ms: int = field(
-        default=10_000,
-        metadata={
-            "help": "a request whose router is away for this long is cancelled",
-            "when": "Routers restart slowly, or lost requests hold room for too long.",
-        },
+    orphan_ms: int = setting(
+        10_000,
+        "a request whose router is away for this long is cancelled",
+        "Routers restart slowly, or lost requests hold room for too long.",
     )
     finished_max: int = fixed(4_096)
     """Finished answers kept until the router has them."""

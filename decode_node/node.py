@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from batonpb import transfer_pb2
 
@@ -36,6 +37,20 @@ from node.pool import DevicePool
 log = get_log("decode")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeState:
+    """What a decode node has at this moment, for tests and debugging. The jobs are the node's own."""
+
+    jobs: tuple[Job, ...]
+    """Granted or kept, and not over."""
+    known: dict[RequestKey, Job]
+    """Those, and answers that their router has not acknowledged."""
+    lives: int
+    """Tasks of requests."""
+    outputs: int
+    """Answers in streams to routers."""
+
+
 class DecodeNode:
     """State of one decode node; control thread only.
 
@@ -54,6 +69,7 @@ class DecodeNode:
         randomness: Callable[[int], bytes],
     ) -> None:
         self.config = config
+        self.pool = pool
         self.ledger = pool.ledger
         self.streams = TokenStreams(loop)
         self._engine = pool.engine
@@ -63,7 +79,7 @@ class DecodeNode:
         self._loop = loop
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
-        self._reserving = Reserving(
+        self.reserving = Reserving(
             config=config,
             pool=pool,
             admission=Admission(self._spill, pool.ledger, pool.blocks, self._jobs.values()),
@@ -109,7 +125,7 @@ class DecodeNode:
                 self.engine_loop.wake()
                 self.receiver.ended(job.key)  # of a kept request it knows nothing
             del self._jobs[job.grant]
-            self._reserving.ended(job.footprint)
+            self.reserving.ended(job.footprint)
             if not output.opened:
                 self._forget(job)
             self.room_changed()
@@ -132,7 +148,7 @@ class DecodeNode:
 
         A repeat gets the first one's answer, even where this node could not give it any more.
         """
-        reserved = self._reserving.ask(request, pair, self.receiver)
+        reserved = self.reserving.ask(request, pair, self.receiver)
         if isinstance(reserved, transfer_pb2.ReserveReply):
             return reserved
         answer = reserved.answer
@@ -168,23 +184,23 @@ class DecodeNode:
         """
         grant = GrantId(request.grant)
         job = self._jobs.get(grant)
-        is_open = job is not None and not job.committed.done()
+        is_open = self.receiver.grants.blocks_uncommitted(grant, pair) is not None  # and it is this writer's
         try:
             if job is not None and is_open:
                 check_first_token(request, vocab_size=self._vocab_size)
                 job.first_token = request.first_token
                 if request.HasField("first_logprobs"):
                     job.first_logprobs = request.first_logprobs
-            checksums = checksums_from_proto(request)
+            sampled = bool(request.checksums or request.checksum_layers or request.checksum_blocks)
             return await self.receiver.commit(
                 CommitAsked(
                     pair=pair,
                     grant=grant,
                     writes=request.writes,
                     bytes_written=request.bytes_written,
-                    sampled=checksums is not None,
+                    sampled=sampled,
                 ),
-                checksums,
+                checksums_from_proto(request) if sampled else None,
             )
         except BatonError as error:
             if job is not None and is_open and error.code is Code.INVALID_ARGUMENT:
@@ -193,23 +209,14 @@ class DecodeNode:
 
     # What a mixed node asks, for requests that it keeps.
 
-    def stands_back(self, *, resumed: bool) -> bool:
-        """Whether what room there is goes to requests in the middle of their answer, and this is none."""
-        return self._reserving.stands_back(resumed=resumed)
-
-    @property
-    def has_place(self) -> bool:
-        """Within the limit of requests, and not about to end."""
-        return self._reserving.has_place
-
     def keep(self, seq: Sequence, *, router: Incarnation, deadline_s: float) -> None:
         """Live with a sequence that the engine has from its prompt on: no grant and no copy. There is a place for it.
 
         The engine holds its blocks, and its promise is named by a grant id that no writer knows.
         """
-        assert self.has_place and isinstance(seq.promise_key, bytes), seq.key
+        assert self.reserving.has_place and isinstance(seq.promise_key, bytes), seq.key
         self.receiver.supersede(seq.key)
-        self._reserving.waits_no_more(seq.key)
+        self.reserving.waits_no_more(seq.key)
         self._drop_kept(seq.key.request, below=seq.key.attempt)
         footprint = len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0)
         job = kept_job(
@@ -234,7 +241,7 @@ class DecodeNode:
         """
         job = self._by_key.get(key)
         self.receiver.cancel(key)
-        self._reserving.waits_no_more(key)
+        self.reserving.waits_no_more(key)
         if job is not None:
             job.output.end(error=f"cancelled: {reason}")
             if not tell_router:
@@ -343,13 +350,21 @@ class DecodeNode:
         """Requests that are over here and whose router has not said that it has the whole answer."""
         return len(self._lives) - len(self._jobs)
 
+    def debug_state(self) -> DecodeState:
+        return DecodeState(
+            jobs=tuple(self._jobs.values()),
+            known=dict(self._by_key),
+            lives=len(self._lives),
+            outputs=self.streams.outputs,
+        )
+
     def load(self) -> NodeLoad:
         spilled = None if self._spill is None else self._spill.figures
         return NodeLoad(
             waiting_requests=self._engine.waiting,
             running_requests=len(self._jobs),
             blocks=block_load(self.ledger),
-            parked_requests=self._engine.parked,
+            swapped_out_requests=self._engine.swapped_out,
             host_blocks_filled=0 if spilled is None else spilled.host_filled,
             host_blocks_free=0 if spilled is None else spilled.host_free,
             requests_taken=self._requests_taken,
@@ -357,7 +372,7 @@ class DecodeNode:
 
     async def close(self) -> None:
         """Give every request up and wait until all have let go; none is taken any more."""
-        self._reserving.closed = True
+        self.reserving.closed = True
         for job in list(self._by_key.values()):
             self.cancel(job.key, "this node is shutting down")
         await self._lives.drain(self.config.stop_grace_ms)

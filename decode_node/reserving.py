@@ -112,7 +112,7 @@ class Reserving:
         self._loop = loop
         self._randomness = randomness
         self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms, hold_ms_max=config.resumed_hold_ms_max)
-        self._blocks_freed, self._requests_ended = LeaveRate(), LeaveRate()
+        self._blocks_freed, self.requests_ended = LeaveRate(), LeaveRate()
 
     def ask(
         self, request: transfer_pb2.ReserveRequest, pair: Pair, receiver: Receiver
@@ -170,7 +170,7 @@ class Reserving:
         """Within the limit of requests, and not about to end."""
         return self._requests() < self._config.requests_max and not self.closed
 
-    def stands_back(self, *, resumed: bool) -> bool:
+    def yields(self, *, resumed: bool) -> bool:
         """Whether what room there is goes to requests in the middle of their answer, and this is none."""
         return not resumed and self._resumed_first.waiting(self._loop.time())
 
@@ -181,13 +181,13 @@ class Reserving:
     def ended(self, footprint: int) -> None:
         """A request has ended that might have come to hold so many blocks."""
         self._blocks_freed.left(footprint, self._loop.time())
-        self._requests_ended.left(1, self._loop.time())
+        self.requests_ended.left(1, self._loop.time())
 
     def _why_not_now(self, *, resumed: bool) -> str | None:
         """What keeps any request out at the moment, whatever its size."""
         if not self.has_place:
             return "its request limit is reached"
-        if self.stands_back(resumed=resumed):
+        if self.yields(resumed=resumed):
             return "answers that have lost their node go first"
         return None
 
@@ -196,7 +196,7 @@ class Reserving:
         now_s = self._loop.time()
         waits = [wait_s(max(0, blocks_lacking), self._blocks_freed.per_s(now_s))]
         if not self.has_place:
-            waits.append(wait_s(1, self._requests_ended.per_s(now_s)))
+            waits.append(wait_s(1, self.requests_ended.per_s(now_s)))
         known = [wait for wait in waits if wait is not None]
         retry_ms = retry_after_ms(
             max(known, default=None), ms_min=self._config.busy_retry_ms, spread=spread_of(key.request)

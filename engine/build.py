@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
+from baton.config import setting
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from cachestore.pins import PinLimits
@@ -61,123 +62,69 @@ QUANTISATIONS = {
 class EngineConfig:
     """One engine of a node."""
 
-    kind: EngineKind = field(
-        default=EngineKind.MODEL,
-        metadata={
-            "help": "model, or mock (tests of the protocol)",
-            "when": "To try the cluster without a model.",
-        },
+    kind: EngineKind = setting(
+        EngineKind.MODEL, "model, or mock (tests of the protocol)", "To try the cluster without a model."
     )
-    model: str = field(
-        default="",
-        metadata={
-            "help": "folder of a Hugging Face model, or its name on the hub",
-            "when": "Always, but for the mock engine.",
-        },
+    model: str = setting(
+        "", "folder of a Hugging Face model, or its name on the hub", "Always, but for the mock engine."
     )
-    dtype: ComputeDtype = field(
-        default=ComputeDtype.AUTO,
-        metadata={
-            "help": "auto (bfloat16 if the weights are, else float32), float32, or bfloat16; also of the KV cache",
-            "when": "Answers must be the same as those of another engine in float32, or memory is short.",
-        },
+    dtype: ComputeDtype = setting(
+        ComputeDtype.AUTO,
+        "auto (bfloat16 if the weights are, else float32), float32, or bfloat16; also of the KV cache",
+        "Answers must be the same as those of another engine in float32, or memory is short.",
     )
-    device: ComputeDevice = field(
-        default=ComputeDevice.CPU,
-        metadata={
-            "help": "cpu; cuda: weights, KV and the handoff on a GPU; cuda-mirrored: PyTorch's plain "
-            "operations on a GPU, with KV copied to and from host memory",
-            "when": "The machine has a GPU.",
-        },
+    device: ComputeDevice = setting(
+        ComputeDevice.CPU,
+        "cpu; cuda: weights, KV and the handoff on a GPU; cuda-mirrored: PyTorch's plain operations on a GPU, "
+        "with KV copied to and from host memory",
+        "The machine has a GPU.",
     )
     gpu: GpuConfig = field(default_factory=GpuConfig)
-    deterministic: bool = field(
-        default=False,
-        metadata={
-            "help": "same tokens whatever else is in the batch, and after a resumption: one token at a time, "
-            "slow; nodes need the same compute_threads",
-            "when": "Answers must be reproducible bit by bit.",
-        },
+    deterministic: bool = setting(
+        False,
+        "same tokens whatever else is in the batch, and after a resumption: one token at a time, slow; nodes "
+        "need the same compute_threads",
+        "Answers must be reproducible bit by bit.",
     )
-    quantisation: Quantisation = field(
-        default=Quantisation.NONE,
-        metadata={
-            "help": "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights are rounded at the start, in bfloat16",
-            "when": "Weights do not fit, or decoding few sequences should be faster (int8: fewer than 16). "
-            "Answers change.",
-        },
+    quantisation: Quantisation = setting(
+        Quantisation.NONE,
+        "none; int8 or int4 on a cpu, fp8 or int4 on a GPU: weights are rounded at the start, in bfloat16",
+        "Weights do not fit, or decoding few sequences should be faster (int8: fewer than 16). Answers change.",
     )
-    quantisation_must_agree: bool = field(
-        default=False,
-        metadata={
-            "help": "hand over only between nodes of the same quantisation",
-            "when": "Answers must not depend on where they are computed.",
-        },
+    quantisation_must_agree: bool = setting(
+        False,
+        "hand over only between nodes of the same quantisation",
+        "Answers must not depend on where they are computed.",
     )
-    block_size: int = field(
-        default=16,
-        metadata={
-            "help": "token positions in a block",
-            "when": "It must be the same on all nodes. Smaller blocks waste less, larger ones cost less work "
-            "per handoff.",
-        },
+    block_size: int = setting(
+        16,
+        "token positions in a block",
+        "It must be the same on all nodes. Smaller blocks waste less, larger ones cost less work per handoff.",
     )
-    num_blocks: int = field(
-        default=1024,
-        metadata={
-            "help": "blocks in the region",
-            "when": "Always: it is the memory for KV.",
-        },
+    num_blocks: int = setting(1024, "blocks in the region", "Always: it is the memory for KV.")
+    compute_threads: int = setting(
+        1, "threads of this process that compute", "Always on a CPU: the cores of the machine, less those that copy."
     )
-    compute_threads: int = field(
-        default=1,
-        metadata={
-            "help": "threads of this process that compute",
-            "when": "Always on a CPU: the cores of the machine, less those that copy.",
-        },
+    tokens_per_step_max: int = setting(
+        512,
+        "token budget of a step",
+        "Prompts are too slow (raise it), or they delay running answers too much (lower it).",
     )
-    tokens_per_step_max: int = field(
-        default=512,
-        metadata={
-            "help": "token budget of a step",
-            "when": "Prompts are too slow (raise it), or they delay running answers too much (lower it).",
-        },
+    sequences_max: int = setting(
+        64, "sequences in the engine at the same time", "More requests should run together, or each should run faster."
     )
-    sequences_max: int = field(
-        default=64,
-        metadata={
-            "help": "sequences in the engine at the same time",
-            "when": "More requests should run together, or each should run faster.",
-        },
+    logits_rows_max: int | None = setting(
+        None,
+        "tokens sampled in a step, each with a score for every token; none: sequences_max",
+        "The vocabulary is large and memory is short.",
     )
-    logits_rows_max: int | None = field(
-        default=None,
-        metadata={
-            "help": "tokens sampled in a step, each with a score for every token; none: sequences_max",
-            "when": "The vocabulary is large and memory is short.",
-        },
+    mock_layer_delay_ms: float = setting(
+        0.0, "mock engine: how long each layer takes", "To try the timing of a cluster."
     )
-    mock_layer_delay_ms: float = field(
-        default=0.0,
-        metadata={
-            "help": "mock engine: how long each layer takes",
-            "when": "To try the timing of a cluster.",
-        },
+    poison_freed: bool = setting(
+        False, "fill freed blocks with NaN bytes: shows use after free, costs time", "To look for an error."
     )
-    poison_freed: bool = field(
-        default=False,
-        metadata={
-            "help": "fill freed blocks with NaN bytes: shows use after free, costs time",
-            "when": "To look for an error.",
-        },
-    )
-    mock_seed: int = field(
-        default=0,
-        metadata={
-            "help": "mock engine: stands for the weights",
-            "when": "To have two mock models that differ.",
-        },
-    )
+    mock_seed: int = setting(0, "mock engine: stands for the weights", "To have two mock models that differ.")
     pins: PinLimits = field(default_factory=PinLimits)
 
     def __post_init__(self) -> None:

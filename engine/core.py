@@ -117,13 +117,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """There is something to compute, or a step is in flight, or a sequence is parked."""
-        return self.running + self.waiting + self.parked > 0 or bool(self._flights)
+        """There is something to compute, or a step is in flight, or a sequence is swapped out."""
+        return self.running + self.waiting + self.swapped_out > 0 or bool(self._flights)
 
     @property
-    def parked(self) -> int:
+    def swapped_out(self) -> int:
         """Sequences whose KV is not all on the device now; neither running nor waiting."""
-        return self._scheduler.parked
+        return self._scheduler.swapped_out
 
     @property
     def counters(self) -> EngineCounters:
@@ -170,7 +170,7 @@ class Engine:
         self._entered(seq)
 
     def overcommit(self, overcommit: Overcommit) -> None:
-        """Set once, before the first sequence: who parks sequences when their growth does not fit on the device."""
+        """Set once, before the first sequence: who swaps out sequences when their growth does not fit on the device."""
         assert self._scheduler.overcommit is None and not self.has_work
         self._scheduler.overcommit = overcommit
 
@@ -178,16 +178,16 @@ class Engine:
         """Whether the next step of a decoding sequence starts a new block."""
         return self._scheduler.needs_block(seq)
 
-    def park(self, seq: Sequence) -> None:
+    def swap_out(self, seq: Sequence) -> None:
         """Take a decoding sequence out of the steps. Only from inside `Overcommit.before_step`."""
         assert seq.steps_in_flight == 0, (seq.key, "is in the step in flight")
         assert self._scheduler.overcommit is not None
-        self._scheduler.park(seq)
-        self._scheduler.overcommit.parked(seq)
+        self._scheduler.swap_out(seq)
+        self._scheduler.overcommit.swapped_out(seq)
 
-    def unpark(self, seq: Sequence) -> None:
-        """Let a parked sequence decode on, its block table whole again. At any time."""
-        self._scheduler.unpark(seq)
+    def swap_in(self, seq: Sequence) -> None:
+        """Let a swapped-out sequence decode on, its block table whole again. At any time."""
+        self._scheduler.swap_in(seq)
 
     def has(self, key: RequestKey) -> bool:
         """Whether a sequence of this key is here, one that is being aborted counted."""

@@ -2,9 +2,9 @@
 
 Pure; owned by the node's control thread. Running sequences go first with one token each, then the prompt already begun,
 then waiting prompts in order of arrival, all under one budget of tokens. A prompt that waits gives its place to at most
-`overtakes_max` later sequences that come to decode; prompts never overtake each other. Nothing that runs is ever
+`bypasses_max` later sequences that come to decode; prompts never bypass each other. Nothing that runs is ever
 preempted to be computed again: growth comes from a promise made at admission (DESIGN I5). Where promises are backed by
-host memory, a sequence may be parked for a while, and one whose next block is not there yet sits a step out.
+host memory, a sequence may be swapped out for a while, and one whose next block is not there yet sits a step out.
 
 The step behind one in flight is put together from where that one will have left its sequences (`Sequence.after`).
 
@@ -29,25 +29,25 @@ class Overcommit(Protocol):
     """Called on the control thread, never while it is inside a call of the engine's that it made itself."""
 
     def before_step(self, runners: Several[Sequence]) -> None:
-        """No step is in flight and the next one is about to be put together: the moment to park sequences.
+        """No step is in flight and the next one is about to be put together: the moment to swap out sequences.
 
         `runners` are those that decode, oldest first.
         """
         ...
 
     def lets_step(self, runners: Several[Sequence]) -> bool:
-        """A step is in flight, so nothing can be parked, and the one behind it is about to be put together.
+        """A step is in flight, so nothing can be swapped out, and the one behind it is about to be put together.
 
         Whether `before_step` would change nothing. `runners` as there.
         """
         ...
 
-    def parked(self, seq: Sequence) -> None:
-        """`seq` will not step until it is unparked. Its block table, and the references in it, are the callee's."""
+    def swapped_out(self, seq: Sequence) -> None:
+        """`seq` will not step until it is swapped in. Its block table, and the references in it, are the callee's."""
         ...
 
     def left(self, seq: Sequence) -> None:
-        """`seq` has left the engine, wherever it was. What `parked` passed on is to be released."""
+        """`seq` has left the engine, wherever it was. What `swapped_out` passed on is to be released."""
         ...
 
 
@@ -75,11 +75,11 @@ class SchedulerConfig:
     """Sequences that wait for a place among the running ones; one more is refused."""
     logits_rows_max: int | None = None
     """Tokens drawn in one step: rows of scores as wide as the vocabulary. None: as many as sequences."""
-    overtakes_max: int = 32
+    bypasses_max: int = 32
     """Sequences that start to decode while a prompt that came before them waits; then it has the next place."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "rows_max", "overtakes_max"):
+        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "rows_max", "bypasses_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.tokens_per_step_max < self.sequences_max:
@@ -105,7 +105,7 @@ class Scheduler:
         self._begun: Sequence | None = None
         self._resumed: OrderedDict[RequestKey, Sequence] = OrderedDict()
         self._prompts: OrderedDict[RequestKey, Sequence] = OrderedDict()
-        self._parked: dict[RequestKey, Sequence] = {}
+        self._swapped_out: dict[RequestKey, Sequence] = {}
         self._entered = 0
         self._decodes_started = 0
         self._started_before: dict[RequestKey, int] = {}
@@ -113,9 +113,9 @@ class Scheduler:
         self.overcommit: Overcommit | None = None
 
     @property
-    def parked(self) -> int:
-        """Sequences taken out of the running ones until `unpark`. They have no place and no block table."""
-        return len(self._parked)
+    def swapped_out(self) -> int:
+        """Sequences taken out of the running ones until `swap_in`. They have no place and no block table."""
+        return len(self._swapped_out)
 
     @property
     def running(self) -> int:
@@ -129,7 +129,7 @@ class Scheduler:
     def find(self, key: RequestKey) -> Sequence | None:
         if self._begun is not None and self._begun.key == key:
             return self._begun
-        return self._running.get(key) or self._resumed.get(key) or self._prompts.get(key) or self._parked.get(key)
+        return self._running.get(key) or self._resumed.get(key) or self._prompts.get(key) or self._swapped_out.get(key)
 
     def submit(self, seq: Sequence) -> None:
         """Queue a sequence whose tokens from `computed` on are to be computed.
@@ -161,7 +161,7 @@ class Scheduler:
             self._begun = None
             return
         self._started_before.pop(seq.key, None)
-        for queue in (self._running, self._resumed, self._prompts, self._parked):
+        for queue in (self._running, self._resumed, self._prompts, self._swapped_out):
             if queue.pop(seq.key, None) is not None:
                 return
         raise AssertionError(f"{seq.key} is not in the scheduler")
@@ -170,16 +170,16 @@ class Scheduler:
         """Whether the next step of a decoding sequence starts a new block."""
         return len(seq.block_table) < self._blocks.blocks_for(seq.planned_len)
 
-    def park(self, seq: Sequence) -> None:
-        """Take a decoding sequence out until `unpark`. The caller takes over its block table."""
+    def swap_out(self, seq: Sequence) -> None:
+        """Take a decoding sequence out until `swap_in`. The caller takes over its block table."""
         assert self._running.get(seq.key) is seq or self._resumed.get(seq.key) is seq, seq.key
         self.remove(seq)
-        self._parked[seq.key] = seq
+        self._swapped_out[seq.key] = seq
 
-    def unpark(self, seq: Sequence) -> None:
-        """Let a parked sequence decode on, ahead of others that wait for a place. Its block table is whole again."""
+    def swap_in(self, seq: Sequence) -> None:
+        """Let a swapped-out sequence decode on, ahead of others that wait for a place. Its block table is whole."""
         assert len(seq.block_table) >= self._blocks.blocks_for(seq.computed), (seq.key, len(seq.block_table))
-        del self._parked[seq.key]
+        del self._swapped_out[seq.key]
         self._resumed[seq.key] = seq
         self._resumed.move_to_end(seq.key, last=False)
 
@@ -233,15 +233,15 @@ class Scheduler:
             self._decodes_started += 1
 
     def _may_resume(self) -> bool:
-        """Whether there is a place for one more to decode; the last one is a prompt's that was overtaken too often, and
+        """Whether there is a place for one more to decode; the last one is a prompt's that was bypassed too often, and
         the last row of scores one's that lacks nothing else."""
         begun = self._begun
         waits_for_row = begun is not None and begun.planned == len(begun.tokens) - 1
         if len(self._running) + waits_for_row >= self.config.rows_max:
             return False
         first = next(iter(self._prompts), None)
-        overtaken = 0 if first is None else self._decodes_started - self._started_before[first]
-        return self.running + (overtaken >= self.config.overtakes_max) < self.config.sequences_max
+        bypassed = 0 if first is None else self._decodes_started - self._started_before[first]
+        return self.running + (bypassed >= self.config.bypasses_max) < self.config.sequences_max
 
     def _decoding_by_age(self) -> list[Sequence]:
         return sorted(self._running.values(), key=lambda seq: seq.age)

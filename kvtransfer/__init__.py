@@ -1,5 +1,4 @@
 """Moves records between regions. Knows bytes and blocks, not models.
 
-Pure modules (no asyncio, grpc, torch, sockets): plan, checksums, protocol.
-Doing modules: region, transports/.
+Pure modules (no asyncio, grpc, torch, sockets): protocol/, status, transport. All others have I/O.
 """

@@ -84,7 +84,7 @@ def sample_fraction(fraction: float, records: int) -> float:
 def in_sample(grant: GrantId, layer: int, blocks_B: Int64Array, fraction: float) -> BoolArray:
     """Which of these records (by their ids at the receiver) are in the sample -> [B].
 
-    By grant, layer and block alone: whoever knows the grant id knows the sample, and another grant has another one.
+    It depends on grant, layer and block alone: whoever knows the grant id knows the sample; each grant has its own.
     The mixing is splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
     """
     seed = np.uint64(int.from_bytes(grant[:8].ljust(8, b"\0"), "little") ^ int.from_bytes(grant[8:16], "little"))
@@ -235,10 +235,8 @@ def _joined(parts: list[Uint32Array]) -> Uint32Array:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
 
-def checksums_from_proto(request: transfer_pb2.CommitRequest) -> RecordChecksums | None:
-    """None where the Commit carries none: its writer samples nothing."""
-    if not request.checksums and not request.checksum_layers and not request.checksum_blocks:
-        return None
+def checksums_from_proto(request: transfer_pb2.CommitRequest) -> RecordChecksums:
+    """Not checked yet: `RecordChecks.keep` does that."""
     return RecordChecksums(
         layers_R=np.array(request.checksum_layers, dtype=np.uint32),
         blocks_R=np.array(request.checksum_blocks, dtype=np.uint32),

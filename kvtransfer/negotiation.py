@@ -45,8 +45,8 @@ SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
 where the card can register it (`rdma_device`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
-"""Those that do not serve the node's kind of region are left out. So is rdma, without a word where there is no device,
-and with a warning where one cannot be used for the region (`rdma_memory`). ucx is used where a configuration names it
+"""Those that do not serve the node's kind of region are left out. So is rdma, silently where there is no device,
+and with a warning where one cannot be used for the region (`rdma_device`). ucx is used where a configuration names it
 (docs/transports.md says why)."""
 
 
@@ -121,7 +121,7 @@ def check_transports(transports: Sequence[TransportName], region: RegionKind) ->
 def check_some_work(working: Sequence[TransportName]) -> None:
     """Raises InvalidField where none is left of several that may be missing. Its own check says why."""
     if not working:
-        raise InvalidField("transports", "names none that works on this machine; `baton doctor` tells why")
+        raise InvalidField("transports", "names none that works on this machine; `baton doctor` says why")
 
 
 def host_identity(proc: Path = Path("/proc")) -> str:

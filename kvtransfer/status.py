@@ -48,13 +48,13 @@ _TAKEN_BACK_BY: Final[Mapping[type, str]] = {
     ResolveAsked: "its router asked whether it had committed, and it had not",
     ReserveAsked: "a newer attempt of its request came",
     WriterSuspected: "its writer was lost",
-    WriterReleased: "its writer let go of another grant with writes on their way",
+    WriterReleased: "its writer released another grant with writes in doubt",
     GrantTimerFired: "another grant of its writer was not given back",
 }
 _EVIDENCE: Final[Mapping[type, str]] = {
     PairFenced: "a fence",
-    WriterReleased: "the writer's word",
-    ReserveAsked: "the writer's word",
+    WriterReleased: "the writer's release",
+    ReserveAsked: "the writer's release",
     SealLanded: "seals and commit",
     CommitAsked: "seals and commit",
     RecordsChecked: "seals and commit",
@@ -123,7 +123,7 @@ class PairSpeed:
     def completed(self, nbytes: int, now_s: float, *, copied: bool) -> None:
         """So many of the posted bytes are outstanding no more; not `copied`: they have not moved."""
         moving_s = self._uncounted_s(now_s)
-        # A statistic is never what ends a node: a completion too many is worth no more than nothing.
+        # A surplus completion must not end the node over a statistic.
         self._outstanding_bytes = max(0, self._outstanding_bytes - nbytes)
         self._counted_to_s = now_s
         moved_bytes = nbytes if copied else 0
@@ -204,7 +204,7 @@ class WriterHolding:
     taken_back_s: float | None
     """How long ago the oldest of what is being taken back was begun to be; None: nothing is."""
     quarantined_s: float | None
-    """How long its quarantine has lasted; None: there is none."""
+    """How long its quarantine has lasted; None: it is not quarantined."""
     why: str
     """That the oldest of these is being taken back."""
     bytes_landed: int
@@ -244,7 +244,7 @@ class WriterHoldings:
     def __init__(
         self, grants: ReceiverMachine, *, places: Mapping[Pair, WriterPlace], now_s: Callable[[], float]
     ) -> None:
-        """`places` are the writers that are known; it is looked at, never changed."""
+        """`places` has the known writers. It is read here, not changed."""
         self._grants = grants
         self._places = places
         self._now_s = now_s

@@ -26,7 +26,7 @@ from cachestore.layout import Layout
 Int64Array = npt.NDArray[np.int64]
 
 LOOPED_SEGMENTS_MAX: Final = 32
-"""Up to so many are checked one by one: less work than the array operations cost whatever they work on."""
+"""Up to this many are checked one by one: that costs less than the array operations do for any number."""
 
 
 class TransportName(Enum):
@@ -83,7 +83,7 @@ def check_granted(dst_blocks_B: np.ndarray, granted: Sequence[BlockId]) -> None:
     """
     if not set(granted).issuperset(asked := dst_blocks_B.tolist()):
         outside = next(block for block in asked if block not in granted)
-        raise WriteOutOfBounds(f"block {outside} is none of the {len(granted)} of the grant")
+        raise WriteOutOfBounds(f"block {outside} is not among the {len(granted)} blocks of the grant")
 
 
 def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
@@ -318,7 +318,7 @@ class WriterLink(Protocol):
 
     @property
     def fenced(self) -> bool:
-        """The receiver has ended this link by a fence: that tells nothing about how well the transport works."""
+        """The receiver has ended this link by a fence: it says nothing about how well the transport works."""
         ...
 
     async def close(self) -> None:
@@ -340,7 +340,7 @@ class WriterEvents(Protocol):
         """The link ended with writes of this grant on their way: they complete next, uncopied, and may land as long as
         the receiver's end of the link is open, whatever has become of the grant. Only for transports that cannot know
         better: where the receiver looks at the grant before a byte lands (tcp), or the writer's own stores are over
-        with their completion (shm, cuda_ipc), the writer's word is evidence and this is never called.
+        with their completion (shm, cuda_ipc), the writer's release is evidence and this is never called.
         """
         ...
 

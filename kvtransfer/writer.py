@@ -18,7 +18,7 @@ from typing import Final
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, transfer_pb2, transfer_pb2_grpc
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
@@ -39,6 +39,7 @@ from kvtransfer.protocol.writer import (
     HandoffAsked,
     HandoffCancelled,
     HandoffEnd,
+    HandoffEvent,
     LeaseLapsed,
     LinkLost,
     PeerGone,
@@ -75,42 +76,28 @@ RELEASE_FAILED: Final = "release call failed"
 Metadata = tuple[tuple[str, str], ...]
 
 _GRANT_REFUSALS: Final = frozenset(refusal.value for refusal in Refusal)
-_OF_SEVERAL = (HandoffAsked, LinkLost, PeerGone)
-"""Events about several handoffs; every other event names one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterConfig:
     """Times and limits of the writer's side of a handoff, for each receiver."""
 
-    reserve_ms_max: int = field(
-        default=1_000,
-        metadata={
-            "help": "how long a Reserve may go unanswered; a healthy node answers at once",
-            "when": "The network or the decode nodes stand still for longer without being dead.",
-        },
+    reserve_ms_max: int = setting(
+        1_000,
+        "how long a Reserve may go unanswered; a healthy node answers at once",
+        "The network or the decode nodes stand still for longer without being dead.",
     )
-    call_ms_max: int = field(
-        default=2_000,
-        metadata={
-            "help": "how long any other call to a receiver may go unanswered",
-            "when": "As reserve_ms_max.",
-        },
+    call_ms_max: int = setting(2_000, "how long any other call to a receiver may go unanswered", "As reserve_ms_max.")
+    stall_ms_max: int = setting(
+        10_000,
+        "a handoff whose posted writes make no progress for this long is given up",
+        "The network stands still for longer, or other decode nodes should be tried sooner.",
     )
-    stall_ms_max: int = field(
-        default=10_000,
-        metadata={
-            "help": "a handoff whose posted writes make no progress for this long is given up",
-            "when": "The network stands still for longer, or other decode nodes should be tried sooner.",
-        },
-    )
-    checksum_fraction: float = field(
-        default=0.0,
-        metadata={
-            "help": "share of the records, 0 to 1, that the decode node compares with a checksum before it "
-            "takes a handoff; 0 compares none",
-            "when": "Bad hardware is suspected. It costs compute on both sides.",
-        },
+    checksum_fraction: float = setting(
+        0.0,
+        "share of the records, 0 to 1, that the decode node compares with a checksum before it takes a handoff; "
+        "0 compares none",
+        "Bad hardware is suspected. It costs compute on both sides.",
     )
     retry_ms_min: int = fixed(20)
     """First pause before an unanswered call is repeated."""
@@ -446,7 +433,7 @@ class WriterPeer:
         return step
 
     def step_finished(self, step: StepWrites, missing: int) -> None:
-        """So many of its writes were never posted."""
+        """The step is over; `missing` of its writes were never posted."""
         step.handoff.steps.discard(step)
         if missing:
             self._completed(step.handoff, missing, missing * self.layout.record_bytes)
@@ -480,7 +467,7 @@ class WriterPeer:
         return await waiter
 
     def peer_gone(self) -> None:
-        """The receiver process is known to have ended: give everything up, tell nobody."""
+        """The receiver process is known to have ended: give everything up, and call nobody."""
         if not self._gone:
             self._gone = True
             self._repeats.over(self.address.name, "nothing more is asked of it")
@@ -547,7 +534,7 @@ class WriterPeer:
     def handle(self, event: WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             self._actions[type(instruction)](instruction)
-        for number in list(self._handoffs) if isinstance(event, _OF_SEVERAL) else [event.number]:
+        for number in [event.number] if isinstance(event, HandoffEvent) else list(self._handoffs):
             self._forget_if_over(number)
 
     def _forget_if_over(self, number: ReserveNumber) -> None:
@@ -611,7 +598,7 @@ class WriterPeer:
         if handoff.link is not None:
             handoff.link.abandon(instruction.grant)
         for step in handoff.steps:
-            # What an engine step has not posted yet it never will: the writer's answer need not wait for its end.
+            # The step posts nothing more, so the answer to the receiver need not wait for its end.
             self._loop.call_soon(step.finish)
 
     def _release_sources(self, instruction: ReleaseSources) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from baton.config import setting
 from baton.errors import InvalidField
 from decode_node.config import DecodeConfig
 from kvtransfer.writer import WriterConfig
@@ -22,34 +23,25 @@ class MixedConfig(DecodeConfig):
     spill: SpillConfig = field(default_factory=SpillConfig, metadata={"shown": False})
     """Must be off: here so that a refusal can say why."""
     writer: WriterConfig = field(default_factory=WriterConfig)
-    queue_max: int = field(
-        default=256,
-        metadata={
-            "help": "requests that wait for a place in the engine; as many again that are resumed wait ahead of them",
-            "when": "Clients should be refused sooner (lower it) or wait longer (raise it) when the node is full.",
-        },
+    queue_max: int = setting(
+        256,
+        "requests that wait for a place in the engine; as many again that are resumed wait ahead of them",
+        "Clients should be refused sooner (lower it) or wait longer (raise it) when the node is full.",
     )
-    affinity_blocks_max: int = field(
-        default=65_536,
-        metadata={
-            "help": "prompt blocks remembered as sent to decode nodes, for all of these together",
-            "when": "Decode nodes cache more blocks than this. Each takes about 100 bytes here.",
-        },
+    affinity_blocks_max: int = setting(
+        65_536,
+        "prompt blocks remembered as sent to decode nodes, for all of these together",
+        "Decode nodes cache more blocks than this. Each takes about 100 bytes here.",
     )
-    handoff_tokens_min: int = field(
-        default=256,
-        metadata={
-            "help": "a prompt with fewer tokens that are not cached here runs here; 0: none does",
-            "when": "Short prompts should go to other nodes too, or longer ones stay.",
-        },
+    handoff_tokens_min: int = setting(
+        256,
+        "a prompt with fewer tokens that are not cached here runs here; 0: none does",
+        "Short prompts should go to other nodes too, or longer ones stay.",
     )
-    local_fallback: LocalFallback = field(
-        default=LocalFallback.UNREACHABLE,
-        metadata={
-            "help": "when longer prompts run here too: never, when no decode node is reachable, or when all "
-            "are full as well",
-            "when": "A full cluster should slow down (full) rather than refuse requests.",
-        },
+    local_fallback: LocalFallback = setting(
+        LocalFallback.UNREACHABLE,
+        "when longer prompts run here too: never, when no decode node is reachable, or when all are full as well",
+        "A full cluster should slow down (full) rather than refuse requests.",
     )
 
     def __post_init__(self) -> None:

@@ -86,10 +86,10 @@ class MixedNode:
 
     @property
     def has_place(self) -> bool:
-        return self.decode.has_place
+        return self.decode.reserving.has_place
 
-    def stands_back(self, job: Job) -> bool:
-        return self.decode.stands_back(resumed=job.resumed)
+    def yields(self, job: Job) -> bool:
+        return self.decode.reserving.yields(resumed=job.resumed)
 
     def avoided(self, job: Job) -> bool:
         return self.granted().decode_incarnation in job.request.avoid_decode
@@ -106,7 +106,7 @@ class MixedNode:
         size = self._blocks.block_size
         prefix = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
         new, growth = self._blocks.blocks_for(len(job.tokens)) - len(prefix), self.growth(job)
-        if not (self.decode.has_place and self._blocks.can_admit(prefix, new, growth)):
+        if not (self.has_place and self._blocks.can_admit(prefix, new, growth)):
             return None
         promise = GrantId(self._randomness(16))
         seq = Sequence(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import check_positive
 from baton.pod import PodConfig
 from baton.runtime import ProcessConfig
@@ -23,12 +23,10 @@ class NodeConfig(ProcessConfig):
     """Raises InvalidField for values that do not fit each other."""
 
     engine: EngineConfig
-    transports: tuple[TransportName, ...] = field(
-        default=DEFAULT_TRANSPORTS,
-        metadata={
-            "help": "data transports offered to other nodes, best first",
-            "when": "A transport must not be used, ucx is wanted, or the order does not suit the network.",
-        },
+    transports: tuple[TransportName, ...] = setting(
+        DEFAULT_TRANSPORTS,
+        "data transports offered to other nodes, best first",
+        "A transport must not be used, ucx is wanted, or the order does not suit the network.",
     )
     shm: ShmConfig = field(default_factory=ShmConfig)
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
@@ -58,17 +56,11 @@ class ReceiverNodeConfig(NodeConfig):
     """Of a node that others write to."""
 
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
-    data_listen: str | None = field(
-        default=None,
-        metadata={
-            "help": "host:port of tcp data connections; none: any port of the host in listen, as for rdma and ucx",
-            "when": "Data goes through a network of its own, or firewalls need a fixed port.",
-        },
+    data_listen: str | None = setting(
+        None,
+        "host:port of tcp data connections; none: any port of the host in listen, as for rdma and ucx",
+        "Data goes through a network of its own, or firewalls need a fixed port.",
     )
-    data_advertise_host: str | None = field(
-        default=None,
-        metadata={
-            "help": "host that writers reach for data; none: the host in advertise",
-            "when": "Data goes through a network of its own.",
-        },
+    data_advertise_host: str | None = setting(
+        None, "host that writers reach for data; none: the host in advertise", "Data goes through a network of its own."
     )

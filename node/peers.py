@@ -18,19 +18,17 @@ from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.link import DataDoesNotPass, PeerAddress
-from kvtransfer.liveness_stream import LivenessStream
+from kvtransfer.link import DataDoesNotPass, LivenessStream, PeerAddress
 from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma_connect import RdmaUnproved
-from kvtransfer.transports.rdma_memory import LentRegistration, register_if_usable
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.rdma_device import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_writer import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.shm_writer import ShmWriterLink, copy_turns
-from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx import usable
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 from kvtransfer.writer import WriterPeer
@@ -80,7 +78,7 @@ class Peers:
         """Offered to decode nodes, best first."""
         check_some_work(self.transports)  # none: nothing has been registered either
         self._peers: dict[Incarnation, WriterPeer] = {}
-        self._liveness: dict[Incarnation, LivenessStream] = {}
+        self.liveness: dict[Incarnation, LivenessStream] = {}
         self._closing_peers: set[Incarnation] = set()
         self._machines: OrderedDict[Incarnation, WriterMachine] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
@@ -98,7 +96,7 @@ class Peers:
             raise BatonError(
                 Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
             )
-        if peer is not None and self._liveness[record.incarnation].out_of_reach:
+        if peer is not None and self.liveness[record.incarnation].out_of_reach:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
         if peer is None:
             pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
@@ -125,7 +123,7 @@ class Peers:
                 observer=self._observer,
             )
             self._peers[record.incarnation] = peer
-            self._liveness[record.incarnation] = self._watch(peer)
+            self.liveness[record.incarnation] = self._watch(peer)
         return peer
 
     def _watch(self, peer: WriterPeer) -> LivenessStream:
@@ -185,7 +183,7 @@ class Peers:
     @property
     def out_of_reach(self) -> int:
         """Receivers that live as far as is known, and where nothing is placed until they are reached again."""
-        return sum(not peer.gone and self._liveness[i].out_of_reach for i, peer in self._peers.items())
+        return sum(not peer.gone and self.liveness[i].out_of_reach for i, peer in self._peers.items())
 
     def add_load(self, load: NodeLoad) -> NodeLoad:
         """What the directory reports, and the router's metrics with it."""
@@ -217,7 +215,7 @@ class Peers:
     async def _close_peer(self, incarnation: Incarnation, peer: WriterPeer) -> None:
         """Whatever the closing raises, which is logged, the next writer to that process goes on with its numbering."""
         try:
-            await self._liveness.pop(incarnation).close()
+            await self.liveness.pop(incarnation).close()
             await peer.close()
         finally:
             del self._peers[incarnation]
@@ -231,7 +229,7 @@ class Peers:
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
-        await asyncio.gather(*(stream.close() for stream in self._liveness.values()))
+        await asyncio.gather(*(stream.close() for stream in self.liveness.values()))
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), self._closing.drain())
         if self._poster is not None:
             self._poster.close()

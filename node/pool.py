@@ -28,7 +28,7 @@ from kvtransfer.native.copy import copies_by
 from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
-from kvtransfer.transports.rdma_poster import posts_by
+from kvtransfer.transports.rdma_verbs import posts_by
 from kvtransfer.transports.tcp_payload import moved_by
 from node.regions import PoolRegion, let_go, on_thread, open_pool_region, pin_staging
 from node.spill import HostMemory, SpillConfig, open_host_memory
@@ -310,7 +310,7 @@ def transport_facts(configured: Sequence[TransportName], region: RegionKind, off
         facts["rdma posted by"] = posts_by()
     missing = [transport.value for transport in serving(configured, region) if transport.value not in offered]
     if missing:
-        facts["not offered"] = f"{', '.join(missing)}: not to be used here, `baton doctor` tells why"
+        facts["not offered"] = f"{', '.join(missing)}: not usable here, `baton doctor` says why"
     return facts
 
 

@@ -1,12 +1,13 @@
-"""Carries out what `SpillPolicy` decides: whose blocks leave the device, where they are, and how they come back.
+"""Carries out what `SpillPolicy` decides: whose blocks leave the device, where they are, and how they come back;
+and the host memory itself.
 
-Control thread only, but for the copies themselves. Between two steps the engine asks (`before_step`); nothing of a
-parked sequence is in a step, so its blocks can be copied beside the steps of the others.
+Control thread only, but for the copies themselves. Between two steps the engine asks (`before_step`). Nothing of a
+swapped-out sequence is in a step, so its blocks can be copied beside the steps of the others.
 
-A parked sequence's table is a list of `_Unit`s: one block's worth of content, on the device or in host memory, with all
-the parked sequences that hold it. A unit is copied out only when nobody but parked sequences holds its block: what a
-running one shares stays. A unit that comes back comes back for all its holders. And a full block whose content the
-prefix cache still has (or has again) is taken from there instead of being copied.
+The table of a swapped-out sequence is a list of `_Unit`s: one block's worth of content, on the device or in host
+memory, with all the swapped-out sequences that hold it. A unit is copied out only when nobody else holds its block:
+what a running sequence shares stays. A unit that comes back comes back for all its holders. A full block whose content
+the prefix cache still has (or has again) is taken from there instead of being copied.
 
 A copy under way owns its block on either side, as a remote writer does: a sequence that ends meanwhile leaves its
 references behind, to be dropped when the copy has ended.
@@ -20,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import BlockId, RequestKey
 from baton.runtime import Progress
@@ -32,14 +33,14 @@ from cachestore.spill_policy import (
     CopiesDone,
     CopyBack,
     CopyOut,
-    Park,
     SequenceLeft,
     SpillEvent,
     SpillPolicy,
     SpillState,
     Standing,
     StepComes,
-    Unpark,
+    SwapIn,
+    SwapOut,
 )
 from engine.core import Engine
 from engine.sequence import Sequence
@@ -56,28 +57,20 @@ HOST_BLOCKS_MAX = 1 << 24
 class SpillConfig:
     """Overcommit of the device pool, and the host memory behind it."""
 
-    host_blocks: int = field(
-        default=0,
-        metadata={
-            "help": "blocks of host memory that sequences of a decode node may be swapped out to; 0: no overcommit",
-            "when": "Answers are shorter than their limits, and more of them should run than fit in the worst case.",
-        },
+    host_blocks: int = setting(
+        0,
+        "blocks of host memory that sequences of a decode node may be swapped out to; 0: no overcommit",
+        "Answers are shorter than their limits, and more of them should run than fit in the worst case.",
     )
-    headroom_blocks: int = field(
-        default=4,
-        metadata={
-            "help": "blocks that each running sequence should find free after one is swapped out, and before "
-            "one comes back",
-            "when": "Sequences are swapped out and in again all the time (raise it).",
-        },
+    headroom_blocks: int = setting(
+        4,
+        "blocks that each running sequence should find free after one is swapped out, and before one comes back",
+        "Sequences are swapped out and in again all the time (raise it).",
     )
-    pinned_bytes_max: int = field(
-        default=64 << 30,
-        metadata={
-            "help": "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, "
-            "for no other use",
-            "when": "host_blocks is refused although the machine has the memory.",
-        },
+    pinned_bytes_max: int = setting(
+        64 << 30,
+        "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, for no other use",
+        "host_blocks is refused although the machine has the memory.",
     )
     copy_blocks_max: int = fixed(64)
     """Blocks of one copy; a longer one is cut."""
@@ -105,7 +98,7 @@ class _Way(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Parked:
+class _SwappedOut:
     seq: Sequence
     units: list[_Unit] = field(default_factory=list)
     copies: int = 0
@@ -118,7 +111,7 @@ class _Unit:
 
     device: BlockId | None
     host: HostBlockId | None = None
-    holders: list[_Parked] = field(default_factory=list)
+    holders: list[_SwappedOut] = field(default_factory=list)
     copying: _Way | None = None
     left_behind: int = 0
     """References of sequences that ended during the copy."""
@@ -128,11 +121,11 @@ class _Unit:
 class SpillFigures:
     """A snapshot; the last four are totals since the start, in blocks."""
 
-    parked: int
+    swapped_out: int
     host_free: int
     host_copying: int
     host_filled: int
-    parked_total: int
+    swapped_out_total: int
     copied_out: int
     copied_back: int
     merged: int
@@ -151,7 +144,7 @@ class Spill:
         ledger: Ledger,
         copier: BlockCopier,
     ) -> None:
-        """Takes the engine over as its `overcommit`. Nothing is parked or copied yet."""
+        """Takes the engine over as its `overcommit`. Nothing is swapped out or copied yet."""
         self.config = config
         self.changed: Callable[[], None] = lambda: None
         """Called when copies have ended: the engine may have something to do."""
@@ -161,12 +154,12 @@ class Spill:
         self._copier = copier
         self._host = HostBlocks(config.host_blocks)
         self._policy = SpillPolicy(headroom_blocks=config.headroom_blocks)
-        self._parked: dict[RequestKey, _Parked] = {}
+        self._swapped_out: dict[RequestKey, _SwappedOut] = {}
         self._on_device: dict[BlockId, _Unit] = {}
         self._runners: dict[RequestKey, Sequence] = {}
         self._freeing = 0
         self._broken: BaseException | None = None
-        self._parked_total = self._merged = 0
+        self._swapped_out_total = self._merged = 0
         self._copied = dict.fromkeys(_Way, 0)
         self._set_host_room()
         engine.overcommit(self)
@@ -174,11 +167,11 @@ class Spill:
     @property
     def figures(self) -> SpillFigures:
         return SpillFigures(
-            parked=len(self._parked),
+            swapped_out=len(self._swapped_out),
             host_free=self._host.free,
             host_copying=self._host.copying,
             host_filled=self._host.filled,
-            parked_total=self._parked_total,
+            swapped_out_total=self._swapped_out_total,
             copied_out=self._copied[_Way.OUT],
             copied_back=self._copied[_Way.BACK],
             merged=self._merged,
@@ -188,8 +181,8 @@ class Spill:
         """The same in words, for the node's status; `block_bytes` is the size of one block in all layers."""
         figures = self.figures
         return {
-            "sequences parked": figures.parked,
-            "sequences parked since start": figures.parked_total,
+            "sequences swapped out": figures.swapped_out,
+            "sequences swapped out since start": figures.swapped_out_total,
             "host blocks": self._host.num_blocks,
             "host blocks free": figures.host_free,
             "host blocks filled": figures.host_filled,
@@ -201,12 +194,12 @@ class Spill:
 
     @property
     def busy(self) -> bool:
-        """Sequences are parked: nothing new should be taken in until they are back."""
-        return bool(self._parked)
+        """Sequences are swapped out: nothing new should be taken in until they are back."""
+        return bool(self._swapped_out)
 
     def headroom(self) -> int:
         """Blocks that the running sequences should find free, beside what a new one takes."""
-        seqs = [seq for seq in self._runners.values() if seq.key not in self._parked]
+        seqs = [seq for seq in self._runners.values() if seq.key not in self._swapped_out]
         return sum(min(self.config.headroom_blocks, self._promise_left(seq)) for seq in seqs)
 
     def state_of(self, key: RequestKey) -> SpillState | None:
@@ -228,35 +221,35 @@ class Spill:
                 freeing=self._freeing,
                 host_free=self._host.free,
                 runners=tuple(self._running(seq, needs[seq.key], pressure) for seq in runners),
-                parked=tuple(self._standing(each, pressure or not runners) for each in self._parked.values()),
+                swapped_out=tuple(self._standing(each, pressure or not runners) for each in self._swapped_out.values()),
             )
         )
 
     def lets_step(self, runners: Several[Sequence]) -> bool:
-        """See `Overcommit.lets_step`: nobody is parked, and there is room for all that the runners need."""
-        if self._broken is not None or self._parked:
+        """See `Overcommit.lets_step`: nobody is swapped out, and there is room for all that the runners need."""
+        if self._broken is not None or self._swapped_out:
             return False
         self._runners = {seq.key: seq for seq in runners}
         return sum(map(self._engine.needs_block, runners)) <= self._ledger.growable
 
-    def parked(self, seq: Sequence) -> None:
-        """See `Overcommit.parked`."""
-        parked = self._parked[seq.key] = _Parked(seq)
+    def swapped_out(self, seq: Sequence) -> None:
+        """See `Overcommit.swapped_out`."""
+        owner = self._swapped_out[seq.key] = _SwappedOut(seq)
         for block in seq.block_table:
             unit = self._on_device.setdefault(block, _Unit(block))
-            unit.holders.append(parked)
-            parked.units.append(unit)
+            unit.holders.append(owner)
+            owner.units.append(unit)
         seq.block_table.clear()
-        self._parked_total += 1
+        self._swapped_out_total += 1
 
     def left(self, seq: Sequence) -> None:
         """See `Overcommit.left`."""
         self._runners.pop(seq.key, None)
         self._handle(SequenceLeft(key=seq.key))
-        parked = self._parked.pop(seq.key, None)
-        for unit in parked.units if parked is not None else ():
-            assert parked is not None
-            unit.holders.remove(parked)
+        owner = self._swapped_out.pop(seq.key, None)
+        for unit in owner.units if owner is not None else ():
+            assert owner is not None
+            unit.holders.remove(owner)
             if unit.copying:
                 unit.left_behind += 1
             elif unit.device is not None:
@@ -267,15 +260,15 @@ class Spill:
         self._set_host_room()
 
     def check(self) -> None:
-        """Recount host memory and where everything parked is. Raises ConservationError."""
+        """Recount host memory and where everything swapped out is. Raises ConservationError."""
         self._host.check()
-        units = {id(unit): unit for parked in self._parked.values() for unit in parked.units}.values()
+        units = {id(unit): unit for owner in self._swapped_out.values() for unit in owner.units}.values()
         filled = sum(unit.device is None for unit in units)
         if filled != self._host.filled:
             raise ConservationError(f"{filled} blocks are in host memory, {self._host.filled} by its books")
         for unit in units:
             if unit.device is not None and self._ledger.holders(unit.device) < len(unit.holders):
-                raise ConservationError(f"block {unit.device} has lost references of parked sequences")
+                raise ConservationError(f"block {unit.device} has lost references of swapped-out sequences")
         if self._ledger.host_room != self._room():
             raise ConservationError(f"host room {self._ledger.host_room} in the ledger, {self._room()} here")
 
@@ -284,26 +277,26 @@ class Spill:
     def _handle(self, event: SpillEvent) -> None:
         for instruction in self._policy.handle(event):
             match instruction:
-                case Park(key=key):
-                    self._engine.park(self._runners.pop(key))
+                case SwapOut(key=key):
+                    self._engine.swap_out(self._runners.pop(key))
                 case CopyOut(key=key, blocks=blocks):
-                    self._copy_out(self._parked[key], blocks)
+                    self._copy_out(self._swapped_out[key], blocks)
                 case CopyBack(key=key, blocks=blocks):
-                    self._copy_back(self._parked[key], blocks)
-                case Unpark(key=key):
-                    self._unpark(self._parked.pop(key))
+                    self._copy_back(self._swapped_out[key], blocks)
+                case SwapIn(key=key):
+                    self._swap_in(self._swapped_out.pop(key))
 
-    def _copy_out(self, parked: _Parked, count: int) -> None:
-        units = [unit for unit in reversed(parked.units) if self._may_leave(unit)][:count]
+    def _copy_out(self, owner: _SwappedOut, count: int) -> None:
+        units = [unit for unit in reversed(owner.units) if self._may_leave(unit)][:count]
         hosts = self._host.begin_out(len(units))
         for unit, host in zip(units, hosts, strict=True):
             unit.host, unit.copying = host, _Way.OUT
         self._freeing += len(units)
-        self._start(parked, units, _Way.OUT)
+        self._start(owner, units, _Way.OUT)
 
-    def _copy_back(self, parked: _Parked, count: int) -> None:
-        count -= self._merge(parked, count)
-        absent = [unit for unit in parked.units if unit.device is None][:count]
+    def _copy_back(self, owner: _SwappedOut, count: int) -> None:
+        count -= self._merge(owner, count)
+        absent = [unit for unit in owner.units if unit.device is None][:count]
         for unit in absent:
             assert unit.host is not None
             self._host.begin_back(unit.host)
@@ -312,33 +305,33 @@ class Spill:
             self._put_on_device(unit, block)
             self._blocks.hold([block] * (len(unit.holders) - 1))
             unit.copying = _Way.BACK
-        self._start(parked, absent, _Way.BACK)
+        self._start(owner, absent, _Way.BACK)
 
-    def _unpark(self, parked: _Parked) -> None:
-        for unit in parked.units:
-            assert unit.device is not None and unit.copying is None, parked.seq.key
-            unit.holders.remove(parked)
+    def _swap_in(self, owner: _SwappedOut) -> None:
+        for unit in owner.units:
+            assert unit.device is not None and unit.copying is None, owner.seq.key
+            unit.holders.remove(owner)
             self._forget_if_unheld(unit)
-            parked.seq.block_table.append(unit.device)
-        self._engine.unpark(parked.seq)
+            owner.seq.block_table.append(unit.device)
+        self._engine.swap_in(owner.seq)
 
     # Copies.
 
-    def _start(self, parked: _Parked, units: list[_Unit], way: _Way) -> None:
+    def _start(self, owner: _SwappedOut, units: list[_Unit], way: _Way) -> None:
         most = self.config.copy_blocks_max
         pieces = [units[start : start + most] for start in range(0, len(units), most)]
-        parked.copies += len(pieces)
+        owner.copies += len(pieces)
         for piece in pieces:
             copy = BlockCopy(
                 out=way is _Way.OUT,
                 device=tuple(unit.device for unit in piece if unit.device is not None),
                 host=tuple(unit.host for unit in piece if unit.host is not None),
             )
-            self._copier.start(copy, lambda error, piece=piece: self._ended(parked, piece, way, error))  # type: ignore[misc]
-        if parked.copies == 0:
-            self._tell_done(parked)
+            self._copier.start(copy, lambda error, piece=piece: self._ended(owner, piece, way, error))  # type: ignore[misc]
+        if owner.copies == 0:
+            self._tell_done(owner)
 
-    def _ended(self, parked: _Parked, units: list[_Unit], way: _Way, error: BaseException | None) -> None:
+    def _ended(self, owner: _SwappedOut, units: list[_Unit], way: _Way, error: BaseException | None) -> None:
         if error is not None:
             self._broken = error
             self.changed()
@@ -356,9 +349,9 @@ class Spill:
         self._copied[way] += len(units)
         self._freeing -= len(units) if way is _Way.OUT else 0
         self._set_host_room()
-        parked.copies -= 1
-        if parked.copies == 0:
-            self._tell_done(parked)
+        owner.copies -= 1
+        if owner.copies == 0:
+            self._tell_done(owner)
         self.changed()
 
     def _is_out(self, unit: _Unit) -> None:
@@ -374,18 +367,18 @@ class Spill:
         del self._on_device[unit.device]
         unit.device = None
 
-    def _tell_done(self, parked: _Parked) -> None:
-        if self._parked.get(parked.seq.key) is parked:
-            absent = sum(unit.device is None or unit.copying is not None for unit in parked.units)
-            self._handle(CopiesDone(key=parked.seq.key, absent=absent))
+    def _tell_done(self, owner: _SwappedOut) -> None:
+        if self._swapped_out.get(owner.seq.key) is owner:
+            absent = sum(unit.device is None or unit.copying is not None for unit in owner.units)
+            self._handle(CopiesDone(key=owner.seq.key, absent=absent))
 
-    def _merge(self, parked: _Parked, blocks_max: int) -> int:
+    def _merge(self, owner: _SwappedOut, blocks_max: int) -> int:
         """Take from the prefix cache what it has of the absent full blocks. How many those were."""
-        seq, merged = parked.seq, 0
+        seq, merged = owner.seq, 0
         if blocks_max == 0:
             return 0
         cached = self._blocks.match(seq.tokens, seq.cache_salt, seq.computed // self._blocks.block_size)
-        for unit, block in zip(parked.units, cached, strict=False):
+        for unit, block in zip(owner.units, cached, strict=False):
             if merged < blocks_max and unit.device is None and block not in self._on_device:
                 self._blocks.hold([block] * len(unit.holders))
                 self._free_host(unit)
@@ -396,7 +389,7 @@ class Spill:
         return merged
 
     def _may_leave(self, unit: _Unit, others: int = 0) -> bool:
-        """Only parked sequences (and `others` more that are about to be) hold it, none that is coming back, no pin.
+        """Only swapped-out sequences (and `others` more that are about to be) hold it; none comes back, no pin.
 
         A pinned block stays on the device whoever holds it: copying it out would free nothing.
         """
@@ -407,7 +400,7 @@ class Spill:
         return all(self._policy.state_of(each.seq.key) is not SpillState.RETURNING for each in unit.holders)
 
     def _is_only_mine(self, block: BlockId) -> bool:
-        """The same for a block that no parked sequence holds."""
+        """The same for a block that no swapped-out sequence holds."""
         return self._ledger.holders(block) == 1 and not self._ledger.is_pinned(block)
 
     def _put_on_device(self, unit: _Unit, block: BlockId) -> None:
@@ -441,13 +434,13 @@ class Spill:
                 spillable += self._is_only_mine(block) if unit is None else self._may_leave(unit, others=1)
         return Standing(key=seq.key, age=seq.age, promise_left=self._promise_left(seq), need=need, spillable=spillable)
 
-    def _standing(self, parked: _Parked, pressure: bool) -> Standing:
+    def _standing(self, owner: _SwappedOut, pressure: bool) -> Standing:
         return Standing(
-            key=parked.seq.key,
-            age=parked.seq.age,
-            promise_left=self._promise_left(parked.seq),
-            spillable=sum(map(self._may_leave, parked.units)) if pressure else 0,
-            absent=sum(unit.device is None or unit.copying is _Way.OUT for unit in parked.units),
+            key=owner.seq.key,
+            age=owner.seq.age,
+            promise_left=self._promise_left(owner.seq),
+            spillable=sum(map(self._may_leave, owner.units)) if pressure else 0,
+            absent=sum(unit.device is None or unit.copying is _Way.OUT for unit in owner.units),
         )
 
     def _promise_left(self, seq: Sequence) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from kvtransfer.transport import RegionKind
 from node.config import WriterNodeConfig
@@ -13,21 +13,17 @@ from node.regions import region_kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WriterNodeConfig):
-    queue_max: int = field(
-        default=256,
-        metadata={
-            "help": "requests that wait for a place in the engine; as many again that are resumed wait ahead of them",
-            "when": "Clients should be refused sooner (lower it) or wait longer (raise it) when the node is full.",
-        },
+    queue_max: int = setting(
+        256,
+        "requests that wait for a place in the engine; as many again that are resumed wait ahead of them",
+        "Clients should be refused sooner (lower it) or wait longer (raise it) when the node is full.",
     )
     decode_tries_max: int = fixed(3)
     """Decode nodes asked for one request before it is given up."""
-    affinity_blocks_max: int = field(
-        default=65_536,
-        metadata={
-            "help": "prompt blocks remembered as sent to decode nodes, for all of these together",
-            "when": "Decode nodes cache more blocks than this. Each takes about 100 bytes here.",
-        },
+    affinity_blocks_max: int = setting(
+        65_536,
+        "prompt blocks remembered as sent to decode nodes, for all of these together",
+        "Decode nodes cache more blocks than this. Each takes about 100 bytes here.",
     )
     rate_age_ms_max: int = fixed(10_000)
     """How long a measured rate is reported to the routers; afterwards it is unknown."""

@@ -46,7 +46,7 @@ class LocalRunner(Protocol):
         """Within its limit of requests."""
         ...
 
-    def stands_back(self, job: Job) -> bool:
+    def yields(self, job: Job) -> bool:
         """Whether what room there is goes to requests in the middle of their answer before this one. It has an end,
         which nobody tells: look again every second or so."""
         ...
@@ -120,7 +120,7 @@ class Job:
     """Blocks that the writer holds on top of the engine, until the transport has let go of them."""
     next_block: int = 0
     """First block of the prompt that has not been posted (and that decode lacks)."""
-    overtaken: int = 0
+    bypassed: int = 0
     """See `prefill_node.request_queue`."""
     grant_slow: bool = False
     """Its grant has been asked for so long that nobody waits for it to be computed first."""

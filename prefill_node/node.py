@@ -43,12 +43,21 @@ from prefill_node.job import (
     handoff_failed,
 )
 from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, falls_back, is_kept
-from prefill_node.request_queue import PrefillRate, WaitingLine, check_request, no_room, queue_full
+from prefill_node.request_queue import PrefillRate, RequestQueue, check_request, no_room, queue_full
 
 STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
 """A healthy decode node answers in a few; whoever waits longer holds up nobody behind him while there are places."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillState:
+    """What a prefill node has at this moment, for tests and debugging. The jobs are the node's own."""
+
+    queue: tuple[Job, ...]
+    admitted: tuple[Job, ...]
+    rate: PrefillRate
 
 
 class PrefillNode:
@@ -67,14 +76,15 @@ class PrefillNode:
     ) -> None:
         """`local` is the other half of a mixed node."""
         self.config = config
+        self.pool = pool
         self.ledger = pool.ledger
         self._runner = pool.runner
         self._engine = pool.engine
         self._blocks = pool.blocks
-        self._decode_nodes = decode_nodes
+        self.decode_nodes = decode_nodes
         self._loop = loop
         self._local = local
-        self._queue: WaitingLine[Job] = WaitingLine(overtakes_max=config.engine.scheduler().overtakes_max)
+        self._queue: RequestQueue[Job] = RequestQueue(bypasses_max=config.engine.scheduler().bypasses_max)
         self._admitted: dict[RequestKey, Job] = {}
         self._posting = Posting(pool.blocks, num_layers=pool.layout.num_layers)
         self._rate = PrefillRate(
@@ -139,7 +149,7 @@ class PrefillNode:
 
     def upkeep(self) -> None:
         """Called every second."""
-        self._decode_nodes.upkeep()
+        self.decode_nodes.upkeep()
 
     def look_again(self) -> None:
         """Something that the head of the queue may wait for has changed outside this half."""
@@ -163,7 +173,7 @@ class PrefillNode:
                 return
             if not too_long and self._local is not None and self._is_kept(job, self._local):
                 growth = self._local.growth(job)
-                may = self._local.has_place and not self._local.stands_back(job)
+                may = self._local.has_place and not self._local.yields(job)
                 job.kept = may and need + growth <= self.ledger.available
                 if job.kept:
                     need += growth
@@ -209,7 +219,7 @@ class PrefillNode:
             return prefill_pb2.PrefillEvent(granted=local.granted())
         slow = self._loop.call_later(GRANT_WAIT_MS_MAX / 1000, self._go_past, job)
         try:
-            asked = await self._decode_nodes.reserve(
+            asked = await self.decode_nodes.reserve(
                 job, sources_released=lambda: self._sources_released(job), avoided_too=asks_avoided(self._local, job)
             )
         finally:
@@ -220,11 +230,11 @@ class PrefillNode:
         if local is not None and falls_back(local.policy, asked.reasons):
             # The router reaches one that may have room later.
             waits = self._only_others_reached(job, local) and asked.reasons & TAKES_NONE_NOW
-            if not waits and not local.stands_back(job) and self._keep(job, local):
-                self._decode_nodes.wants_no_more(job, asked.full)
+            if not waits and not local.yields(job) and self._keep(job, local):
+                self.decode_nodes.wants_no_more(job, asked.full)
                 return prefill_pb2.PrefillEvent(granted=local.granted())
             never = local.never(job)
-            if never is not None and asked.reasons <= NOT_THERE and not self._decode_nodes.may_be_held(job):
+            if never is not None and asked.reasons <= NOT_THERE and not self.decode_nodes.may_be_held(job):
                 raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
         try:
             raise asked.error
@@ -233,11 +243,11 @@ class PrefillNode:
 
     def _only_others_reached(self, job: Job, local: LocalRunner) -> bool:
         """Whether its router does not reach this node, and reaches a decode node that may come to hold it."""
-        return local.avoided(job) and self._decode_nodes.ready_for(job, avoided_too=False) > 0
+        return local.avoided(job) and self.decode_nodes.ready_for(job, avoided_too=False) > 0
 
     def _others(self, job: Job) -> int:
         """How many decode nodes there are to hand it to."""
-        return self._decode_nodes.ready_for(job, avoided_too=asks_avoided(self._local, job))
+        return self.decode_nodes.ready_for(job, avoided_too=asks_avoided(self._local, job))
 
     def _go_past(self, job: Job) -> None:
         """A decode node does not answer: it may be dead, and those behind this request are not to wait until it is."""
@@ -373,6 +383,9 @@ class PrefillNode:
     @property
     def requests(self) -> int:
         return len(self._queue) + len(self._admitted)
+
+    def debug_state(self) -> PrefillState:
+        return PrefillState(queue=tuple(self._queue), admitted=tuple(self._admitted.values()), rate=self._rate)
 
     def load(self) -> NodeLoad:
         return NodeLoad(

@@ -1,7 +1,7 @@
 """Requests that wait for a place in the engine of a prefill node: who is refused, who is next, how fast it goes. Pure.
 
 The queue is in order of arrival, except that requests in the middle of their answer (`resumed`) go before those without
-a token. Each of those is bypassed at most `overtakes_max` times.
+a token. Each of those is bypassed at most `bypasses_max` times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.wire import sampling_problem
 
 
 class Waiter(Protocol):
-    overtaken: int
+    bypassed: int
     """How many have come later and stand before it. Counted by the line."""
 
     @property
@@ -31,11 +31,11 @@ class Waiter(Protocol):
 _W = TypeVar("_W", bound=Waiter)
 
 
-class WaitingLine(Generic[_W]):
+class RequestQueue(Generic[_W]):
     """A queue of waiters; control thread only."""
 
-    def __init__(self, *, overtakes_max: int) -> None:
-        self._overtakes_max = overtakes_max
+    def __init__(self, *, bypasses_max: int) -> None:
+        self._bypasses_max = bypasses_max
         self._waiters: deque[_W] = deque()
 
     def __len__(self) -> int:
@@ -51,11 +51,11 @@ class WaitingLine(Generic[_W]):
         return waiter in self._waiters
 
     def add(self, waiter: _W) -> None:
-        """Behind all that came before it, or, resumed, before those without a token that may still be overtaken."""
+        """Behind all that came before it, or, resumed, before those without a token that may still be bypassed."""
         place = len(self._waiters)
-        while waiter.resumed and place and self._gives_way(self._waiters[place - 1]):
+        while waiter.resumed and place and self._yields(self._waiters[place - 1]):
             place -= 1
-            self._waiters[place].overtaken += 1
+            self._waiters[place].bypassed += 1
         self._waiters.insert(place, waiter)
 
     def popleft(self) -> _W:
@@ -64,8 +64,8 @@ class WaitingLine(Generic[_W]):
     def remove(self, waiter: _W) -> None:
         self._waiters.remove(waiter)
 
-    def _gives_way(self, waiter: _W) -> bool:
-        return not waiter.resumed and waiter.overtaken < self._overtakes_max
+    def _yields(self, waiter: _W) -> bool:
+        return not waiter.resumed and waiter.bypassed < self._bypasses_max
 
 
 class PrefillRate:

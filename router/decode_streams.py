@@ -350,6 +350,10 @@ class DecodeStreams:
         self._dropped = dropped
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
 
+    @property
+    def subscriptions(self) -> tuple[DecodeSubscription, ...]:
+        return tuple(self._subscriptions.values())
+
     def get(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:
         """The stream of this process."""
         subscription = self._subscriptions.get(incarnation)

@@ -208,17 +208,17 @@ class _NodeCollector(Collector):
         host = GaugeMetricFamily(
             "baton_node_host_blocks", "Blocks of host memory below the KV blocks.", labels=["node", "role", "class"]
         )
-        parked = GaugeMetricFamily(
-            "baton_node_parked_requests", "Running requests whose KV is not all on the device now.",
+        swapped_out = GaugeMetricFamily(
+            "baton_node_swapped_out_requests", "Running requests whose KV is not all on the device now.",
             labels=["node", "role"],
         )  # fmt: skip
         for record in self._nodes():
             labels = [record.name, record.role.name.lower()]
             host.add_metric([*labels, "filled"], record.load.host_blocks_filled)
             host.add_metric([*labels, "free"], record.load.host_blocks_free)
-            parked.add_metric(labels, record.load.parked_requests)
+            swapped_out.add_metric(labels, record.load.swapped_out_requests)
         yield host
-        yield parked
+        yield swapped_out
         given_up = GaugeMetricFamily(
             "baton_node_transports_given_up",
             "Transports that the node no longer offers to some peer because they kept failing, over its peers.",

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from types import TracebackType
 
 from batonpb import common_pb2, inference_pb2
@@ -28,7 +29,7 @@ from baton.wire import ModelInfo, NodeRecord, Role
 from engine.model_config import SamplingDefaults
 from router.chat import ChatEncoder
 from router.config import RouterConfig
-from router.decode_streams import DecodeStreams, Inbox
+from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
 from router.job import Job, RequestLog, TokenPart, Try, finished_event, started_event, tokens_event
 from router.observer import ObservedRequest, RequestObserver
 from router.placement import RegionWatch, answer_tokens, tokens_max
@@ -214,6 +215,14 @@ HANDED_OFF_MS_MAX = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
 DEADLINE_MARGIN_S = 0.05
 """A call may be ended a little before what we hold for its deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterState:
+    """What a router has at this moment, for tests and debugging. The inboxes are the router's own."""
+
+    inboxes: dict[RequestKey, Inbox]
+    streams: tuple[DecodeSubscription, ...]
 
 
 class RouterNode:
@@ -472,6 +481,9 @@ class RouterNode:
         """Called every second."""
         self._log.upkeep()
         self._repeats.upkeep()
+
+    def debug_state(self) -> RouterState:
+        return RouterState(inboxes=dict(self._inboxes), streams=self._streams.subscriptions)
 
     async def close(self) -> None:
         await self._streams.close()

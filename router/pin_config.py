@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from router.request import CACHE_SALT_BYTES_MAX
 
@@ -48,28 +48,22 @@ class PinnedPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinKeeperConfig:
-    count_max: int = field(
-        default=64,
-        metadata={
-            "help": "pinned prefixes that this router keeps",
-            "when": "More prefixes are pinned. Their blocks are taken from the region of every node.",
-        },
+    count_max: int = setting(
+        64,
+        "pinned prefixes that this router keeps",
+        "More prefixes are pinned. Their blocks are taken from the region of every node.",
     )
-    lease_ms: int = field(
-        default=60_000,
-        metadata={
-            "help": "how long nodes keep a pin that no router renews; routers renew three times as often",
-            "when": "Pins should outlive longer absences of all routers, or go sooner after them.",
-        },
+    lease_ms: int = setting(
+        60_000,
+        "how long nodes keep a pin that no router renews; routers renew three times as often",
+        "Pins should outlive longer absences of all routers, or go sooner after them.",
     )
     call_ms_max: int = fixed(2_000)
     """How long one node may take to answer about one pin."""
-    warm_configured: bool = field(
-        default=True,
-        metadata={
-            "help": "compute the configured prefixes once nodes are there, before the first request",
-            "when": "Start-up must not spend compute on prefixes that may not be asked for.",
-        },
+    warm_configured: bool = setting(
+        True,
+        "compute the configured prefixes once nodes are there, before the first request",
+        "Start-up must not spend compute on prefixes that may not be asked for.",
     )
 
     def __post_init__(self) -> None:

@@ -10,10 +10,10 @@ work that is over budget waits its turn instead of failing, because its client h
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from baton.config import fixed
+from baton.config import fixed, setting
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.retry_time import RESUMED_PAUSE_MS_MAX
 
@@ -83,41 +83,29 @@ DEATHS = frozenset({Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH, Reason
 class RetryConfig:
     """Raises InvalidField where a limit is not positive."""
 
-    deaths_max: int = field(
-        default=2,
-        metadata={
-            "help": "attempts of one request that may end with the death of a node before it is given up",
-            "when": "Raise it where nodes die often for reasons of their own. It protects the cluster from a "
-            "request that kills nodes.",
-        },
+    deaths_max: int = setting(
+        2,
+        "attempts of one request that may end with the death of a node before it is given up",
+        "Raise it where nodes die often for reasons of their own. It protects the cluster from a request that "
+        "kills nodes.",
     )
-    resumptions_max: int = field(
-        default=8,
-        metadata={
-            "help": "resumptions of one request, for whatever reason",
-            "when": "Long answers must survive more node failures or rolling upgrades.",
-        },
+    resumptions_max: int = setting(
+        8,
+        "resumptions of one request, for whatever reason",
+        "Long answers must survive more node failures or rolling upgrades.",
     )
-    resume_wait_ms_max: int = field(
-        default=30_000,
-        metadata={
-            "help": "how long a request that has begun its answer may look for nodes to resume on",
-            "when": "Replacements of lost nodes take longer to start, or clients should rather get an error sooner.",
-        },
+    resume_wait_ms_max: int = setting(
+        30_000,
+        "how long a request that has begun its answer may look for nodes to resume on",
+        "Replacements of lost nodes take longer to start, or clients should rather get an error sooner.",
     )
-    resumptions_per_s: int = field(
-        default=100,
-        metadata={
-            "help": "resumptions per second of the whole cluster, shared among its routers",
-            "when": "After the loss of a node its requests come back too slowly, or flood the nodes that are left.",
-        },
+    resumptions_per_s: int = setting(
+        100,
+        "resumptions per second of the whole cluster, shared among its routers",
+        "After the loss of a node its requests come back too slowly, or flood the nodes that are left.",
     )
-    resumptions_burst: int = field(
-        default=256,
-        metadata={
-            "help": "resumptions of the whole cluster at once, before that rate holds",
-            "when": "As resumptions_per_s.",
-        },
+    resumptions_burst: int = setting(
+        256, "resumptions of the whole cluster at once, before that rate holds", "As resumptions_per_s."
     )
     resume_jitter_ms_max: int = fixed(50)
     """A random time up to this is added to each turn; 0 for none."""

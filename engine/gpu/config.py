@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from baton.config import setting
 from baton.errors import InvalidField
 
 AUTO: Final = "auto"
@@ -14,19 +15,15 @@ AUTO: Final = "auto"
 class GraphConfig:
     """Which decode steps run as graphs; others run as they are, kernel by kernel."""
 
-    graph_rows_max: int = field(
-        default=64,
-        metadata={
-            "help": "largest decode batch that runs as a CUDA graph; 0: none",
-            "when": "Larger batches are usual, or graphs take too long to capture at start.",
-        },
+    graph_rows_max: int = setting(
+        64,
+        "largest decode batch that runs as a CUDA graph; 0: none",
+        "Larger batches are usual, or graphs take too long to capture at start.",
     )
-    graph_context_max: int = field(
-        default=8192,
-        metadata={
-            "help": "longest context, in tokens, of a sequence in a decode batch that runs as a graph",
-            "when": "Contexts are longer. It costs memory for each captured batch size.",
-        },
+    graph_context_max: int = setting(
+        8192,
+        "longest context, in tokens, of a sequence in a decode batch that runs as a graph",
+        "Contexts are longer. It costs memory for each captured batch size.",
     )
 
     def __post_init__(self) -> None:
@@ -40,25 +37,15 @@ class GraphConfig:
 class GpuConfig:
     """Of an engine whose device has a region of its own."""
 
-    attention_prefill: str = field(
-        default=AUTO,
-        metadata={
-            "help": "attention of prompts: auto (the fastest that passes its trial), or a name",
-            "when": "A trial picks one that is slower or wrong here.",
-        },
+    attention_prefill: str = setting(
+        AUTO,
+        "attention of prompts: auto (the fastest that passes its trial), or a name",
+        "A trial picks one that is slower or wrong here.",
     )
-    attention_decode: str = field(
-        default=AUTO,
-        metadata={
-            "help": "attention of single tokens: auto, or a name",
-            "when": "As attention_prefill.",
-        },
-    )
+    attention_decode: str = setting(AUTO, "attention of single tokens: auto, or a name", "As attention_prefill.")
     graphs: GraphConfig = field(default_factory=GraphConfig)
-    steps_ahead: bool = field(
-        default=True,
-        metadata={
-            "help": "launch a step while the one before is computed; off: one after the other",
-            "when": "To compare, or to look for an error.",
-        },
+    steps_ahead: bool = setting(
+        True,
+        "launch a step while the one before is computed; off: one after the other",
+        "To compare, or to look for an error.",
     )

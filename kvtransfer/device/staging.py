@@ -14,11 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
+from baton.config import setting
 from baton.errors import InvalidField, check_positive
 from baton.log import get_log
 from kvtransfer.device.driver import DeviceDriver, PinnedMemory
@@ -38,12 +39,10 @@ Tag = TypeVar("Tag")
 class StagingConfig:
     """Pinned memory of one node."""
 
-    bytes_max: int = field(
-        default=256 << 20,
-        metadata={
-            "help": "pinned host memory of a node, through which tcp moves data of a GPU",
-            "when": "The node has a GPU and more tcp links than fit (8 MiB each, 4 MiB for each incoming stream).",
-        },
+    bytes_max: int = setting(
+        256 << 20,
+        "pinned host memory of a node, through which tcp moves data of a GPU",
+        "The node has a GPU and more tcp links than fit (8 MiB each, 4 MiB for each incoming stream).",
     )
 
     def __post_init__(self) -> None:

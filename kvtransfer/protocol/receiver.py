@@ -108,8 +108,14 @@ class TimerKind(Enum):
     REVOKE = "revoke"  # no evidence yet: repeat, then fence, then quarantine
 
 
+class ReceiverEvent:
+    """What happened."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveAsked:
+class ReserveAsked(ReceiverEvent):
     """`grant` is a fresh random id, used if granted; `prefix` are cached blocks that the shell keeps held meanwhile."""
 
     pair: Pair
@@ -127,13 +133,13 @@ class ReserveAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RenewAsked:
+class RenewAsked(ReceiverEvent):
     pair: Pair
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SealLanded:
+class SealLanded(ReceiverEvent):
     pair: Pair
     grant: GrantId
     epoch: Epoch
@@ -142,7 +148,7 @@ class SealLanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitAsked:
+class CommitAsked(ReceiverEvent):
     pair: Pair
     grant: GrantId
     writes: int
@@ -152,7 +158,7 @@ class CommitAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordsChecked:
+class RecordsChecked(ReceiverEvent):
     """The answer to CheckRecords: whether the sampled records are here as the writer read them at the source."""
 
     grant: GrantId
@@ -160,7 +166,7 @@ class RecordsChecked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterReleased:
+class WriterReleased(ReceiverEvent):
     """The writer's own claim, after draining: it does not write under `number`, nor under any below `lowest_live`."""
 
     pair: Pair
@@ -171,7 +177,7 @@ class WriterReleased:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairFenced:
+class PairFenced(ReceiverEvent):
     """Evidence from the transport: no connection of the pair up to `epoch` can write any more."""
 
     pair: Pair
@@ -179,57 +185,47 @@ class PairFenced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriterSuspected:
+class WriterSuspected(ReceiverEvent):
     """Something outside says the writer is gone (its incarnation left the directory): take its right back now."""
 
     pair: Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCancelled:
+class RequestCancelled(ReceiverEvent):
     """The request lets go of this attempt and all before it (client gone, deadline, newer attempt)."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestEnded:
+class RequestEnded(ReceiverEvent):
     """The committed sequence is finished and has dropped its own references."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolveAsked:
+class ResolveAsked(ReceiverEvent):
     """Did this attempt commit? If not it never will."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GrantTimerFired:
+class GrantTimerFired(ReceiverEvent):
     grant: GrantId
     kind: TimerKind
 
 
-ReceiverEvent = (
-    ReserveAsked
-    | RenewAsked
-    | SealLanded
-    | CommitAsked
-    | RecordsChecked
-    | WriterReleased
-    | PairFenced
-    | WriterSuspected
-    | RequestCancelled
-    | RequestEnded
-    | ResolveAsked
-    | GrantTimerFired
-)
+class ReceiverInstruction:
+    """What the shell does about it."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerGranted:
+class AnswerGranted(ReceiverInstruction):
     pair: Pair
     number: ReserveNumber
     grant: GrantId
@@ -239,21 +235,21 @@ class AnswerGranted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRefused:
+class AnswerRefused(ReceiverInstruction):
     pair: Pair
     number: ReserveNumber
     refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRenew:
+class AnswerRenew(ReceiverInstruction):
     pair: Pair
     grant: GrantId
     renewed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerCommit:
+class AnswerCommit(ReceiverInstruction):
     """Answers every Commit of the grant that is still waiting."""
 
     pair: Pair
@@ -264,7 +260,7 @@ class AnswerCommit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRecords:
+class CheckRecords(ReceiverInstruction):
     """Seal and commit are here and agree: compare the sample, then report RecordsChecked. Comes once for a grant."""
 
     pair: Pair
@@ -273,7 +269,7 @@ class CheckRecords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportCorrupt:
+class ReportCorrupt(ReceiverInstruction):
     """The sample differs, in blocks that nobody but the grant's writer could have written."""
 
     pair: Pair
@@ -282,7 +278,7 @@ class ReportCorrupt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRelease:
+class AnswerRelease(ReceiverInstruction):
     """Answers every Release of this number that waits. If writes were in doubt, a fence has stopped them by now."""
 
     pair: Pair
@@ -290,20 +286,20 @@ class AnswerRelease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerResolve:
+class AnswerResolve(ReceiverInstruction):
     key: RequestKey
     committed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendRevoke:
+class SendRevoke(ReceiverInstruction):
     pair: Pair
     number: ReserveNumber
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FencePair:
+class FencePair(ReceiverInstruction):
     """Ask the transport for evidence about all connections of the pair up to `epoch`; ends in PairFenced, or never."""
 
     pair: Pair
@@ -311,7 +307,7 @@ class FencePair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleRequest:
+class ScheduleRequest(ReceiverInstruction):
     """Committed and sealed: the prompt's KV is in the region; run it."""
 
     key: RequestKey
@@ -319,7 +315,7 @@ class ScheduleRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequest:
+class StopRequest(ReceiverInstruction):
     """The request of a committed grant was cancelled: take its sequence out of the engine."""
 
     key: RequestKey
@@ -327,14 +323,14 @@ class StopRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetGrant:
+class ForgetGrant(ReceiverInstruction):
     """The machine knows this grant no more: the shell drops what it kept for it."""
 
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartGrantTimer:
+class StartGrantTimer(ReceiverInstruction):
     """Arms the timer anew; one of each kind for a grant."""
 
     grant: GrantId
@@ -342,38 +338,18 @@ class StartGrantTimer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopGrantTimers:
+class StopGrantTimers(ReceiverInstruction):
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountRefused:
+class CountRefused(ReceiverInstruction):
     """A message of a wrong epoch, or a seal that contradicts the commit: refused and counted."""
 
     pair: Pair
     what: str
     """One of a few fixed texts: a counter's name."""
     detail: str = ""
-
-
-ReceiverInstruction = (
-    AnswerGranted
-    | AnswerRefused
-    | AnswerRenew
-    | AnswerCommit
-    | CheckRecords
-    | ReportCorrupt
-    | AnswerRelease
-    | AnswerResolve
-    | SendRevoke
-    | FencePair
-    | ScheduleRequest
-    | StopRequest
-    | ForgetGrant
-    | StartGrantTimer
-    | StopGrantTimers
-    | CountRefused
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -495,14 +471,14 @@ class ReceiverMachine:
     def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
         """May bytes of this grant, on a connection of this epoch, land? For transports whose receiver can still refuse.
 
-        The epoch alone does not do: after a connection broke, its writer lets go of what it had posted, while bytes
-        of it may still be on their way here, in an epoch that nobody had a reason to raise.
+        The epoch alone is not enough. After a connection broke, its writer releases the grant while bytes may still be
+        on their way here, in an epoch that nobody had a reason to raise.
         """
         known = self._grant(grant, pair)
         return known is not None and known.state in UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
 
     def has_answered(self, pair: Pair, number: ReserveNumber) -> bool:
-        """Is the answer to this Reserve written down? A repeat gets it, whatever has changed here meanwhile."""
+        """Is the answer to this Reserve stored? A repeat gets it, whatever has changed here meanwhile."""
         known = self._pairs.get(pair)
         return known is not None and (number in known.by_number or number in known.refused)
 
@@ -532,12 +508,12 @@ class ReceiverMachine:
         return state is None or all(g.state in (GrantState.FENCED, GrantState.RELEASED) for g in self._grants_of(state))
 
     def owner(self, grant: GrantId) -> tuple[Pair, int] | None:
-        """Whose grant this is, and how many blocks it opens to him."""
+        """The grant's pair, and how many blocks it opens to that writer."""
         known = self._grants.get(grant)
         return (known.pair, len(known.blocks)) if known is not None else None
 
     def owned(self) -> Iterator[tuple[Pair, GrantState, int]]:
-        """Of each grant whose writer may still write: whose it is, its state, how many blocks it opens."""
+        """For each grant whose writer may still write: its pair, its state, how many blocks it opens."""
         return ((g.pair, g.state, len(g.blocks)) for g in self._grants.values() if g.state in UNCOMMITTED)
 
     @property
@@ -556,8 +532,10 @@ class ReceiverMachine:
         return counts
 
     def is_over(self, key: RequestKey) -> bool:
-        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already. It may
-        come again under a new number only once its earlier grant is doomed."""
+        """True if this attempt gets no more grants: it was cancelled, a newer attempt came, or it has a grant already.
+
+        It may come again under a new number only once its earlier grant is being revoked.
+        """
         if key.attempt <= self._dead_attempts.get(key.request, -1):
             return True
         grants = [self._grants[g] for g in self._by_request.get(key.request, ())]
@@ -676,7 +654,7 @@ class ReceiverMachine:
         return stay if grant.check is RecordCheck.RUNNING else GrantState.COMMITTED
 
     def _checked(self, event: RecordsChecked) -> None:
-        """Of a grant that is no longer uncommitted the blocks may be another's by now: what was read says nothing."""
+        """If the grant is no longer uncommitted, its blocks may be another's by now, and the comparison is void."""
         grant = self._grants.get(event.grant)
         if grant is None or grant.state not in UNCOMMITTED:
             return
@@ -684,7 +662,7 @@ class ReceiverMachine:
         if not event.intact:
             grant.check = RecordCheck.CORRUPT
             self._out.append(ReportCorrupt(pair=grant.pair, key=grant.key, grant=grant.id))
-        # Seals and commit agree, so the writer writes no more, whatever its records are worth.
+        # Seal and commit agree, so the writer writes no more, whatever its records are worth.
         commits = event.intact and grant.state in OPEN
         self._step(grant, Step.CHECKED, GrantState.COMMITTED if commits else GrantState.FENCED)
 
@@ -739,7 +717,7 @@ class ReceiverMachine:
         self._start_fence(event.pair)
 
     def _start_fence(self, pair_key: Pair) -> None:
-        """A fence takes the whole pair's right: its open grants are doomed, so their requests let go now."""
+        """A fence ends the right of the whole pair. Its open grants cannot commit, so their requests let go now."""
         pair = self._pair(pair_key)
         for grant in self._grants_of(pair):
             if grant.state in OPEN:

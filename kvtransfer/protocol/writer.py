@@ -78,163 +78,140 @@ class HandoffEnd(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffAsked:
+class WriterEvent:
+    """What happened, to all handoffs of the pair unless it is a HandoffEvent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffEvent(WriterEvent):
+    number: ReserveNumber
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffAsked(WriterEvent):
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveGranted:
-    number: ReserveNumber
+class ReserveGranted(HandoffEvent):
     grant: GrantId
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveRefused:
-    number: ReserveNumber
+class ReserveRefused(HandoffEvent):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReserveUnanswered:
+class ReserveUnanswered(HandoffEvent):
     """The call failed: whether there is a grant is unknown."""
 
-    number: ReserveNumber
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesPosted:
-    number: ReserveNumber
+class WritesPosted(HandoffEvent):
     writes: int
     bytes_written: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesCompleted:
+class WritesCompleted(HandoffEvent):
     """The local transport no longer reads the sources of `writes` posted writes (landed, or abandoned)."""
 
-    number: ReserveNumber
     writes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesDropped:
+class WritesDropped(HandoffEvent):
     """A posted write or the seal will never arrive (a copy failed, the link ended): the handoff cannot succeed."""
 
-    number: ReserveNumber
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesInDoubt:
+class WritesInDoubt(HandoffEvent):
     """The link ended with posted writes on their way: they complete here, and may land yet. Comes before completion."""
 
-    number: ReserveNumber
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllPosted(HandoffEvent):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllPosted:
-    number: ReserveNumber
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitAnswered:
-    number: ReserveNumber
+class CommitAnswered(HandoffEvent):
     committed: bool
     corrupt: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommitUnanswered:
-    number: ReserveNumber
+class CommitUnanswered(HandoffEvent):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RenewRefused:
+class RenewRefused(HandoffEvent):
     """The receiver has revoked the grant."""
 
-    number: ReserveNumber
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeAsked(HandoffEvent):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RevokeAsked:
-    number: ReserveNumber
+class HandoffCancelled(HandoffEvent):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffCancelled:
-    number: ReserveNumber
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseLapsed:
+class LeaseLapsed(HandoffEvent):
     """No renewal was answered in time, counted from the sending of the last one that was."""
 
-    number: ReserveNumber
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseAnswered(HandoffEvent):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseAnswered:
-    number: ReserveNumber
+class ReleaseUnanswered(HandoffEvent):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseUnanswered:
-    number: ReserveNumber
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkLost:
+class LinkLost(WriterEvent):
     """The data connection of this epoch is gone: nothing more can be posted on it."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerGone:
+class PeerGone(WriterEvent):
     """The receiver process has ended: nothing is sent to it any more."""
 
 
-WriterEvent = (
-    HandoffAsked
-    | ReserveGranted
-    | ReserveRefused
-    | ReserveUnanswered
-    | WritesPosted
-    | WritesCompleted
-    | WritesDropped
-    | WritesInDoubt
-    | AllPosted
-    | CommitAnswered
-    | CommitUnanswered
-    | RenewRefused
-    | RevokeAsked
-    | HandoffCancelled
-    | LeaseLapsed
-    | ReleaseAnswered
-    | ReleaseUnanswered
-    | LinkLost
-    | PeerGone
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterInstruction:
+    """What the shell does, for one handoff."""
+
+    number: ReserveNumber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendReserve:
-    number: ReserveNumber
+class SendReserve(WriterInstruction):
     lowest_live: ReserveNumber
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartWriting:
-    number: ReserveNumber
+class StartWriting(WriterInstruction):
     grant: GrantId
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendSeal:
+class SendSeal(WriterInstruction):
     """Goes out on the data channel, behind all writes of the grant."""
 
-    number: ReserveNumber
     grant: GrantId
     epoch: Epoch
     writes: int
@@ -242,64 +219,44 @@ class SendSeal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendCommit:
-    number: ReserveNumber
+class SendCommit(WriterInstruction):
     grant: GrantId
     writes: int
     bytes_written: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbandonWrites:
+class AbandonWrites(WriterInstruction):
     """Post no more, copy no more of what is queued."""
 
-    number: ReserveNumber
     grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseSources:
+class ReleaseSources(WriterInstruction):
     """No write of this handoff is outstanding and none will follow: its source blocks may be released. Comes once."""
-
-    number: ReserveNumber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendRelease:
-    number: ReserveNumber
+class SendRelease(WriterInstruction):
     lowest_live: ReserveNumber
     in_doubt: bool = False
     """No evidence: see WriterReleased."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRevoke:
+class AnswerRevoke(WriterInstruction):
     """Answers every Revoke of this number that waits."""
 
-    number: ReserveNumber
     in_doubt: bool = False
     """No evidence: see WriterReleased."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportEnd:
+class ReportEnd(WriterInstruction):
     """How the handoff ended. Comes once for each number."""
 
-    number: ReserveNumber
     end: HandoffEnd
-
-
-WriterInstruction = (
-    SendReserve
-    | StartWriting
-    | SendSeal
-    | SendCommit
-    | AbandonWrites
-    | ReleaseSources
-    | SendRelease
-    | AnswerRevoke
-    | ReportEnd
-)
 
 
 class WriterProtocolError(AssertionError):

@@ -6,13 +6,16 @@ its own constants beside their use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
+from baton.config import setting
 from baton.errors import InvalidField, check_positive
-from kvtransfer.transports import tcp_wire
-from kvtransfer.transports.rdma import QPS_MAX
 
+STREAMS_MAX: Final = 64
+"""Streams of one tcp link: a seal names them by the bits of one word."""
+QPS_MAX: Final = 16
+"""Queue pairs of one rdma link."""
 UNANSWERED_MS_MAX: Final = 30_000
 """How long a packet may go without an acknowledgement before its queue pair fails, whatever is configured."""
 _ACK_TIMEOUT_UNIT_MS: Final = 4.096e-3
@@ -20,12 +23,10 @@ _ACK_TIMEOUT_UNIT_MS: Final = 4.096e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmConfig:
-    copy_threads: int = field(
-        default=1,
-        metadata={
-            "help": "threads of the process that copy at the same time, over all its links",
-            "when": "One thread does not fill the memory bandwidth. Count these threads with engine.compute_threads.",
-        },
+    copy_threads: int = setting(
+        1,
+        "threads of the process that copy at the same time, over all its links",
+        "One thread does not fill the memory bandwidth. Count these threads with engine.compute_threads.",
     )
 
     def __post_init__(self) -> None:
@@ -34,58 +35,42 @@ class ShmConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpConfig:
-    streams: int = field(
-        default=2,
-        metadata={
-            "help": "tcp connections to each receiver, with one sending thread each",
-            "when": "One connection does not fill the network. More streams cost a thread each on both sides.",
-        },
+    streams: int = setting(
+        2,
+        "tcp connections to each receiver, with one sending thread each",
+        "One connection does not fill the network. More streams cost a thread each on both sides.",
     )
 
     def __post_init__(self) -> None:
         check_positive(self, "streams")
-        if self.streams > tcp_wire.STREAMS_MAX:
-            raise InvalidField("streams", f"must not exceed {tcp_wire.STREAMS_MAX}, not {self.streams}")
+        if self.streams > STREAMS_MAX:
+            raise InvalidField("streams", f"must not exceed {STREAMS_MAX}, not {self.streams}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaConfig:
     """The device and its queue pairs. The codes are those of the InfiniBand specification (IBTA vol. 1)."""
 
-    device: str = field(
-        default="",
-        metadata={
-            "help": "RDMA device to use, such as mlx5_0 or mlx5_0:1; empty: the first that works",
-            "when": "The machine has several devices, and one of them is in the network of the other nodes.",
-        },
+    device: str = setting(
+        "",
+        "RDMA device to use, such as mlx5_0 or mlx5_0:1; empty: the first that works",
+        "The machine has several devices, and one of them is in the network of the other nodes.",
     )
-    qps: int = field(
-        default=2,
-        metadata={
-            "help": "queue pairs of each link",
-            "when": "A device needs several queue pairs to reach its full rate.",
-        },
+    qps: int = setting(2, "queue pairs of each link", "A device needs several queue pairs to reach its full rate.")
+    traffic_class: int = setting(
+        0,
+        "traffic class of the packets (DSCP and ECN bits), 0 to 255",
+        "The switches of a RoCE network select lossless queues by DSCP.",
     )
-    traffic_class: int = field(
-        default=0,
-        metadata={
-            "help": "traffic class of the packets (DSCP and ECN bits), 0 to 255",
-            "when": "The switches of a RoCE network select lossless queues by DSCP.",
-        },
+    ack_timeout_code: int = setting(
+        14,
+        "a packet waits 4.096 us times 2 to this power for its acknowledgement, 1 to 31",
+        "Links fail under congestion (raise it), or a dead peer is noticed too late (lower it).",
     )
-    ack_timeout_code: int = field(
-        default=14,
-        metadata={
-            "help": "a packet waits 4.096 us times 2 to this power for its acknowledgement, 1 to 31",
-            "when": "Links fail under congestion (raise it), or a dead peer is noticed too late (lower it).",
-        },
-    )
-    retries_max: int = field(
-        default=7,
-        metadata={
-            "help": "how often a packet that is not acknowledged is sent again, 1 to 7",
-            "when": "As ack_timeout_code: both together decide when a link fails.",
-        },
+    retries_max: int = setting(
+        7,
+        "how often a packet that is not acknowledged is sent again, 1 to 7",
+        "As ack_timeout_code: both together decide when a link fails.",
     )
 
     def __post_init__(self) -> None:
@@ -114,12 +99,10 @@ class RdmaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxConfig:
-    tls: str = field(
-        default="all",
-        metadata={
-            "help": "UCX transport to use: all, or one by name (tcp, rc, ...); UCX_TLS wins where it is set",
-            "when": "UCX picks a transport that does not work between the nodes, or one that is slower than another.",
-        },
+    tls: str = setting(
+        "all",
+        "UCX transport to use: all, or one by name (tcp, rc, ...); UCX_TLS wins where it is set",
+        "UCX picks a transport that does not work between the nodes, or one that is slower than another.",
     )
 
     def __post_init__(self) -> None:

@@ -25,12 +25,11 @@ from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.post_queue import Batch, PostQueue, Taken, TooManyAbandonedGrants
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp_connect import TcpConnectError
-from kvtransfer.transports.tcp_frames import Frame, cut_frames
+from kvtransfer.transports.tcp_lanes import Frame, cut_frames
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 
 
@@ -101,12 +100,12 @@ class StagedTcpLink:
         """As `TcpWriterLink.connect`. `source` is the caller's, and outlives the link.
 
         Raises:
-            TcpConnectError: as there, or there is no pinned memory left for another link.
+            ConnectError: as there, or there is no pinned memory left for another link.
         """
         try:
             share = source.share(source.limits.link_chunks)
         except StagingFull as error:
-            raise TcpConnectError(f"{endpoint.address}: {error}") from error
+            raise ConnectError(f"{endpoint.address}: {error}") from error
         try:
             made = cls(source=source, share=share, pair=pair, events=events, loop=loop)
             ends = _LinkEvents(made._link_lost)
@@ -125,7 +124,7 @@ class StagedTcpLink:
             except RuntimeError as error:
                 ends.told = None
                 await made._link.close()
-                raise TcpConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
+                raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
         except BaseException:
             share.give_back()
             raise

@@ -24,16 +24,25 @@ import numpy as np
 
 from baton.ids import GrantId, Pair
 from baton.tasks import call_loop
-from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
-from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import RECV_BYTES, close_politely
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.post_queue import Completed, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp_connect import TcpConnectError, connect_stream, leave_stream
-from kvtransfer.transports.tcp_frames import Frame
+from kvtransfer.transports.tcp import (
+    CODEC,
+    MESSAGE_BYTES,
+    Ack,
+    Data,
+    TcpHello,
+    TcpWelcome,
+    acknowledged_bytes,
+    connect_stream,
+    leave_stream,
+)
+from kvtransfer.transports.tcp_lanes import Frame, StreamLanes, ToSend
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
-from kvtransfer.transports.tcp_queue import StreamLanes, ToSend
-from kvtransfer.transports.tcp_socket import RECV_BYTES, acknowledged_bytes, close_politely
 from kvtransfer.transports.writer_link import BaseWriterLink, Mark
 
 AT_ONCE_BYTES_MAX: Final = 1 << 16
@@ -68,7 +77,7 @@ class TcpWriterLink(BaseWriterLink):
         self,
         *,
         socks: list[socket.socket],
-        welcome: wire.Welcome,
+        welcome: TcpWelcome,
         endpoint: DataEndpoint,
         pair: Pair,
         source_region_U8: np.ndarray,
@@ -113,7 +122,7 @@ class TcpWriterLink(BaseWriterLink):
         `source_region_U8` is the caller's; the link lets go of it at its end.
 
         Raises:
-            TcpConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
+            ConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
         """
         config = config or TcpConfig()
         link = int.from_bytes(os.urandom(8))
@@ -121,14 +130,15 @@ class TcpWriterLink(BaseWriterLink):
         try:
             async with asyncio.timeout(limits.connect_ms_max / 1000):
                 for index in range(config.streams):
-                    hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, stream=index)
+                    own = TcpHello(stream=index).encode()
+                    hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own)
                     sock, welcome = await connect_stream(endpoint, hello, loop)
                     socks.append(sock)
         except BaseException as error:
             for sock in socks:
                 leave_stream(sock, endpoint.epoch)
             if isinstance(error, TimeoutError):
-                raise TcpConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
+                raise ConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
             raise
         made = cls(
             socks=socks,
@@ -144,7 +154,7 @@ class TcpWriterLink(BaseWriterLink):
             made._start(pair)
         except RuntimeError as error:
             await made.close()
-            raise TcpConnectError(f"{endpoint.address}: no thread to send with: {error}") from error
+            raise ConnectError(f"{endpoint.address}: no thread to send with: {error}") from error
         return made
 
     def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> None:
@@ -193,7 +203,7 @@ class TcpWriterLink(BaseWriterLink):
                 send_frame(stream.sock, head, to_send.frame, self._source_U8, to_send.sent_nbytes)
             if not self._cut:
                 bye = wire.Bye(sequence=self._lanes.bye_sequence(stream.index), epoch=self._epoch)
-                stream.sock.sendall(wire.encode(bye))
+                stream.sock.sendall(CODEC.encode(bye))
             failure = ""
         except OSError as error:
             failure = f"connection lost: {error}"
@@ -203,10 +213,10 @@ class TcpWriterLink(BaseWriterLink):
     def _head(self, to_send: ToSend) -> bytes:
         item = to_send.item
         if not isinstance(item, Taken):
-            seal = wire.SealFrame(sequence=to_send.sequence, seal=item.seal, streams_mask=item.streams_mask)
-            return wire.encode(seal)
-        return wire.encode(
-            wire.Data(
+            seal = wire.SealSent(number=to_send.sequence, seal=item.seal, ways_mask=item.streams_mask)
+            return CODEC.encode(seal)
+        return CODEC.encode(
+            Data(
                 sequence=to_send.sequence,
                 epoch=self._epoch,
                 grant=item.batch.grant,
@@ -251,20 +261,20 @@ class TcpWriterLink(BaseWriterLink):
             return
         if stream.received:
             data = stream.received + data
-        whole = len(data) // wire.MESSAGE_BYTES * wire.MESSAGE_BYTES
+        whole = len(data) // MESSAGE_BYTES * MESSAGE_BYTES
         stream.received = data[whole:]
         with contextlib.ExitStack() as every:  # an error in one message, or in what it completes, loses none behind it
-            for start in reversed(range(0, whole, wire.MESSAGE_BYTES)):
-                every.callback(self._handle, stream, data[start : start + wire.MESSAGE_BYTES])
+            for start in reversed(range(0, whole, MESSAGE_BYTES)):
+                every.callback(self._handle, stream, data[start : start + MESSAGE_BYTES])
 
     def _handle(self, stream: _Stream, packet: bytes) -> None:
         try:
-            message = wire.decode(packet)
+            message = CODEC.decode(packet)
         except wire.MalformedMessage as error:
             self._end(f"the receiver sent no message of ours: {error}")
             return
         match message:
-            case wire.Ack(sequence=sequence, landed=landed):
+            case Ack(sequence=sequence, landed=landed):
                 self._lanes.acknowledged(stream.index, sequence, landed=landed)
             case wire.Fence(epoch=epoch):
                 self._fenced_by_receiver(epoch)
@@ -337,6 +347,3 @@ class TcpWriterLink(BaseWriterLink):
         self._source_U8 = None
         self._queue.lose()
         self._finish_soon()
-
-
-__all__ = ["TcpConnectError", "TcpWriterLink"]

@@ -161,7 +161,7 @@ def test_all_decode_nodes_full() -> None:
             check(error, Code.RESOURCE_EXHAUSTED, Reason.DECODE_FULL, None, "decode-0", "request limit")
             assert error.retry_after_ms is not None
             assert 123 <= error.retry_after_ms < 123 * 1.5, "nothing has ended yet: nothing is known"
-            ended, now_s = cluster.decode["decode-0"]._reserving._requests_ended, cluster.loop.time()
+            ended, now_s = cluster.decode["decode-0"].reserving.requests_ended, cluster.loop.time()
             ended.left(1, now_s - 20)
             ended.left(1, now_s - 5)
             error = await full_error(cluster)
@@ -189,7 +189,7 @@ def test_the_prefill_queue_full() -> None:
             check(error, Code.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, None, "1 requests are waiting")
             assert error.retry_after_ms is not None
             assert 77 <= error.retry_after_ms < 77 * 1.5, "the node has not measured itself yet"
-            cluster.prefill["prefill-0"]._rate.last_per_s = 0.05
+            cluster.prefill["prefill-0"].debug_state().rate.last_per_s = 0.05
             error = await full_error(cluster)
             assert error.retry_after_ms is not None
             assert 5_000 <= error.retry_after_ms <= 7_500, "an eighth of two tokens, at 0.05 a second"

@@ -17,8 +17,7 @@ from cli.supervisor import ROUTER_NAME, ClusterSpec
 from decode_node.service import DecodeService
 from router.decode_streams import DecodeStreams, DecodeSubscription
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 
 BROKEN = "decode-0"
 """It has so much more room that every request goes there by itself."""
@@ -44,7 +43,7 @@ class Streams:
 
     @property
     def stream(self) -> DecodeSubscription:
-        (stream,) = [s for s in self._cluster.router._streams._subscriptions.values() if s.name == self._broken]
+        (stream,) = [s for s in self._cluster.router.debug_state().streams if s.name == self._broken]
         return stream
 
     def fail(self) -> None:
@@ -74,7 +73,7 @@ async def breakable(spec: ClusterSpec = SPEC, broken: str = BROKEN) -> AsyncIter
     with patch.object(DecodeService, "Subscribe", subscribe):
         async with inprocess(spec) as cluster:
             scenes.append(Streams(cluster, broken))
-            await until(cluster, "a stream to each", lambda: len(cluster.router._streams._subscriptions) == 2)
+            await until(cluster, "a stream to each", lambda: len(cluster.router.debug_state().streams) == 2)
             yield cluster, scenes[0]
             scenes[0].failing = False
 
@@ -98,7 +97,7 @@ def test_an_answer_leaves_a_node_whose_streams_fail() -> None:
             prompt = random_prompt(random.Random(1), 40)
             call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=600))
             node = cluster.decode[BROKEN]
-            await until(cluster, "an answer", lambda: node._engine.counters.tokens_drawn > 50)
+            await until(cluster, "an answer", lambda: node.pool.engine.counters.tokens_drawn > 50)
             streams.fail()
             answer = await call
             assert answer.ids == mock_tokens(prompt, 600)

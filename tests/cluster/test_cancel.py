@@ -116,7 +116,7 @@ def test_a_turn_that_comes_while_its_request_is_being_cancelled() -> None:
             behind = asyncio.create_task(cluster.client.generate([5, 6], max_tokens=3))
 
             async def both_wait() -> bool:
-                return len(cluster.prefill["prefill-0"]._queue) == 2
+                return len(cluster.prefill["prefill-0"].debug_state().queue) == 2
 
             await wait_until(both_wait, "two in the queue", story=cluster.story)
             tasks = cluster.runtimes["prefill-0"].server._edge._tasks

@@ -17,9 +17,8 @@ from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.support.cli_harness import BATON, RUN_S_MAX, clean_env, run_baton
+from tests.support.cli_harness import BATON, RUN_S_MAX, Terminal, clean_env, run_baton
 from tests.support.cluster_harness import CALL_S_MAX, RunningCluster, assert_conserved, collect, running
-from tests.support.terminal_harness import Terminal
 
 BLOCK: Final = 16
 CONTEXT: Final = 512

@@ -18,9 +18,8 @@ import pytest
 from cli.supervisor import ROUTER_NAME
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.mock import MockConfig
-from tests.support.cli_harness import BATON, RUN_S_MAX, clean_env, free_endpoint, run_baton
+from tests.support.cli_harness import BATON, RUN_S_MAX, Terminal, clean_env, free_endpoint, run_baton
 from tests.support.cluster_harness import RunningCluster, assert_conserved, mock_spec, running, wait_for
-from tests.support.terminal_harness import Terminal
 
 LONG_ANSWER: Final = ("--max-tokens", "3000", "--ignore-eos")
 LAYER_MS: Final = 5.0

@@ -4,7 +4,6 @@ time from what is known, then refused with the reason; when it comes back, empty
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import random
 import signal
@@ -17,10 +16,10 @@ import pytest
 from baton.errors import BatonError, Code, Reason
 from cli.supervisor import DIRECTORY_NAME
 from tests.support.cluster_harness import (
-    CALL_S_MAX,
     RunningCluster,
     assert_conserved,
     error_of,
+    http_call,
     http_endpoint,
     mock_spec,
     mock_tokens,
@@ -86,13 +85,8 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
     endpoint = http_endpoint(cluster)
 
     def get(path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        finally:
-            connection.close()
+        status, _, body = http_call(endpoint, "GET", path)
+        return status, body.decode()
 
     def health() -> tuple[int, str]:
         status, body = get("/health")

@@ -61,8 +61,8 @@ class LastLayerHeld:
 
 def landed_layers(cluster: InProcessCluster, expected_LN2SD: np.ndarray, first: int, last: int) -> list[bool]:
     """For each layer: are the records of the prompt's blocks `first` to `last` in the decode node's region?"""
-    (job,) = cluster.decode["decode-0"]._jobs.values()
-    runner = cluster.decode["decode-0"]._reserving._runner
+    (job,) = cluster.decode["decode-0"].debug_state().jobs
+    runner = cluster.decode["decode-0"].pool.runner
     assert isinstance(runner, MockRunner)
     assert runner._kv_LN2SD is not None
     records_LN2SD = runner._kv_LN2SD[:, list(job.blocks[first:last])]

@@ -24,8 +24,7 @@ from tests.support.cluster_harness import (
     random_prompt,
     wait_for,
 )
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 
 MIN: Final = 64
 TOKENS: Final = 20
@@ -150,7 +149,7 @@ def test_decode_nodes_come_and_go() -> None:
             await cluster.start_node("decode-0", Service.DECODE)
 
             async def known() -> bool:
-                return cluster.prefill["mixed-0"]._decode_nodes.ready == 1
+                return cluster.prefill["mixed-0"].decode_nodes.ready == 1
 
             await wait_for(known, "the mixed node to know of it", story=cluster.story)
             await ask("shm")

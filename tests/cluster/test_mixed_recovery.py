@@ -17,8 +17,7 @@ from node.peers import OUT_OF_REACH
 from tests.cluster.test_mixed_protocol import MIN, cancel, directly, key
 from tests.faults.cluster import faulty, mixed_spec
 from tests.support.cluster_harness import assert_conserved, error_of, mock_spec, mock_tokens, random_prompt, wait_for
-from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
-from tests.support.inprocess_scenes import REACHED_S_MAX, until
+from tests.support.inprocess_cluster import MARK, REACHED_S_MAX, InProcessCluster, Point, inprocess, until
 
 HERE, THERE = "mixed-0", "mixed-1"
 LONG, SHORT = 200, 20
@@ -59,7 +58,7 @@ def test_a_long_prompt_is_kept_while_no_other_node_is_reached() -> None:
     async def scenario() -> None:
         async with two_nodes() as cluster:
             assert await granted_by(cluster, "before", LONG) == THERE
-            stream = cluster.peers[HERE]._liveness[cluster.runtimes[THERE].incarnation]
+            stream = cluster.peers[HERE].liveness[cluster.runtimes[THERE].incarnation]
             stream.out_of_reach = True
             assert await granted_by(cluster, "meanwhile", LONG) == HERE
             assert (out_of_reach(cluster, HERE), out_of_reach(cluster, THERE)) == (1, 0)
@@ -120,11 +119,11 @@ def test_a_prompt_whose_answer_only_the_other_node_could_hold(other: str) -> Non
             stream, drain = None, cluster.runtimes[THERE].drain
             if other == "out of reach":
                 assert await granted_by(cluster, "before", LONG, count=600) == THERE
-                stream = cluster.peers[HERE]._liveness[cluster.runtimes[THERE].incarnation]
+                stream = cluster.peers[HERE].liveness[cluster.runtimes[THERE].incarnation]
                 stream.out_of_reach = True
             elif other == "not ready":
                 drain.order(LifecycleEvent.CORDON, "a test")
-                await until(cluster, "the other to be cordoned", lambda: node._decode_nodes.ready == 0)
+                await until(cluster, "the other to be cordoned", lambda: node.decode_nodes.ready == 0)
             error = await error_of(directly(cluster, HERE, key("meanwhile"), prompt, 600, []))
             if other == "too small":
                 assert (error.reason, error.retry_after_ms) == (Reason.PROMPT_TOO_LONG, None)
@@ -137,7 +136,7 @@ def test_a_prompt_whose_answer_only_the_other_node_could_hold(other: str) -> Non
                 stream.out_of_reach = False
             else:
                 drain.order(LifecycleEvent.UNCORDON, "a test")
-                await until(cluster, "the other to be ready", lambda: node._decode_nodes.ready == 1)
+                await until(cluster, "the other to be ready", lambda: node.decode_nodes.ready == 1)
             assert await granted_by(cluster, "after", LONG, count=600) == THERE
             await assert_conserved(cluster)
 

@@ -10,8 +10,7 @@ from baton.errors import Reason
 from baton.ids import ReserveNumber
 from tests.cluster.test_mixed_protocol import cancel, directly, key
 from tests.support.cluster_harness import assert_conserved, error_of, mock_spec, random_prompt
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 from tests.unit.decode_node.test_resumed_first import LONG, Asker, id_of
 
 BLOCKS: Final = 40
@@ -74,7 +73,7 @@ def test_a_new_request_does_not_fall_back_on_room_that_is_kept() -> None:
             assert refused.reason is Reason.DECODE_FULL
             own = cluster.runtimes["mixed-0"].incarnation
             assert await resumed(cluster, rng) == own
-            await until(cluster, "the full node to be told", lambda: not full.stands_back(resumed=False))
+            await until(cluster, "the full node to be told", lambda: not full.reserving.yields(resumed=False))
             assert await directly(cluster, "mixed-0", key("new", 1), random_prompt(rng, 80), 4, []) == own
             assert await cancel(cluster, "mixed-0", key(LOST, 3)) and await cancel(cluster, "mixed-0", key("new", 1))
             await full.receiver.release(asker.pair, ReserveNumber(1), ReserveNumber(2), in_doubt=False)

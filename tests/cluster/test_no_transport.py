@@ -44,5 +44,5 @@ def test_a_node_with_nothing_to_offer_does_not_start(
     monkeypatch.setattr(module.asyncio, "get_running_loop", Loop)
     part = SimpleNamespace(tls="all", copy_threads=1)
     config = SimpleNamespace(transports=NEITHER, rdma=part, ucx=part, shm=part)
-    with pytest.raises(InvalidField, match="names none that works on this machine; `baton doctor` tells why"):
+    with pytest.raises(InvalidField, match="names none that works on this machine; `baton doctor` says why"):
         start(config)

@@ -13,8 +13,7 @@ from baton.errors import BatonError, Code, Reason
 from engine.mock import MockRunner
 from engine.types import NO_TOKEN, Batch, KvSink, StepResult
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
-from tests.support.inprocess_cluster import MARK, inprocess
-from tests.support.inprocess_scenes import ask_exactly
+from tests.support.inprocess_cluster import MARK, ask_exactly, inprocess
 
 FACT = "requests ended by scores that are not numbers"
 

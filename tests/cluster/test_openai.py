@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import signal
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import BOS_ID, DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.support.cluster_harness import RunningCluster, assert_conserved, http_endpoint, running, wait_for
+from tests.support.cluster_harness import RunningCluster, assert_conserved, http_call, http_endpoint, running, wait_for
 from tests.support.drain_harness import order
 
 PROMPT: Final = "the sea in the evening"
@@ -63,16 +62,6 @@ def endpoint(cluster: RunningCluster) -> str:
 def client(endpoint: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"http://{endpoint}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S) as client:
         yield client
-
-
-def http_call(endpoint: str, method: str, path: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(endpoint, timeout=TIMEOUT_S)
-    try:
-        connection.request(method, path, body=body)
-        response = connection.getresponse()
-        return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
-    finally:
-        connection.close()
 
 
 def test_the_model_is_listed(client: openai.OpenAI, model: Path) -> None:
@@ -341,7 +330,7 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     nodes = {name for name in after if name.startswith("baton_node_blocks{")}
     assert 'baton_node_blocks{class="free",node="decode-0",role="decode"}' in nodes
     assert after['baton_node_host_blocks{class="free",node="decode-0",role="decode"}'] == 0
-    assert after['baton_node_parked_requests{node="decode-0",role="decode"}'] == 0
+    assert after['baton_node_swapped_out_requests{node="decode-0",role="decode"}'] == 0
     assert after['baton_nodes{role="decode",state="ready"}'] == 1
     assert after['baton_nodes{role="decode",state="draining"}'] == 0
     assert after[f'baton_build_info{{version="{baton_version()}"}}'] == 1

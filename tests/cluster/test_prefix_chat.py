@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,15 @@ from cli.supervisor import ROUTER_NAME, ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.support.cluster_harness import CALL_S_MAX, RunningCluster, assert_conserved, http_endpoint, running, wait_for
+from tests.support.cluster_harness import (
+    CALL_S_MAX,
+    RunningCluster,
+    assert_conserved,
+    http_call,
+    http_endpoint,
+    running,
+    wait_for,
+)
 
 SIZE: Final = 16
 SYSTEM: Final = "You are the support desk of a ferry line. " * 6
@@ -58,21 +65,14 @@ async def warm(cluster: RunningCluster) -> bool:
     return True
 
 
-def http_call(cluster: RunningCluster, method: str, path: str, body: object = None) -> str:
-    endpoint = http_endpoint(cluster)
-    connection = http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)
-    try:
-        connection.request(method, path, body=json.dumps(body))
-        response = connection.getresponse()
-        text = response.read().decode()
-        assert response.status == 200, text
-        return text
-    finally:
-        connection.close()
+def http_text(cluster: RunningCluster, method: str, path: str, body: object = None) -> str:
+    status, _, answer = http_call(http_endpoint(cluster), method, path, json.dumps(body).encode())
+    assert status == 200, answer
+    return answer.decode()
 
 
 def cached_tokens(cluster: RunningCluster, path: str, **body: Any) -> int:
-    reply = json.loads(http_call(cluster, "POST", path, {"max_tokens": 3, "temperature": 0, **body}))
+    reply = json.loads(http_text(cluster, "POST", path, {"max_tokens": 3, "temperature": 0, **body}))
     return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -124,7 +124,7 @@ def test_the_metrics_count_hits_in_tokens_on_both_sides(cluster: RunningCluster)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "How are the tides today?"}]
 
     def figures() -> dict[str, float]:
-        lines = http_call(cluster, "GET", "/metrics").splitlines()
+        lines = http_text(cluster, "GET", "/metrics").splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
     before = figures()

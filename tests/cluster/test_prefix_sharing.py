@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from tests.support.cluster_harness import (
     RunningCluster,
     assert_conserved,
     error_of,
+    http_call,
     http_endpoint,
     make_request,
     mock_spec,
@@ -179,14 +179,9 @@ def test_tenants_never_share_a_block(one_of_each: RunningCluster) -> None:
 
 
 def http_completion(cluster: RunningCluster, **body: Any) -> tuple[int, dict[str, Any]]:
-    endpoint = http_endpoint(cluster)
-    connection = http.client.HTTPConnection(endpoint, timeout=60)
-    try:
-        connection.request("POST", "/v1/completions", body=json.dumps({"max_tokens": MAX_TOKENS, **body}))
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+    wanted = json.dumps({"max_tokens": MAX_TOKENS, **body}).encode()
+    status, _, answer = http_call(http_endpoint(cluster), "POST", "/v1/completions", wanted)
+    return status, json.loads(answer)
 
 
 def test_usage_tells_a_tenant_of_its_own_hits_only(one_of_each: RunningCluster) -> None:

@@ -21,7 +21,7 @@ from cli.services import Service
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
 from kvtransfer.native import copy as native_copies
-from kvtransfer.transports import shm_copy
+from kvtransfer.transports import shm_writer
 from router.prefill_nodes import PrefillCalls
 from tests.support.cluster_harness import (
     CALL_S_MAX,
@@ -32,8 +32,16 @@ from tests.support.cluster_harness import (
     mock_spec,
     random_prompt,
 )
-from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
-from tests.support.inprocess_scenes import REACHED_S_MAX, ask_exactly, peer_of, until
+from tests.support.inprocess_cluster import (
+    MARK,
+    REACHED_S_MAX,
+    InProcessCluster,
+    Point,
+    ask_exactly,
+    inprocess,
+    peer_of,
+    until,
+)
 
 LAYERS = 4
 """Of the mock engine: a prompt of one chunk is sent in as many batches."""
@@ -81,7 +89,7 @@ def test_no_seal_vouches_for_a_batch_that_was_not_copied() -> None:
             return committed[-1]
 
         with (
-            patch.object(shm_copy, "copy_checked", copy),
+            patch.object(shm_writer, "copy_checked", copy),
             patch.object(threading, "excepthook", lambda args: died.append(args.exc_type)),
             patch.object(DecodeNode, "commit", commit),
         ):
@@ -113,10 +121,10 @@ def test_the_blocks_of_a_cancelled_request_go_to_the_next_in_line() -> None:
             await reached(cluster, Point.LAYER)
             second = [5, *random_prompt(rng, 1499)]
             waiting = asyncio.create_task(ask_exactly(cluster, second))
-            await until(cluster, "the second to be queued", lambda: len(node._queue) == 1)
+            await until(cluster, "the second to be queued", lambda: len(node.debug_state().queue) == 1)
             call.cancel()
-            await until(cluster, "the first to be given back", lambda: not node._admitted)
-            assert len(node._queue) == 1, "admitted while the step had the blocks"
+            await until(cluster, "the first to be given back", lambda: not node.debug_state().admitted)
+            assert len(node.debug_state().queue) == 1, "admitted while the step had the blocks"
             gate.open()
             await waiting
             await assert_conserved(cluster)
@@ -265,7 +273,7 @@ def test_a_repeated_reserve_gets_its_grant_where_a_new_one_would_be_refused(chan
     async def scenario() -> None:
         spec = mock_spec(decode_flags={"engine.num_blocks": 26}, router_flags={"placement_wait_ms_max": 200})
         async with inprocess(spec) as cluster:
-            cache = cluster.decode["decode-0"]._blocks.prefix_cache
+            cache = cluster.decode["decode-0"].pool.blocks.prefix_cache
             chain = cache.chain(pinned, b"")
             lifecycle = cluster.runtimes["decode-0"].lifecycle
             await ask_exactly(cluster, pinned, 2)

@@ -11,8 +11,7 @@ from baton.loop_lag import LoopLag
 from baton.wire import NodeRecord
 from prefill_node.placement import room
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 
 ONLY_WHEN_TOLD = {"membership.heartbeat_ms": 30_000, "membership.ttl_ms": 60_000}
 """A node reports when the test says so."""
@@ -41,7 +40,7 @@ def test_requests_that_came_and_went_between_two_reports_are_told(requests: int)
     async def scenario() -> None:
         with patch.object(LoopLag, "max_ms", PropertyMock(return_value=1.0)):
             async with inprocess(mock_spec(both=ONLY_WHEN_TOLD, router_flags=ONLY_WHEN_TOLD)) as cluster:
-                affinity = cluster.prefill["prefill-0"]._decode_nodes.affinity
+                affinity = cluster.prefill["prefill-0"].decode_nodes.affinity
                 before = seen(cluster, "decode-0", by="prefill-0")
                 assert affinity.room(before) == room(before)
                 for _ in range(requests):

@@ -76,7 +76,7 @@ def test_the_answer_ends_while_its_router_asks() -> None:
             async def unanswered(self: DecodeSubscription, key: RequestKey, *, timeout_s: float) -> bool:
                 asking.set()
                 cluster.gates[Point.LAST_TOKEN].open()
-                (inbox,) = cluster.router._inboxes.values()
+                (inbox,) = cluster.router.debug_state().inboxes.values()
                 await wait_for(lambda: ended(inbox), "the end of the answer")
                 raise BatonError(Reason.DEADLINE, "The test does not answer.")
 
@@ -84,7 +84,7 @@ def test_the_answer_ends_while_its_router_asks() -> None:
             with patch.object(DecodeSubscription, "resolve", unanswered):
                 asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
                 await cluster.gates[Point.LAST_TOKEN].reached.wait()
-                (inbox,) = cluster.router._inboxes.values()
+                (inbox,) = cluster.router.debug_state().inboxes.values()
                 inbox.fail(BatonError(Reason.PEER_UNREACHABLE, "The test has broken the call."))
                 await asking.wait()
                 cluster.gates[Point.COMMIT_ANSWERED].open()
@@ -116,8 +116,8 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
             with patch.object(DecodeSubscription, "resolve", slow):
                 asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
                 await cluster.gates[Point.LAST_TOKEN].reached.wait()
-                (inbox,) = cluster.router._inboxes.values()
-                (lost,) = [s for s in cluster.router._streams._subscriptions.values() if inbox.key in s._inboxes]
+                (inbox,) = cluster.router.debug_state().inboxes.values()
+                (lost,) = [s for s in cluster.router.debug_state().streams if inbox.key in s._inboxes]
                 lost.fail_all(BatonError(Reason.PEER_UNREACHABLE, "The test has lost it."))
                 await asking.wait()
                 records = [r for r in cluster.runtimes["router-0"].membership.nodes() if r.name != lost.name]
@@ -130,7 +130,7 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
             await assert_conserved(cluster)
 
             async def unused() -> bool:
-                return all(s.users == 0 and s.idle for s in cluster.router._streams._subscriptions.values())
+                return all(s.users == 0 and s.idle for s in cluster.router.debug_state().streams)
 
             await wait_for(unused, "nobody to use a stream")
 
@@ -148,7 +148,7 @@ def test_an_answer_that_was_given_up_does_not_go_on() -> None:
             asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
             await cluster.gates[Point.LAST_TOKEN].reached.wait()
             decode = cluster.decode["decode-0"]
-            (job,) = decode._by_key.values()
+            (job,) = decode.debug_state().known.values()
             assert decode.resolve(job.key)
             job.output.finish, finish = None, job.output.finish
             job.output.error = "cancelled: the test says so"
@@ -161,7 +161,7 @@ def test_an_answer_that_was_given_up_does_not_go_on() -> None:
             await assert_conserved(cluster)
 
     async def forgotten(decode: DecodeNode, key: RequestKey) -> bool:
-        return key not in decode._by_key
+        return key not in decode.debug_state().known
 
     asyncio.run(scenario())
 

@@ -19,8 +19,7 @@ from tests.support.cluster_harness import (
     mock_spec,
     mock_tokens,
 )
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import InProcessCluster, ask_exactly, inprocess, until
 
 CHARS_MAX = 40
 TEXT = "a cab, a bad cab"

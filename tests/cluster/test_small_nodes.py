@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 from decode_node.node import DecodeNode
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
-from tests.support.inprocess_cluster import inprocess
-from tests.support.inprocess_scenes import ask_exactly
+from tests.support.inprocess_cluster import ask_exactly, inprocess
 
 LARGE = "decode-4"
 SPEC = mock_spec(

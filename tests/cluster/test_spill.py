@@ -26,7 +26,7 @@ BLOCKS: Final = 24
 HOST_BLOCKS: Final = 60
 ANSWER_TOKENS: Final = 128
 LONG_TOKENS: Final = 250
-"""The device holds one such answer: the others are parked for long enough to be seen."""
+"""The device holds one such answer: the others are swapped out for long enough to be seen."""
 AT_ONCE: Final = 12
 
 
@@ -74,31 +74,32 @@ def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluste
     cluster.run(assert_conserved(cluster))
     status = cluster.run(cluster.status(DECODE))
     load, told = status.record.load, spill_counters(status)
-    assert (load.parked_requests, load.host_blocks_filled, load.host_blocks_free) == (0, 0, HOST_BLOCKS)
-    assert told["sequences parked since start"] > 0
+    assert (load.swapped_out_requests, load.host_blocks_filled, load.host_blocks_free) == (0, 0, HOST_BLOCKS)
+    assert told["sequences swapped out since start"] > 0
     assert told["bytes copied out"] > 0
     assert told["host blocks"] == told["host blocks free"] == HOST_BLOCKS
-    assert (told["sequences parked"], told["host blocks filled"], told["host blocks in a copy"]) == (0, 0, 0)
+    assert (told["sequences swapped out"], told["host blocks filled"], told["host blocks in a copy"]) == (0, 0, 0)
 
 
 def test_a_drain_waits_for_what_is_in_host_memory(cluster: RunningCluster) -> None:
-    """Ordered while sequences are parked: they come back and finish, every answer is right, then the node is empty."""
+    """Ordered while sequences are swapped out: they come back and finish, every answer is right,
+    then the node is empty."""
 
     async def order(what: str) -> node_pb2.NodeStatus:
         stub = node_pb2_grpc.NodeStub(cluster.channel(DECODE))
         status: node_pb2.NodeStatus = await getattr(stub, what)(node_pb2.LifecycleOrder(), timeout=CALL_S_MAX)
         return status
 
-    async def all_run_and_some_are_parked() -> bool:
+    async def all_run_and_some_are_swapped_out() -> bool:
         status = await cluster.status(DECODE)
-        return status.requests == few and spill_counters(status)["sequences parked"] > 0
+        return status.requests == few and spill_counters(status)["sequences swapped out"] > 0
 
     async def empty() -> bool:
         return (await cluster.status(DECODE)).safe_to_delete
 
     async def scenario() -> None:
         asking = [asyncio.create_task(ask(cluster, prompt, LONG_TOKENS)) for prompt in prompts(22)[:few]]
-        await wait_for(all_run_and_some_are_parked, "a parked sequence", story=cluster.story)
+        await wait_for(all_run_and_some_are_swapped_out, "a swapped-out sequence", story=cluster.story)
         status = await order("Drain")
         assert not status.safe_to_delete
         await asyncio.gather(*asking)

@@ -76,13 +76,13 @@ class HeldCopies:
 
 def spill_of(cluster: InProcessCluster) -> tuple[DecodeNode, Spill]:
     node = cluster.decode["decode-0"]
-    assert node._spill is not None
-    return node, node._spill
+    assert node.pool.host is not None
+    return node, node.pool.host.spill
 
 
 def victim_state(cluster: InProcessCluster) -> SpillState | None:
     node, spill = spill_of(cluster)
-    states = [spill.state_of(job.key) for job in node._jobs.values() if cluster.is_marked(job.key.request)]
+    states = [spill.state_of(job.key) for job in node.debug_state().jobs if cluster.is_marked(job.key.request)]
     return states[0] if states else None
 
 
@@ -135,7 +135,7 @@ async def scenario(state: SpillState, deadline_s: float | None) -> bool:
                 assert answer.ids == mock_tokens([1, *prompt], count)
             await assert_conserved(cluster)
             figures = spill.figures
-            assert (figures.parked, figures.host_copying, figures.host_filled) == (0, 0, 0)
+            assert (figures.swapped_out, figures.host_copying, figures.host_filled) == (0, 0, 0)
     return arrived
 
 
@@ -185,7 +185,7 @@ def test_many_clients_leave_at_random_moments() -> None:
             await asyncio.gather(*(ask(index) for index in range(50)))
             await assert_conserved(cluster)
             figures = spill.figures
-            assert figures.parked_total > 0
-            assert (figures.parked, figures.host_copying, figures.host_filled) == (0, 0, 0)
+            assert figures.swapped_out_total > 0
+            assert (figures.swapped_out, figures.host_copying, figures.host_filled) == (0, 0, 0)
 
     asyncio.run(scenario())

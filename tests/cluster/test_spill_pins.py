@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, make_request, mock_spec, random_prompt
-from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import InProcessCluster, ask_exactly, inprocess, until
 
 SIZE = 16
 BLOCKS = 24
@@ -31,8 +30,8 @@ async def running(cluster: InProcessCluster, *, footprint: int) -> AsyncIterator
     node = cluster.decode["decode-0"]
     request = make_request(list(range(2, 2 + SIZE)), max_tokens=(footprint - 1) * SIZE + 1)
     call: Any = cluster.client.stub.Generate(request, timeout=CALL_S_MAX)
-    await until(cluster, "the long one to run", lambda: any(job.resumed for job in node._jobs.values()))
-    assert [job.footprint for job in node._jobs.values()] == [footprint]
+    await until(cluster, "the long one to run", lambda: any(job.resumed for job in node.debug_state().jobs))
+    assert [job.footprint for job in node.debug_state().jobs] == [footprint]
     yield
     assert node.requests == 1, "it ended early"
     call.cancel()
@@ -46,7 +45,7 @@ def test_a_pin_waits_for_an_answer_that_may_need_its_blocks() -> None:
     async def scenario() -> None:
         rng = random.Random(51)
         async with inprocess(SPEC) as cluster:
-            cache = cluster.decode["decode-0"]._blocks.prefix_cache
+            cache = cluster.decode["decode-0"].pool.blocks.prefix_cache
             prefix = random_prompt(rng, 4 * SIZE)
             chain = cache.chain(prefix, b"")
             await ask_exactly(cluster, [*prefix, 1], 2)
@@ -69,7 +68,7 @@ def test_a_pin_without_its_blocks_holds_nobody_up() -> None:
     async def scenario() -> None:
         rng = random.Random(52)
         async with inprocess(SPEC) as cluster:
-            cache = cluster.decode["decode-0"]._blocks.prefix_cache
+            cache = cluster.decode["decode-0"].pool.blocks.prefix_cache
             prefix = random_prompt(rng, 8 * SIZE)
             chain = cache.chain(prefix, b"")
             async with running(cluster, footprint=BLOCKS - 6):

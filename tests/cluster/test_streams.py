@@ -103,7 +103,7 @@ async def nothing_kept(cluster: InProcessCluster) -> None:
     node = cluster.decode["decode-0"]
 
     async def empty() -> bool:
-        return not node.streams._outputs and not node._lives and not node._by_key
+        return not node.debug_state().outputs and not node.debug_state().lives and not node.debug_state().known
 
     await wait_for(empty, "answers to be forgotten", story=cluster.story)
 
@@ -187,7 +187,7 @@ def test_a_stream_broken_again_and_again_loses_and_doubles_nothing(how: str) -> 
 
             async def drawn(count: int) -> None:
                 async def enough() -> bool:
-                    return asking.done() or node._engine.counters.tokens_drawn >= count
+                    return asking.done() or node.pool.engine.counters.tokens_drawn >= count
 
                 await wait_for(enough, "the next tokens", story=cluster.story)
 
@@ -196,7 +196,7 @@ def test_a_stream_broken_again_and_again_loses_and_doubles_nothing(how: str) -> 
             breaks = 0
             while not asking.done():
                 breaks += (end_stream(cluster) if how == "ended" else cable.cut()) > 0
-                await drawn(node._engine.counters.tokens_drawn + 50)
+                await drawn(node.pool.engine.counters.tokens_drawn + 50)
             await asking
             assert breaks >= 5, "the stream was hardly broken"
             await nothing_kept(cluster)
@@ -208,7 +208,7 @@ def test_a_stream_broken_again_and_again_loses_and_doubles_nothing(how: str) -> 
 
 async def all_decode(node: DecodeNode, asking: asyncio.Future[Any]) -> bool:
     """All five have been handed over: a handoff in progress may be given up when its calls are cut."""
-    return asking.done() or node._engine.running == 5
+    return asking.done() or node.pool.engine.running == 5
 
 
 def test_finished_answers_wait_and_are_fetched_again() -> None:
@@ -265,7 +265,7 @@ def test_requests_of_a_router_that_is_away_are_cancelled() -> None:
             assert await router.prefill("orphan", prompt, 3000) == ["granted", "first_token", "handed_off"]
             await nothing_kept(cluster)
             await assert_conserved(cluster)
-            assert cluster.decode["decode-0"]._engine.counters.tokens_drawn < 2999, "it ran to its end"
+            assert cluster.decode["decode-0"].pool.engine.counters.tokens_drawn < 2999, "it ran to its end"
 
     asyncio.run(scenario())
 

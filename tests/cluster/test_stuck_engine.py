@@ -22,8 +22,7 @@ from cli.supervisor import ROUTER_NAME
 from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.writer import WriterPeer
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
-from tests.support.inprocess_cluster import MARK, InProcessCluster, inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import MARK, InProcessCluster, inprocess, until
 
 HELD_S_MAX = 60.0
 PROMPT_TOKENS = 100
@@ -70,8 +69,8 @@ async def stuck_cluster(*, busy: bool, **decode_flags: object) -> AsyncIterator[
     patient = {"writer.stall_ms_max": 60_000}
     spec = mock_spec(blocks=BLOCKS, both=FAST, router_flags=FAST, prefill_flags=patient, decode_flags=decode_flags)
     async with inprocess(spec) as cluster:
-        engines = {name: node._engine for name, node in cluster.prefill.items()}
-        engines |= {name: node._engine for name, node in cluster.decode.items()}
+        engines = {name: node.pool.engine for name, node in cluster.prefill.items()}
+        engines |= {name: node.pool.engine for name, node in cluster.decode.items()}
         for name, engine in engines.items():
             real_run = engine.run
 
@@ -187,7 +186,7 @@ def test_a_node_with_a_stuck_engine_takes_lapsed_grants_back(busy: bool) -> None
 
 def hold_decode(cluster: InProcessCluster, stuck: Stuck) -> None:
     """The decode engine's next step does not end."""
-    engine = cluster.decode["decode-0"]._engine
+    engine = cluster.decode["decode-0"].pool.engine
     real_run = engine.run
 
     def run(batch: Any, sink: Any) -> Any:

@@ -29,22 +29,21 @@ from kvtransfer.transport import (
 )
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.rdma_connect import RdmaLinkLimits
-from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes
-from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes, RdmaMemory
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
-from kvtransfer.transports.settings import RdmaConfig, UcxConfig
+from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
+from kvtransfer.transports.settings import RdmaConfig, TcpConfig, UcxConfig
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
 from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
-from kvtransfer.transports.tcp import TcpConfig, TcpConnectError, TcpReceiverPort, TcpWriterLink
+from kvtransfer.transports.tcp_receiver import TcpReceiverPort
 from kvtransfer.transports.tcp_staged import StagedTcpLink
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx_nixl import destruction_fences
 from kvtransfer.transports.ucx_receiver import UcxReceiverPort
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
-ConnectErrors = (ConnectError, TcpConnectError, ConnectError, ConnectError)
+ConnectErrors = (ConnectError, ConnectError, ConnectError, ConnectError)
 
 
 class OwningPort(RdmaReceiverPort):

@@ -31,8 +31,7 @@ from tests.support.gpu_node import (
     spec_of,
     write_model,
 )
-from tests.support.inprocess_cluster import InProcessCluster
-from tests.support.inprocess_scenes import peer_of
+from tests.support.inprocess_cluster import InProcessCluster, peer_of
 from tests.support.rdma_double import DoubleQueuePairs, install
 
 RDMA: Final[dict[str, object]] = {"transports": "rdma"}

@@ -70,8 +70,8 @@ def assert_all_accounted_for(status: node_pb2.NodeStatus) -> None:
     load, told = status.record.load, spill_counters(status)
     assert blocks_in_all(status) == BLOCKS
     assert (load.blocks.held, status.engine.padding_blocks) == (1, 1)
-    assert (load.parked_requests, load.host_blocks_filled, load.host_blocks_free) == (0, 0, HOST_BLOCKS)
-    assert (told["sequences parked"], told["host blocks filled"], told["host blocks in a copy"]) == (0, 0, 0)
+    assert (load.swapped_out_requests, load.host_blocks_filled, load.host_blocks_free) == (0, 0, HOST_BLOCKS)
+    assert (told["sequences swapped out"], told["host blocks filled"], told["host blocks in a copy"]) == (0, 0, 0)
 
 
 def params(count: int) -> SamplingParams:
@@ -100,7 +100,7 @@ def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluste
     status = cluster.run(scene())
     assert_all_accounted_for(status)
     told, facts = spill_counters(status), facts_of(status)
-    assert told["sequences parked since start"] > 0
+    assert told["sequences swapped out since start"] > 0
     assert told["bytes copied out"] > 0
     assert facts["below the region"] == f"{HOST_BYTES:,} bytes of pinned memory"
     steps = re.fullmatch(r"(\d+) of \d+, (\d+) held back, \d+ surplus tokens", facts["steps launched ahead"])
@@ -120,7 +120,7 @@ def test_a_killed_writer_disturbs_nobody_who_spills(cluster: RunningCluster, ref
     (long,) = random_prompts(32, 40)
     counts = (60, 60, 60, 8)
     expected = [reference.answer(p, params(n)) for p, n in zip((*short, long), counts, strict=True)]
-    before = spill_counters(cluster.run(cluster.status(DECODE)))["sequences parked since start"]
+    before = spill_counters(cluster.run(cluster.status(DECODE)))["sequences swapped out since start"]
 
     async def three_run() -> bool:
         return (await cluster.status(DECODE)).requests == 3
@@ -149,4 +149,4 @@ def test_a_killed_writer_disturbs_nobody_who_spills(cluster: RunningCluster, ref
     cluster.run(scene())
     status = cluster.run(cluster.status(DECODE))
     assert_all_accounted_for(status)
-    assert spill_counters(status)["sequences parked since start"] > before
+    assert spill_counters(status)["sequences swapped out since start"] > before

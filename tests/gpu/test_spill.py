@@ -97,9 +97,9 @@ def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: l
         assert pool.describe()["below the region"] == f"{host.region.nbytes:,} bytes of pinned memory"
         found = await answers_of(pool, asked())
         figures, counters = host.spill.figures, pool.engine.counters
-        assert figures.parked_total > 0
+        assert figures.swapped_out_total > 0
         assert figures.copied_out == figures.copied_back + figures.merged > 0
-        assert (figures.parked, figures.host_free) == (0, HOST_BLOCKS)
+        assert (figures.swapped_out, figures.host_free) == (0, HOST_BLOCKS)
         assert counters.tokens_computed == sum(len(prompt) + TOKENS - 1 for prompt, _ in asked())
         assert counters.steps_ahead > 0
         assert counters.steps_held_back > 0

@@ -86,8 +86,8 @@ def _bounds(process: Process) -> str | None:
         found.append(("requests", process.router.requests, process.router.config.requests_max))
     if process.prefill is not None:
         config = process.prefill.config
-        found.append(("queue", len(process.prefill._queue), config.queue_max))
-        found.append(("admitted", len(process.prefill._admitted), config.engine.sequences_max))
+        found.append(("queue", len(process.prefill.debug_state().queue), config.queue_max))
+        found.append(("admitted", len(process.prefill.debug_state().admitted), config.engine.sequences_max))
     if process.decode is not None and hasattr(process.decode, "receiver"):
         decode, limits = process.decode, process.decode.receiver.grants.limits
         found.append(("requests", decode.requests, decode.config.requests_max))
@@ -123,15 +123,15 @@ def _left(process: Process) -> str:
             for s, n in receiver.grants.states().items()
             if n and s not in (GrantState.FENCED, GrantState.RELEASED)
         ]
-        if process.decode.streams._outputs:
+        if process.decode.debug_state().outputs:
             told.append("outputs")
         if receiver._timers:
             told.append(f"timers {len(receiver._timers)}")
     if process.peers is not None:
         told += [f"handoffs {len(peer._handoffs)}" for peer in process.peers.all() if peer._handoffs]
         told += [f"link {link.number} busy" for link in process.links if not link.idle]
-    if process.router is not None and process.router._inboxes:
-        told.append(f"inboxes {len(process.router._inboxes)}")
+    if process.router is not None and process.router.debug_state().inboxes:
+        told.append(f"inboxes {len(process.router.debug_state().inboxes)}")
     if process.ledger is not None:
         counts = process.ledger.counts()
         if counts.cached + counts.free != counts.total or counts.promised:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.tcp import TcpConnectError
 from tests.sim.data import Batch, SimLink
 from tests.sim.loop import ProcessState
 
@@ -33,7 +32,7 @@ class SimTcpLink(SimLink):
     async def connect(
         cls, endpoint: DataEndpoint, pair: Pair, source: Any, events: WriterEvents, loop: Any, config: Any = None
     ) -> SimTcpLink:
-        link = await _connect(cls, endpoint, pair, events, loop, TcpConnectError)
+        link = await _connect(cls, endpoint, pair, events, loop, ConnectError)
         assert isinstance(link, SimTcpLink)
         return link
 

@@ -10,6 +10,7 @@ Nothing here sleeps to wait for an outcome: conditions are polled, each with a d
 from __future__ import annotations
 
 import asyncio
+import http.client
 import random
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -273,6 +274,17 @@ def http_endpoint(cluster: RunningCluster) -> str:
     found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
     assert found is not None
     return found[1]
+
+
+def http_call(endpoint: str, method: str, path: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+    """One call on a connection of its own: status, headers by their names in lower case, body."""
+    connection = http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)
+    try:
+        connection.request(method, path, body=body)
+        response = connection.getresponse()
+        return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
+    finally:
+        connection.close()
 
 
 @contextmanager

@@ -33,8 +33,7 @@ from tests.support.cluster_harness import (
     mock_tokens,
     random_prompt,
 )
-from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, ask_exactly, inprocess, until
 
 OF_A_REQUEST = (
     Job, Try, Inbox, CheckedRequest, BatonError, PrefillJob, Handoff, StepWrites, Sequence, IndexCursor,
@@ -102,8 +101,10 @@ async def is_placed_again(cluster: InProcessCluster, prompt: list[int]) -> None:
 async def is_resumed(cluster: InProcessCluster, prompt: list[int]) -> None:
     """Its decode node is lost in the middle of the answer."""
     asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=150))
-    await until(cluster, "a token", lambda: any(len(i.tokens) > 2 for i in cluster.router._inboxes.values()))
-    for inbox in cluster.router._inboxes.values():
+    await until(
+        cluster, "a token", lambda: any(len(i.tokens) > 2 for i in cluster.router.debug_state().inboxes.values())
+    )
+    for inbox in cluster.router.debug_state().inboxes.values():
         inbox.give_up(BatonError(Reason.HANDOFF_FAILED, "The test says so."))
     del inbox
     answer = await asked

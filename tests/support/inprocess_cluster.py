@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -41,7 +41,12 @@ from prefill_node.node import PrefillNode, StepSink
 from prefill_node.service import PrefillService
 from router.decode_streams import DecodeSubscription
 from router.node import RouterNode
-from tests.support.cluster_harness import Client, wait_for
+from tests.support.cluster_harness import (
+    Answer,
+    Client,
+    mock_tokens,
+    wait_for,
+)
 
 MARK: Final = 999
 """First token of a marked prompt."""
@@ -245,20 +250,20 @@ class InProcessCluster:
     def traces(self) -> dict[str, str]:
         """What the marked requests still have, by node. Empty when they are freed everywhere."""
         found: dict[str, str] = {}
-        if any(key.request in self.marked for key in self.router._inboxes):
+        if any(key.request in self.marked for key in self.router.debug_state().inboxes):
             found[ROUTER_NAME] = "an inbox"
         for name, prefill in self.prefill.items():
-            jobs = [*prefill._queue, *prefill._admitted.values()]
+            jobs = [*prefill.debug_state().queue, *prefill.debug_state().admitted]
             handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs.values()]
             keys = [job.key for job in jobs] + [handoff.key for handoff in handoffs]
             if any(key.request in self.marked for key in keys):
                 found[name] = f"{len(jobs)} jobs, {len(handoffs)} handoffs"
         for name, decode in self.decode.items():
             grants = decode.receiver.grants
-            jobs_left = [job for job in decode._jobs.values() if job.key.request in self.marked]
+            jobs_left = [job for job in decode.debug_state().jobs if job.key.request in self.marked]
             states = [grants.state_of(g) for request in self.marked for g in grants._by_request.get(request, ())]
             open_ = [s.value for s in states if s not in (None, GrantState.FENCED, GrantState.RELEASED) and s]
-            if jobs_left or open_ or any(key.request in self.marked for key in decode._by_key):
+            if jobs_left or open_ or any(key.request in self.marked for key in decode.debug_state().known):
                 found[name] = f"{len(jobs_left)} jobs, grants {open_}"
         return found
 
@@ -438,7 +443,7 @@ def _receiver_hooks(cluster: InProcessCluster) -> _Hooks:
     real_reserve, real_commit, real_landed = ReceiverService.Reserve, ReceiverService.Commit, Receiver.seal_landed
 
     def grant_is_marked(node: DecodeNode, grant: GrantId) -> bool:
-        return grant in node._jobs and cluster.is_marked(node._jobs[grant].key.request)
+        return any(job.grant == grant and cluster.is_marked(job.key.request) for job in node.debug_state().jobs)
 
     async def reserve(
         self: ReceiverService, request: transfer_pb2.ReserveRequest, context: Any
@@ -493,3 +498,25 @@ def _router_hooks(cluster: InProcessCluster) -> _Hooks:
 
 
 __all__ = ["MARK", "Gate", "InProcessCluster", "Point", "inprocess"]
+
+
+REACHED_S_MAX = 30.0
+
+
+async def until(cluster: InProcessCluster, what: str, holds: Callable[[], bool]) -> None:
+    async def now() -> bool:
+        return holds()
+
+    await wait_for(now, what, story=cluster.story)
+
+
+async def ask_exactly(cluster: InProcessCluster, prompt: Sequence[int], count: int = 8) -> Answer:
+    answer = await cluster.client.generate(prompt, max_tokens=count)
+    assert answer.ids == mock_tokens(prompt, count)
+    return answer
+
+
+def peer_of(cluster: InProcessCluster, decode: str) -> WriterPeer:
+    peer = cluster.peers["prefill-0"].find(cluster.runtimes[decode].incarnation)
+    assert peer is not None
+    return peer

@@ -19,7 +19,7 @@ import numpy as np
 
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
-from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterLink
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm import CODEC, MESSAGE_BYTES_MAX, ShmWelcome, socket_address
@@ -76,15 +76,40 @@ class RawWriter:
         os.close(fds[0])
 
 
-class Peer:
+class LinkPeer:
+    """Plays what it is told on stdin, a line of JSON for each command, until stdin ends."""
+
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.links: dict[str, ShmWriterLink] = {}
-        self.raw: RawWriter | None = None
-        self.port: ShmReceiverPort | None = None
+        self.links: dict[str, WriterLink] = {}
+
+    async def serve(self) -> None:
+        reader = asyncio.StreamReader(limit=1 << 24)
+        await self.loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            say({"reply": await self.do(json.loads(line))})
 
     async def do(self, command: dict[str, Any]) -> Any:
         return await getattr(self, "do_" + command.pop("do"))(**command)
+
+    async def do_post(
+        self, name: str, grant: str, src: list[int], dst: list[int], nbytes: list[int], times: int
+    ) -> None:
+        ops = WriteOps(src=np.array(src, np.int64), dst=np.array(dst, np.int64), nbytes=np.array(nbytes, np.int64))
+        for _ in range(times):
+            self.links[name].post(GrantId(bytes.fromhex(grant)), ops)
+
+    async def do_seal(self, name: str, grant: str, epoch: int, writes: int, bytes_written: int) -> None:
+        self.links[name].seal(
+            Seal(grant=GrantId(bytes.fromhex(grant)), epoch=Epoch(epoch), writes=writes, bytes_written=bytes_written)
+        )
+
+
+class Peer(LinkPeer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw: RawWriter | None = None
+        self.port: ShmReceiverPort | None = None
 
     async def do_link(
         self, name: str, endpoint: dict[str, Any], pair: list[int], seed: int, nbytes: int, limits: dict[str, int]
@@ -109,21 +134,11 @@ class Peer:
             return "none" if error.reason is None else error.reason.name
         return "linked"
 
-    async def do_post(
-        self, name: str, grant: str, src: list[int], dst: list[int], nbytes: list[int], times: int
-    ) -> None:
-        ops = WriteOps(src=np.array(src, np.int64), dst=np.array(dst, np.int64), nbytes=np.array(nbytes, np.int64))
-        for _ in range(times):
-            self.links[name].post(GrantId(bytes.fromhex(grant)), ops)
-
-    async def do_seal(self, name: str, grant: str, epoch: int, writes: int, bytes_written: int) -> None:
-        self.links[name].seal(
-            Seal(grant=GrantId(bytes.fromhex(grant)), epoch=Epoch(epoch), writes=writes, bytes_written=bytes_written)
-        )
-
     async def do_close(self, name: str) -> Any:
-        await self.links[name].close()
-        return self.links[name].describe()["bye_sent"]
+        link = self.links[name]
+        assert isinstance(link, ShmWriterLink)
+        await link.close()
+        return link.describe()["bye_sent"]
 
     async def do_die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -160,11 +175,7 @@ class Peer:
 
 
 async def main() -> None:
-    peer = Peer()
-    reader = asyncio.StreamReader(limit=1 << 24)
-    await peer.loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        say({"reply": await peer.do(json.loads(line))})
+    await Peer().serve()
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ class SpillNode(Node):
 
     def assert_nothing_held(self) -> None:
         figures = self.spill.figures
-        assert (figures.parked, figures.host_copying, figures.host_filled) == (0, 0, 0)
+        assert (figures.swapped_out, figures.host_copying, figures.host_filled) == (0, 0, 0)
         assert not self.copier.waiting
         self.spill.check()
         super().assert_nothing_held()

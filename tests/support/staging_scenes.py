@@ -21,9 +21,10 @@ from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports import tcp_receiver, tcp_staged
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.tcp import TcpConfig, TcpReceiverPort, TcpWriterLink
-from kvtransfer.transports.tcp_landing import StagedMemory
+from kvtransfer.transports.settings import TcpConfig
+from kvtransfer.transports.tcp_receiver import StagedMemory, TcpReceiverPort
 from kvtransfer.transports.tcp_staged import StagedTcpLink
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.conformance.transport_kits import Everything
 from tests.support.shm_harness import Recorder, grant_of, ops_of, pair_of
 from tests.support.stream_shim import Memory, MissingDependency, ShimDevice, ShimStream

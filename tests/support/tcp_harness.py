@@ -13,15 +13,10 @@ import numpy as np
 from baton.ids import Epoch, GrantId
 from kvtransfer.region import Region
 from kvtransfer.transport import WriteRanges
-from kvtransfer.transports import tcp_connect
-from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.tcp import (
-    StreamLimits,
-    TcpReceiverPort,
-)
-from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS
-from kvtransfer.transports.tcp_stream import STREAM_LIMITS
+from kvtransfer.transports.tcp import CODEC, MESSAGE_BYTES, Data, TcpHello, connect_stream
+from kvtransfer.transports.tcp_receiver import STREAM_LIMITS, TCP_PORT_LIMITS, StreamLimits, TcpReceiverPort
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
 EPOCH = Epoch(3)
@@ -92,20 +87,20 @@ class Raw:
         """The next message; None: closed."""
         packet = bytearray()
         async with asyncio.timeout(DEADLINE_S):
-            while len(packet) < wire.MESSAGE_BYTES:
-                data = await self._loop.sock_recv(self.sock, wire.MESSAGE_BYTES - len(packet))
+            while len(packet) < MESSAGE_BYTES:
+                data = await self._loop.sock_recv(self.sock, MESSAGE_BYTES - len(packet))
                 if not data:
                     assert not packet
                     return None
                 packet += data
-        return wire.decode(packet)
+        return CODEC.decode(packet)
 
 
 @asynccontextmanager
 async def raw(r: Receiving, stream: int = 0, link: int = 1) -> AsyncIterator[Raw]:
-    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, stream=stream)
+    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, payload=TcpHello(stream=stream).encode())
     loop = asyncio.get_running_loop()
-    sock, _ = await tcp_connect.connect_stream(r.endpoint, hello, loop)
+    sock, _ = await connect_stream(r.endpoint, hello, loop)
     sock.setblocking(False)
     try:
         yield Raw(sock)
@@ -125,7 +120,7 @@ def head(
     segments: int = 1,
     nbytes: int = len(PAYLOAD),
 ) -> bytes:
-    return wire.encode(wire.Data(sequence=sequence, epoch=epoch, grant=grant, segments=segments, payload_nbytes=nbytes))
+    return CODEC.encode(Data(sequence=sequence, epoch=epoch, grant=grant, segments=segments, payload_nbytes=nbytes))
 
 
 GOOD = head() + table((0, len(PAYLOAD))) + PAYLOAD

@@ -6,14 +6,10 @@ Every command is answered by one line {"reply": ...}; what happens by itself is 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from typing import Any
 
-import numpy as np
-
 from baton.ids import Epoch, GrantId, Incarnation, Pair
-from kvtransfer.transport import ReceiverPort, Seal, WriteOps, WriterLink
+from kvtransfer.transport import ReceiverPort
 from tests.conformance.transport_kits import (
     KITS,
     RDMA_KITS,
@@ -23,16 +19,13 @@ from tests.conformance.transport_kits import (
     endpoint_from_json,
     endpoint_to_json,
 )
-from tests.support.shm_peer import Events, say, source_bytes
+from tests.support.shm_peer import Events, LinkPeer, source_bytes
 
 
-class Peer:
+class Peer(LinkPeer):
     def __init__(self) -> None:
-        self.links: dict[str, WriterLink] = {}
+        super().__init__()
         self.port: ReceiverPort | None = None
-
-    async def do(self, command: dict[str, Any]) -> Any:
-        return await getattr(self, "do_" + command.pop("do"))(**command)
 
     async def do_link(
         self, kit: str, name: str, endpoint: dict[str, Any], pair: list[int], seed: int, nbytes: int
@@ -48,18 +41,6 @@ class Peer:
         except ConnectErrors as error:
             return "none" if error.reason is None else error.reason.name
         return "linked"
-
-    async def do_post(
-        self, name: str, grant: str, src: list[int], dst: list[int], nbytes: list[int], times: int
-    ) -> None:
-        ops = WriteOps(src=np.array(src, np.int64), dst=np.array(dst, np.int64), nbytes=np.array(nbytes, np.int64))
-        for _ in range(times):
-            self.links[name].post(GrantId(bytes.fromhex(grant)), ops)
-
-    async def do_seal(self, name: str, grant: str, epoch: int, writes: int, bytes_written: int) -> None:
-        self.links[name].seal(
-            Seal(grant=GrantId(bytes.fromhex(grant)), epoch=Epoch(epoch), writes=writes, bytes_written=bytes_written)
-        )
 
     async def do_fenced(self, name: str) -> bool:
         return self.links[name].fenced
@@ -77,11 +58,7 @@ class Peer:
 
 
 async def main() -> None:
-    peer = Peer()
-    reader = asyncio.StreamReader(limit=1 << 24)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        say({"reply": await peer.do(json.loads(line))})
+    await Peer().serve()
 
 
 if __name__ == "__main__":

@@ -279,7 +279,7 @@ def test_a_record_survives_the_wire() -> None:
             waiting_tokens=3,
             blocks=BlockLoad(quarantined=4, writer_owned=5, held=6, cached=7, free=8, promised=9),
             prefill_tokens_per_s=0.5,
-            parked_requests=10,
+            swapped_out_requests=10,
             host_blocks_filled=11,
             host_blocks_free=12,
         ),

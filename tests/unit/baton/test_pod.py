@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import InvalidField
-from baton.kubernetes_api import ERROR_BODY_BYTES_MAX, KubernetesError, PodAddress, patch_annotations
+from baton.kubernetes_api import KubernetesError, PodAddress, patch_annotations
 from baton.lifecycle import Lifecycle
 from baton.pod import ANNOTATION, COST_FAILURES, COST_GIVEN_UP, COST_LOWERED, FIRST_TO_GO, DeletionCost, PodConfig
 from tests.support.kube_api_double import OK, SILENCE, TOKEN, Call, kube_api, status_body
@@ -67,11 +68,11 @@ def test_the_call(tmp_path: Path) -> None:
         (401, b"", "answered 401: nothing more", True),
         (429, b"[]", "answered 429: []", True),
         (302, b"", "answered 302: nothing more", False),
-        (503, b"\xff" * (3 * ERROR_BODY_BYTES_MAX), "answered 503: ", True),
+        (503, b"\xff" * (49_152), "answered 503: ", True),
     ],
 )
 def test_a_refusal(tmp_path: Path, status: int, body: bytes, problem: str, may_pass: bool) -> None:
-    """The server's own words, and whether another try makes sense; a long answer is not read to its end."""
+    """The server's own words, and whether another try makes sense; a long answer is cut."""
 
     async def scene() -> None:
         with pytest.raises(KubernetesError) as caught:
@@ -138,6 +139,19 @@ def test_an_answer_that_is_no_http(tmp_path: Path) -> None:
     with kube_api(tmp_path) as api:
         for answer in (b"220 mail.example.com ready\r\n\r\n", b""):
             play(partial(scene, answer))
+
+
+def test_without_the_client_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra `k8s` is not installed: an error that says what to install, and no further try."""
+
+    async def scene() -> None:
+        address = PodAddress(api="https://127.0.0.1:1", credentials=tmp_path, pod=POD)
+        with pytest.raises(KubernetesError, match=r"pip install 'baton-serve\[k8s\]'") as caught:
+            await patch_annotations(address, {})
+        assert not caught.value.may_pass
+
+    monkeypatch.setitem(sys.modules, "lightkube.resources.core_v1", None)
+    play(scene)
 
 
 class Patches:

@@ -14,13 +14,13 @@ from cachestore.spill_policy import (
     CopiesDone,
     CopyBack,
     CopyOut,
-    Park,
     SequenceLeft,
     SpillPolicy,
     SpillState,
     Standing,
     StepComes,
-    Unpark,
+    SwapIn,
+    SwapOut,
     each_fits,
 )
 from tests.support.engine_bench import key_of
@@ -33,9 +33,9 @@ def standing(key: RequestKey, **figures: int) -> Standing:
     return Standing(key=key, age=AGES[key], **{"promise_left": 9, **figures})
 
 
-def step(runners: list[Standing], parked: list[Standing] | None = None, **figures: int) -> StepComes:
+def step(runners: list[Standing], swapped_out: list[Standing] | None = None, **figures: int) -> StepComes:
     room = {"growable": 0, "freeing": 0, "host_free": 99, **figures}
-    return StepComes(runners=tuple(runners), parked=tuple(parked or ()), **room)
+    return StepComes(runners=tuple(runners), swapped_out=tuple(swapped_out or ()), **room)
 
 
 def running(*keys: RequestKey, headroom_blocks: int = 2) -> SpillPolicy:
@@ -60,10 +60,10 @@ def test_without_pressure_nothing_happens() -> None:
 
 
 def test_the_youngest_makes_room_for_more_than_one_step() -> None:
-    """One block short: the youngest is parked, and gives what the others need and their headroom, tail first."""
+    """One block short: the youngest is swapped out, and gives what the others need and their headroom, tail first."""
     policy = running(OLD, MIDDLE, YOUNG)
     runners = [standing(YOUNG, spillable=8), standing(OLD, need=1, spillable=8), standing(MIDDLE, spillable=8)]
-    assert policy.handle(step(runners)) == [Park(key=YOUNG), CopyOut(key=YOUNG, blocks=1 + 2 + 2)]
+    assert policy.handle(step(runners)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=1 + 2 + 2)]
     assert policy.state_of(YOUNG) is SpillState.SPILLING
 
 
@@ -71,10 +71,10 @@ def test_who_can_grow_no_further_asks_for_no_headroom() -> None:
     """The old one needs its last block, the middle one none."""
     policy = running(OLD, MIDDLE, YOUNG)
     runners = [standing(OLD, need=1, promise_left=1), standing(MIDDLE, promise_left=0), standing(YOUNG, spillable=8)]
-    assert policy.handle(step(runners)) == [Park(key=YOUNG), CopyOut(key=YOUNG, blocks=1)]
+    assert policy.handle(step(runners)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=1)]
 
 
-def test_a_parked_sequence_gives_more_before_another_is_parked() -> None:
+def test_a_swapped_out_sequence_gives_more_before_another_is_swapped_out() -> None:
     """The young one has three blocks left on the device: no second victim."""
     policy = spilled(OLD, MIDDLE)
     asked = step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3, spillable=3)])
@@ -85,17 +85,17 @@ def test_a_second_victim_when_the_first_has_nothing_left() -> None:
     """The middle one follows; the old one runs alone."""
     policy = spilled(OLD, MIDDLE)
     asked = step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)])
-    assert policy.handle(asked) == [Park(key=MIDDLE), CopyOut(key=MIDDLE, blocks=1 + 2)]
+    assert policy.handle(asked) == [SwapOut(key=MIDDLE), CopyOut(key=MIDDLE, blocks=1 + 2)]
 
 
-def test_the_youngest_is_parked_for_its_own_need() -> None:
+def test_the_youngest_is_swapped_out_for_its_own_need() -> None:
     """Only the youngest is short: it stops growing, and gives the headroom of the other."""
     policy = running(OLD, YOUNG)
     asked = step([standing(OLD), standing(YOUNG, need=1, spillable=4)])
-    assert policy.handle(asked) == [Park(key=YOUNG), CopyOut(key=YOUNG, blocks=2)]
+    assert policy.handle(asked) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=2)]
 
 
-def test_the_last_runner_is_never_parked() -> None:
+def test_the_last_runner_is_never_swapped_out() -> None:
     """It waits for blocks that are on their way, or held by writers."""
     policy = running(OLD)
     assert policy.handle(step([standing(OLD, need=1, spillable=5)])) == []
@@ -112,7 +112,7 @@ def test_no_more_is_copied_out_than_host_memory_takes() -> None:
     """Four are wanted, two fit."""
     policy = running(OLD, MIDDLE, YOUNG)
     runners = [standing(YOUNG, spillable=8), standing(OLD, need=1), standing(MIDDLE)]
-    assert policy.handle(step(runners, host_free=2)) == [Park(key=YOUNG), CopyOut(key=YOUNG, blocks=2)]
+    assert policy.handle(step(runners, host_free=2)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=2)]
 
 
 @pytest.mark.parametrize(("growable", "comes"), [(6, False), (7, True)])
@@ -131,7 +131,7 @@ def test_it_runs_again_when_all_of_it_is_back() -> None:
     assert policy.state_of(YOUNG) is SpillState.SPILLED
     policy.handle(step([standing(OLD)], [standing(YOUNG, absent=1)], growable=9))
     assert policy.state_of(YOUNG) is SpillState.RETURNING
-    assert policy.handle(CopiesDone(key=YOUNG, absent=0)) == [Unpark(key=YOUNG)]
+    assert policy.handle(CopiesDone(key=YOUNG, absent=0)) == [SwapIn(key=YOUNG)]
     assert policy.state_of(YOUNG) is SpillState.RUNNING
 
 
@@ -140,18 +140,18 @@ def test_the_oldest_comes_back_first_and_nobody_overtakes() -> None:
     policy = spilled(OLD, MIDDLE)
     policy.handle(step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)]))
     policy.handle(CopiesDone(key=MIDDLE, absent=5))
-    parked = [standing(YOUNG, absent=1), standing(MIDDLE, absent=5)]
-    assert policy.handle(step([standing(OLD)], parked, growable=8)) == []
+    swapped_out = [standing(YOUNG, absent=1), standing(MIDDLE, absent=5)]
+    assert policy.handle(step([standing(OLD)], swapped_out, growable=8)) == []
     both = [CopyBack(key=MIDDLE, blocks=5), CopyBack(key=YOUNG, blocks=1)]
-    assert policy.handle(step([standing(OLD)], parked, growable=12)) == both
+    assert policy.handle(step([standing(OLD)], swapped_out, growable=12)) == both
 
 
-def test_who_starts_while_an_older_one_is_parked_waits_behind_it() -> None:
+def test_who_starts_while_an_older_one_is_swapped_out_waits_behind_it() -> None:
     """A request granted before the pressure commits during it."""
     policy = running(OLD, MIDDLE)
     policy.handle(step([standing(OLD, need=1), standing(MIDDLE, spillable=1)]))
     out = policy.handle(step([standing(OLD), standing(YOUNG)], [standing(MIDDLE, absent=1)], freeing=1))
-    assert out == [Park(key=YOUNG)]
+    assert out == [SwapOut(key=YOUNG)]
     assert policy.state_of(YOUNG) is SpillState.SPILLED
 
 
@@ -161,8 +161,8 @@ def test_when_nobody_runs_the_oldest_comes_back_at_any_price() -> None:
     policy.handle(step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)]))
     policy.handle(CopiesDone(key=MIDDLE, absent=5))
     policy.handle(SequenceLeft(key=OLD))
-    parked = [standing(MIDDLE, absent=5), standing(YOUNG, absent=3, spillable=9)]
-    out = policy.handle(step([], parked, growable=2, host_free=3))
+    swapped_out = [standing(MIDDLE, absent=5), standing(YOUNG, absent=3, spillable=9)]
+    out = policy.handle(step([], swapped_out, growable=2, host_free=3))
     assert out == [CopyBack(key=MIDDLE, blocks=2), CopyOut(key=YOUNG, blocks=3)]
 
 
@@ -246,10 +246,10 @@ class World:
 
     def step(self) -> None:
         runners = tuple(self.figures(key) for key, s in self.live.items() if s.runs)
-        parked = tuple(self.figures(key) for key, s in self.live.items() if not s.runs)
+        swapped_out = tuple(self.figures(key) for key, s in self.live.items() if not s.runs)
         freeing = sum(s.going_out for s in self.live.values())
         event = StepComes(
-            growable=self.growable, freeing=freeing, host_free=self.host_free, runners=runners, parked=parked
+            growable=self.growable, freeing=freeing, host_free=self.host_free, runners=runners, swapped_out=swapped_out
         )
         for instruction in self.policy.handle(event):
             self.obey(instruction)
@@ -266,9 +266,9 @@ class World:
 
     def obey(self, instruction: object) -> None:
         match instruction:
-            case Park(key=key):
+            case SwapOut(key=key):
                 older = [s for s in self.live.values() if s.age < self.live[key].age]
-                assert older, "the oldest was parked"
+                assert older, "the oldest was swapped out"
                 self.live[key].runs = False
             case CopyOut(key=key, blocks=blocks):
                 s = self.live[key]
@@ -287,7 +287,7 @@ class World:
         s.device, s.host = s.device - s.going_out, s.host + s.going_out
         s.going_out = s.coming_back = 0
         for instruction in self.policy.handle(CopiesDone(key=key, absent=s.host)):
-            assert instruction == Unpark(key=key)
+            assert instruction == SwapIn(key=key)
             s.runs = True
 
     def copying(self) -> list[RequestKey]:

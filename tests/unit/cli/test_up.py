@@ -22,13 +22,13 @@ from tests.support.cli_harness import (
     BATON,
     RUN_S_MAX,
     Foreground,
+    Terminal,
     clean_env,
     free_endpoint,
     is_free,
     run_baton,
     taken_port,
 )
-from tests.support.terminal_harness import Terminal
 
 MOCK = ("up", "--engine-kind", "mock", "--blocks", "64", "--listen", "127.0.0.1:0", "--directory-listen", "127.0.0.1:0")
 READY = "Ctrl-C stops it."

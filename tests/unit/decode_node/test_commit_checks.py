@@ -12,13 +12,13 @@ import pytest
 from batonpb import common_pb2, prefill_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason
-from baton.ids import Epoch, GrantId, ReserveNumber
+from baton.ids import Epoch, GrantId, Incarnation, Pair, ReserveNumber
 from engine.wire import sampling_problem
+from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.transport import Seal
 from prefill_node.request_queue import check_request
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
-from tests.support.inprocess_cluster import inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import ask_exactly, inprocess, until
 from tests.unit.decode_node.test_resumed_first import Asker, id_of
 
 VOCAB = 1000
@@ -115,6 +115,29 @@ BAD_COMMITS: dict[str, tuple[dict[str, Any], Reason]] = {
         Reason.BAD_FIELD,
     ),
 }
+
+
+def test_a_bad_commit_of_another_writer_ends_nothing() -> None:
+    """It names the grant of a request that is being handed over. That request stays open, and only the Commit of its
+    own writer can end it."""
+
+    async def scenario() -> None:
+        async with inprocess(mock_spec()) as cluster:
+            decode = cluster.decode["decode-0"]
+            asker = Asker(decode)
+            granted = asker.ask(1, id_of(1), blocks=4).granted
+            grant = GrantId(granted.grant)
+            stranger = Pair(receiver=asker.pair.receiver, writer=Incarnation(78))
+            bad = transfer_pb2.CommitRequest(grant=grant, first_token=VOCAB)
+            assert not await decode.commit(bad, stranger)
+            assert decode.receiver.grants.state_of(grant) is GrantState.RESERVED
+            with pytest.raises(BatonError):
+                await decode.commit(bad, asker.pair)
+            await decode.receiver.release(asker.pair, ReserveNumber(1), ReserveNumber(2))
+            await until(cluster, "the request to be forgotten", lambda: not decode.requests)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("name", BAD_COMMITS)

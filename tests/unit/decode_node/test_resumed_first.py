@@ -25,8 +25,7 @@ from kvtransfer.transport import TransportName
 from mixed_node.config import MixedConfig
 from tests.cluster.test_mixed_protocol import cancel, directly, key
 from tests.support.cluster_harness import mock_spec
-from tests.support.inprocess_cluster import inprocess
-from tests.support.inprocess_scenes import until
+from tests.support.inprocess_cluster import inprocess, until
 
 WAIT_MS = 500
 HOLD_MS = 1_250

@@ -256,8 +256,8 @@ def test_no_step_goes_ahead_where_the_runner_is_too_small() -> None:
 
 
 def test_growth_that_does_not_fit_holds_the_steps_back() -> None:
-    """Ten blocks for two that want nine and eight: nothing can be parked while a step is in flight, so the steps wait
-    where memory is short. Both answers are whole, and each token was computed once."""
+    """Ten blocks for two that want nine and eight: nothing can be swapped out while a step is in flight, so the steps
+    wait where memory is short. Both answers are whole, and each token was computed once."""
     node = AheadSpillNode(num_blocks=10, host_blocks=12)
     prompts = {"old": [n % 50 for n in range(9)], "young": [n * 3 % 50 for n in range(9)]}
     counts = {"old": 28, "young": 24}

@@ -272,10 +272,10 @@ def test_misuse_is_our_bug() -> None:
         bench.scheduler.submit(bare)
 
 
-def test_a_prompt_is_overtaken_so_often_and_no_more() -> None:
+def test_a_prompt_is_bypassed_so_often_and_no_more() -> None:
     """One place, taken; a prompt waits, and sequences that come to decode have gone before it until there were two.
     Then the place is the prompt's, and the others are next."""
-    bench = Bench(sequences=1, overtakes_max=2)
+    bench = Bench(sequences=1, bypasses_max=2)
     bench.resume("first", 4)
     bench.step()
     bench.submit("prompt", 4)
@@ -305,7 +305,7 @@ def test_rows_of_scores_are_limited() -> None:
     [
         ({"logits_rows_max": 0}, "rows_max is 0"),
         ({"logits_rows_max": 5}, r"logits_rows_max \(5\) is more than sequences_max \(4\)"),
-        ({"overtakes_max": 0}, "overtakes_max is 0"),
+        ({"bypasses_max": 0}, "bypasses_max is 0"),
     ],
 )
 def test_further_limits_are_validated(limits: dict[str, int], message: str) -> None:
@@ -337,9 +337,9 @@ def test_any_course_of_events(data: st.DataObject) -> None:
     sequences = data.draw(st.integers(1, 4))
     tokens = data.draw(st.integers(sequences, 12))
     rows = data.draw(st.integers(1, sequences))
-    overtakes = data.draw(st.integers(1, 3))
+    bypasses = data.draw(st.integers(1, 3))
     bench = Bench(
-        tokens=tokens, sequences=sequences, waiting=6, num_blocks=48, logits_rows_max=rows, overtakes_max=overtakes
+        tokens=tokens, sequences=sequences, waiting=6, num_blocks=48, logits_rows_max=rows, bypasses_max=bypasses
     )
     begun: list[int] = []
     live: dict[str, Sequence] = {}
@@ -390,13 +390,13 @@ def test_any_course_of_events(data: st.DataObject) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_a_place_is_kept_for_a_prompt_that_was_overtaken_so_often(data: st.DataObject) -> None:
-    """Sequences come to decode and leave, and now and then a prompt comes, long or short. More than `overtakes_max`
+def test_a_place_is_kept_for_a_prompt_that_was_bypassed_so_often(data: st.DataObject) -> None:
+    """Sequences come to decode and leave, and now and then a prompt comes, long or short. More than `bypasses_max`
     later ones start before the prompt that is next in line only as long as there is a place beside theirs."""
     sequences = data.draw(st.integers(1, 3))
-    overtakes = data.draw(st.integers(1, 3))
-    bench = Bench(tokens=sequences + 1, sequences=sequences, waiting=1_000, num_blocks=1_000, overtakes_max=overtakes)
-    overtaken: dict[str, int] = {}
+    bypasses = data.draw(st.integers(1, 3))
+    bench = Bench(tokens=sequences + 1, sequences=sequences, waiting=1_000, num_blocks=1_000, bypasses_max=bypasses)
+    bypassed: dict[str, int] = {}
     """Of each prompt that is not begun, in order of arrival."""
     later: dict[str, set[str]] = {}
     """Sequences that came to decode and have not started: the prompts that were there before."""
@@ -404,31 +404,31 @@ def test_a_place_is_kept_for_a_prompt_that_was_overtaken_so_often(data: st.DataO
     for step in range(data.draw(st.integers(5, 15))):
         if data.draw(st.booleans()):
             bench.submit(f"prompt-{step}", data.draw(st.sampled_from([1, 30])))
-            overtaken[f"prompt-{step}"] = 0
+            bypassed[f"prompt-{step}"] = 0
         for number in range(data.draw(st.integers(0, 2))):
             bench.resume(f"later-{step}-{number}", 4)
-            later[f"later-{step}-{number}"] = set(overtaken)
+            later[f"later-{step}-{number}"] = set(bypassed)
         for _ in range(min(len(decoding), data.draw(st.integers(0, 2)))):
             bench.scheduler.remove(bench.seqs[decoding.pop(0)])
-        first = next(iter(overtaken), None)
+        first = next(iter(bypassed), None)
         names = [name for name, *_ in bench.step() or []]
         for name in names:
-            overtaken.pop(name, None)
+            bypassed.pop(name, None)
         started = [name for name in names if name in later]
         for name in started:
-            for prompt in later.pop(name) & set(overtaken):
-                overtaken[prompt] += 1
+            for prompt in later.pop(name) & set(bypassed):
+                bypassed[prompt] += 1
         decoding = [
             name for name in names if bench.seqs[name].output_count and bench.scheduler.find(bench.seqs[name].key)
         ]
-        if started and first in overtaken and overtaken[first] > overtakes:
+        if started and first in bypassed and bypassed[first] > bypasses:
             assert bench.scheduler.running + 1 <= sequences
 
 
 def test_a_begun_prompt_lets_later_ones_past_the_next_while_a_place_is_kept() -> None:
     """The exception to the bound: a long prompt is half done, and the next one cannot begin before it ends. Of three
     places one sequence after the other has the second, and the third stays the waiting prompt's."""
-    bench = Bench(tokens=4, sequences=3, overtakes_max=1)
+    bench = Bench(tokens=4, sequences=3, bypasses_max=1)
     bench.submit("long", 12)
     bench.step()
     bench.submit("waits", 1)

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from tests.support.k8s_harness import ROOT, read_base
-from tests.support.k8s_view import Manifests
+from tests.support.k8s import ROOT, Manifests, read_base
 from tests.support.redis_harness import redis_server
 
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -80,8 +79,8 @@ def test_what_the_image_runs() -> None:
     assert {str(pod.spec["securityContext"]["runAsUser"]) for pod in pods} == {uid}
     assert f"--uid {uid} " in " ".join(rest for word, rest in instructions() if word == "RUN")
     installs = [rest for word, rest in instructions() if word == "RUN" and "'.[" in rest]
-    assert [rest.partition("'.[")[2].partition("]")[0] for rest in installs] == ["redis"]
-    assert "redis" in PROJECT["project"]["optional-dependencies"]
+    assert [rest.partition("'.[")[2].partition("]")[0] for rest in installs] == ["redis,k8s"]
+    assert {"redis", "k8s"} <= set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_redis_takes_its_arguments() -> None:

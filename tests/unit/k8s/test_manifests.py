@@ -10,9 +10,7 @@ from typing import Any, Final
 import kubernetes_validate
 import pytest
 
-from tests.support.k8s_checks import check_images, problems
-from tests.support.k8s_harness import BASE, OVERLAYS, Manifest, find_kubectl, load, read_base
-from tests.support.k8s_view import Manifests
+from tests.support.k8s import BASE, OVERLAYS, Manifest, Manifests, check_images, find_kubectl, load, problems, read_base
 
 API_VERSIONS: Final = ("1.27", "1.37")
 """The oldest that is supported (gRPC probes and the eviction of unready pods), and the newest that is known here."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import Seal, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import cuda_ipc, rdma, shm, ucx
+from kvtransfer.transports import cuda_ipc, rdma, shm, tcp, ucx
 from kvtransfer.transports.control_channel import (
     Broken,
     ChannelState,
@@ -33,11 +33,13 @@ from kvtransfer.transports.control_channel import (
 )
 
 CODECS: dict[TransportName, Codec] = {
-    codec.transport: codec for codec in (ucx.CODEC, rdma.CODEC, shm.CODEC, cuda_ipc.CODEC)
+    codec.transport: codec for codec in (m.CODEC for m in (ucx, rdma, shm, cuda_ipc, tcp))
 }
 ONLY_ON: dict[type[Message], set[TransportName]] = {
     wire.Ready: {TransportName.RDMA},
     wire.LateBye: {TransportName.SHM, TransportName.CUDA_IPC},
+    tcp.Data: {TransportName.TCP},
+    tcp.Ack: {TransportName.TCP},
 }
 """Messages that only some transports have; every one has the others."""
 U64 = st.integers(0, (1 << 64) - 1)
@@ -50,7 +52,11 @@ SEALS = st.builds(Seal, grant=BYTES16.map(GrantId), epoch=EPOCHS, writes=U64, by
 
 def messages_of(codec: Codec) -> st.SearchStrategy[Message]:
     """Everything that this channel can carry."""
-    payloads = st.binary(max_size=min(codec.payload_bytes_max, 900))
+    room = codec.message_bytes or 1000
+    hello_bytes = room - wire.HEAD_BYTES - wire.Hello.LAYOUT.size
+    welcome_bytes = room - wire.HEAD_BYTES - wire.Welcome.LAYOUT.size
+    payload_max = min(codec.payload_bytes_max, hello_bytes, welcome_bytes)
+    payloads = st.binary(max_size=payload_max)
     whole = [
         st.builds(wire.Hello, pair=PAIRS, epoch=EPOCHS, link=U64, payload=payloads),
         st.builds(wire.Challenge, nonce=BYTES32),
@@ -65,6 +71,10 @@ def messages_of(codec: Codec) -> st.SearchStrategy[Message]:
     own: dict[type[Message], st.SearchStrategy[Message]] = {
         wire.Ready: st.just(wire.Ready()),
         wire.LateBye: st.builds(wire.LateBye, nonce=BYTES32),
+        tcp.Data: st.builds(
+            tcp.Data, sequence=U64, epoch=EPOCHS, grant=BYTES16.map(GrantId), segments=U64, payload_nbytes=U64
+        ),
+        tcp.Ack: st.builds(tcp.Ack, sequence=U64, landed=st.booleans()),
     }
     return st.one_of(*whole, *(made for kind, made in own.items() if codec.transport in ONLY_ON[kind]))
 
@@ -110,6 +120,7 @@ def test_a_changed_byte_is_another_message_or_none(sent: tuple[Codec, list[Messa
     except wire.MalformedMessage:
         return
     assert received != messages[:1]
+    assert bytes(packet).startswith(b"".join(map(codec.encode, received)))
 
 
 @given(st.sampled_from(list(CODECS.values())), st.binary(max_size=80), st.integers(0, 20), st.booleans())

@@ -14,12 +14,13 @@ import pytest
 from baton.errors import InvalidField
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingLimits, StagingShare
-from kvtransfer.transport import Seal, WriteOutOfBounds
+from kvtransfer.transport import ConnectError, Seal, WriteOutOfBounds
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import tcp_receiver
-from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.tcp import TcpConfig, TcpConnectError
-from kvtransfer.transports.tcp_stream import ReceiveStream
-from kvtransfer.transports.tcp_wire import RefusalReason
+from kvtransfer.transports.control_channel import RefusalReason
+from kvtransfer.transports.settings import TcpConfig
+from kvtransfer.transports.tcp import CODEC
+from kvtransfer.transports.tcp_receiver import ReceiveStream
 from tests.conformance.transport_kits import Everything, FakeSource
 from tests.support.fake_device import FakeDriver
 from tests.support.shm_harness import grant_of, ops_of, pair_of, run
@@ -128,7 +129,7 @@ def test_a_seal_overtakes_no_copy(waits: bool, monkeypatch: pytest.MonkeyPatch) 
             async with raw(endpoint) as by_hand:
                 s.receiver.freeze()
                 seal = Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=CHUNK)
-                sealing = wire.encode(wire.SealFrame(sequence=1, seal=seal, streams_mask=1))
+                sealing = CODEC.encode(wire.SealSent(number=1, seal=seal, ways_mask=1))
                 await by_hand.send(head(nbytes=CHUNK), table((RECORD, CHUNK)), bytes([9]) * CHUNK, sealing)
                 if waits:
                     await wait_until(lambda: len(s.receiver.region.accesses) == 3)
@@ -285,13 +286,13 @@ def test_who_finds_no_pinned_memory_is_refused_and_nobody_else_is_touched(monkey
     async def test() -> None:
         room = StagingLimits(chunk_bytes=CHUNK, link_chunks=4, stream_chunks=2)
         async with scene(monkeypatch, streams=2, limits=room, chunks=4) as s:
-            with pytest.raises(TcpConnectError, match=r"0 of 4 chunks of pinned memory are free, 4 are needed"):
+            with pytest.raises(ConnectError, match=r"0 of 4 chunks of pinned memory are free, 4 are needed"):
                 await s.connect(pair_of(5))
             other = Node(9)
             crowded = Scene(other, s.receiver, TcpConfig(streams=1))
             crowded.port, theirs = s.port, crowded.port
             await theirs.close()
-            with pytest.raises(TcpConnectError) as refused:
+            with pytest.raises(ConnectError) as refused:
                 await crowded.connect(pair_of(6))
             assert refused.value.reason is RefusalReason.CONNECTIONS_MAX
             s.link.post(GRANT, whole())

@@ -45,7 +45,7 @@ def test_a_block_outside_the_grant_is_not_posted() -> None:
         src_blocks_B, dst_blocks_B = np.array([1, 2], np.int64), np.array(dst, np.int64)
         return WriterPeer.plan_step(cast(Any, peer), cast(Any, handoff), src_blocks_B, dst_blocks_B, range(3))
 
-    with pytest.raises(WriteOutOfBounds, match="block 4 is none of the 2 of the grant"):
+    with pytest.raises(WriteOutOfBounds, match="block 4 is not among the 2 blocks of the grant"):
         plan(3, 4)
     assert (planned, handoff.steps) == ([], set())
     step = plan(5, 3)

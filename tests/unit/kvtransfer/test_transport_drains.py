@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.ids import GrantId
-from kvtransfer.transports.tcp_socket import acknowledged_bytes
+from kvtransfer.transports.tcp import acknowledged_bytes
 from kvtransfer.transports.writer_link import Drains
 from tests.support.shm_harness import DEADLINE_S, grant_of
 

@@ -18,16 +18,15 @@ import pytest
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import tcp_wire
 from kvtransfer.transports.control_channel import UNREAD_BYTES_MAX, close_politely, take_leave
 from kvtransfer.transports.rdma import CODEC as RDMA
 from kvtransfer.transports.rdma import RegionAddress
-from kvtransfer.transports.rdma_device import HostBytes
-from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_device import HostBytes, RdmaMemory
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
-from kvtransfer.transports.tcp import StreamLimits, TcpWriterLink
-from kvtransfer.transports.tcp_landing import LandingMemory
-from kvtransfer.transports.tcp_stream import ReceiveStream
+from kvtransfer.transports.tcp import CODEC as TCP
+from kvtransfer.transports.tcp import MESSAGE_BYTES, SEGMENT_BYTES, Ack
+from kvtransfer.transports.tcp_receiver import LandingMemory, ReceiveStream, StreamLimits
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx import CODEC as UCX
 from kvtransfer.transports.ucx_writer import UcxWriterLink
 from tests.support.rdma_harness import CONFIG, double
@@ -127,7 +126,8 @@ def test_a_fence_arrives_from_a_receiver_that_leaves_payload_unread() -> None:
             ended = asyncio.Event()
             stream = ReceiveStream(
                 sock=ours,
-                hello=tcp_wire.Hello(pair=PAIR, epoch=EPOCH, link=1, stream=0),
+                hello=wire.Hello(pair=PAIR, epoch=EPOCH, link=1),
+                index=0,
                 memory=LandingMemory(SOURCE_U8, len(SOURCE_U8)),
                 limits=StreamLimits(),
                 loop=loop_now(),
@@ -143,7 +143,7 @@ def test_a_fence_arrives_from_a_receiver_that_leaves_payload_unread() -> None:
             stream.join()
             assert ours.fileno() == -1
             data, end = heard(theirs)
-        fence = tcp_wire.encode(tcp_wire.Fence(epoch=EPOCH))
+        fence = TCP.encode(wire.Fence(epoch=EPOCH))
         assert (data == bytes(WAITING_BYTES) + fence, end) == (True, "EOF")
 
     run(test())
@@ -159,8 +159,8 @@ def test_what_a_writer_has_sent_arrives_though_it_leaves_acknowledgements_unread
         async with linked(events, ends=(ours, theirs), bye_ms_max=DEADLINE_S * 1000) as (link, by_hand):
             loop_now().remove_reader(ours)  # from here on the link's loop comes to nothing that the receiver says
             link.post(grant, ops_of([0], [0], [WAITING_BYTES]))
-            await by_hand.say(tcp_wire.Ack(sequence=0, landed=True))
-            await wait_until(lambda: unread_nbytes(ours) == tcp_wire.MESSAGE_BYTES and unread_nbytes(theirs) > 0)
+            await by_hand.say(Ack(sequence=0, landed=True))
+            await wait_until(lambda: unread_nbytes(ours) == MESSAGE_BYTES and unread_nbytes(theirs) > 0)
             closing = asyncio.ensure_future(link.close())
             await wait_until(lambda: not link._streams[0].sending)
             link._cut_off()  # `bye_ms_max` is over
@@ -168,8 +168,8 @@ def test_what_a_writer_has_sent_arrives_though_it_leaves_acknowledgements_unread
             assert ours.fileno() == -1
             theirs.settimeout(DEADLINE_S)
             data, end = heard(theirs)
-        assert len(data) == tcp_wire.MESSAGE_BYTES + tcp_wire.SEGMENT_BYTES + WAITING_BYTES + tcp_wire.MESSAGE_BYTES
-        assert tcp_wire.decode(data[-tcp_wire.MESSAGE_BYTES :]) == tcp_wire.Bye(sequence=1, epoch=EPOCH)
+        assert len(data) == MESSAGE_BYTES + SEGMENT_BYTES + WAITING_BYTES + MESSAGE_BYTES
+        assert TCP.decode(data[-MESSAGE_BYTES:]) == wire.Bye(sequence=1, epoch=EPOCH)
         assert end == "EOF"
         assert events.completed == [(grant, 1, WAITING_BYTES, False)]
 
@@ -204,12 +204,12 @@ def endpoint_of(transport: TransportName, address: str) -> DataEndpoint:
 
 Link = Callable[[str], Coroutine[Any, Any, None]]
 REFUSED: dict[Link, bytes] = {
-    link_tcp: tcp_wire.encode(tcp_wire.Refused(reason=tcp_wire.RefusalReason.EPOCH)),
+    link_tcp: TCP.encode(wire.Refused(reason=wire.RefusalReason.EPOCH)),
     link_rdma: RDMA.encode(wire.Refused(reason=wire.RefusalReason.EPOCH)),
     link_ucx: UCX.encode(wire.Refused(reason=wire.RefusalReason.EPOCH)),
 }
 BYES: dict[Link, bytes] = {
-    link_tcp: tcp_wire.encode(tcp_wire.Bye(sequence=0, epoch=EPOCH)),
+    link_tcp: TCP.encode(wire.Bye(sequence=0, epoch=EPOCH)),
     link_rdma: RDMA.encode(wire.Bye(epoch=EPOCH)),
     link_ucx: UCX.encode(wire.Bye(epoch=EPOCH)),
 }

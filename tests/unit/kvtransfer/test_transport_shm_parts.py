@@ -96,7 +96,7 @@ def test_blocks_that_the_grant_does_not_open_are_refused_by_the_writer() -> None
     granted = [BlockId(7), BlockId(3), BlockId(12)]
     check_granted(np.array([12, 7], np.int64), granted)
     check_granted(np.zeros(0, np.int64), [])
-    with pytest.raises(WriteOutOfBounds, match="block 4 is none of the 3 of the grant"):
+    with pytest.raises(WriteOutOfBounds, match="block 4 is not among the 3 blocks of the grant"):
         check_granted(np.array([3, 4, 5], np.int64), granted)
 
 

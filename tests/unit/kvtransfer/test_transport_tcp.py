@@ -12,12 +12,11 @@ import pytest
 
 from baton.ids import Epoch, Pair
 from kvtransfer.transport import Seal
-from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.tcp import (
-    StreamLimits,
-    TcpConfig,
-    TcpWriterLink,
-)
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.settings import TcpConfig
+from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, TcpHello
+from kvtransfer.transports.tcp_receiver import StreamLimits
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.conformance.transport_kits import Everything
 from tests.support.shm_harness import REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.tcp_harness import (
@@ -36,15 +35,18 @@ from tests.support.tcp_harness import (
 
 BAD_FRAMES = {
     "garbage": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(64, b" "), "MALFORMED"),
-    "another version": (GOOD[:4] + b"\x09\x00" + GOOD[6:], "VERSION"),
-    "unknown kind": (GOOD[:6] + b"\x63\x00" + GOOD[8:], "MALFORMED"),
-    "padding used": (wire.encode(wire.Bye(sequence=0, epoch=EPOCH))[:-1] + b"x", "MALFORMED"),
-    "receiver's own message": (wire.encode(wire.Ack(sequence=0, landed=True)), "OUT_OF_ORDER"),
-    "a second hello": (wire.encode(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, stream=0)), "OUT_OF_ORDER"),
+    "another version": (GOOD[:2] + b"\x09" + GOOD[3:], "VERSION"),
+    "unknown kind": (GOOD[:3] + b"\x63" + GOOD[4:], "MALFORMED"),
+    "padding used": (CODEC.encode(wire.Bye(sequence=0, epoch=EPOCH))[:-1] + b"x", "MALFORMED"),
+    "receiver's own message": (CODEC.encode(Ack(sequence=0, landed=True)), "OUT_OF_ORDER"),
+    "a second hello": (
+        CODEC.encode(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())),
+        "OUT_OF_ORDER",
+    ),
     "another epoch": (head(epoch=Epoch(EPOCH + 1)) + GOOD[64:], "EPOCH"),
     "a gap in the sequence": (head(1) + GOOD[64:], "SEQUENCE"),
     "replayed": (GOOD + GOOD, "REPLAYED"),
-    "too many bytes": (head(nbytes=wire.FRAME_BYTES_MAX + 1), "OVERSIZED"),
+    "too many bytes": (head(nbytes=FRAME_BYTES_MAX + 1), "OVERSIZED"),
     "too many segments": (head(segments=1 << 40), "OVERSIZED"),
     "no segments": (head(segments=0), "OVERSIZED"),
     "table says less": (head() + table((0, 5)) + PAYLOAD, "MALFORMED"),
@@ -107,15 +109,15 @@ def test_a_grant_taken_back_in_mid_frame_sends_the_rest_to_scratch() -> None:
             r.port.forbid(GRANT)
             half_U8 = r.region.array_U8.copy()
             await writer.send(GOOD[-500:])
-            assert await writer.receive() == wire.Ack(sequence=0, landed=False)
+            assert await writer.receive() == Ack(sequence=0, landed=False)
             assert np.array_equal(r.region.array_U8, half_U8)
             assert half_U8[:500].all()
             assert not half_U8[500:].any()
             await writer.send(head(1) + GOOD[64:])
-            assert await writer.receive() == wire.Ack(sequence=1, landed=False), "it stays forbidden"
+            assert await writer.receive() == Ack(sequence=1, landed=False), "it stays forbidden"
             r.port.allow(PAIR, EPOCH, later, First(4096))
             await writer.send(head(2, grant=later) + GOOD[64:])
-            assert await writer.receive() == wire.Ack(sequence=2, landed=True)
+            assert await writer.receive() == Ack(sequence=2, landed=True)
             assert r.region.array_U8[: len(PAYLOAD)].tobytes() == PAYLOAD
             assert (r.port.describe()["frames_dropped"], r.port.describe()["frames_landed"]) == (2, 1)
             assert r.refused == {}
@@ -147,13 +149,13 @@ def test_a_seal_counts_when_it_has_come_down_every_stream() -> None:
 
     async def test() -> None:
         async with receiving() as r, raw(r, 0) as one, raw(r, 1) as two:
-            await one.send(wire.encode(wire.SealFrame(sequence=0, seal=seal, streams_mask=0b11)))
-            assert await one.receive() == wire.Ack(sequence=0, landed=True)
+            await one.send(CODEC.encode(wire.SealSent(number=0, seal=seal, ways_mask=0b11)))
+            assert await one.receive() == Ack(sequence=0, landed=True)
             assert r.events.seals == []
-            await two.send(wire.encode(wire.SealFrame(sequence=0, seal=seal, streams_mask=0b11)))
+            await two.send(CODEC.encode(wire.SealSent(number=0, seal=seal, ways_mask=0b11)))
             await r.events.until(lambda e: bool(e.seals))
             assert r.events.seals == [(PAIR, seal)]
-            await two.send(wire.encode(wire.SealFrame(sequence=1, seal=seal, streams_mask=0b01)))
+            await two.send(CODEC.encode(wire.SealSent(number=1, seal=seal, ways_mask=0b01)))
             await r.events.until(lambda e: bool(e.gone))
             assert r.refused == {"MALFORMED": 1}
             assert r.events.seals == [(PAIR, seal)]
@@ -167,11 +169,11 @@ def test_messages_are_told_apart_however_the_network_cuts_them(cut_nbytes: int) 
 
     def seal_message(sequence: int) -> bytes:
         seal = Seal(grant=GRANT, epoch=EPOCH, writes=sequence, bytes_written=0)
-        return wire.encode(wire.SealFrame(sequence=sequence, seal=seal, streams_mask=1))
+        return CODEC.encode(wire.SealSent(number=sequence, seal=seal, ways_mask=1))
 
     three = head(3, segments=3) + table((2000, 500), (1000, 300), (3000, 200)) + PAYLOAD
     stream = b"".join([seal_message(0), GOOD[:8] + (1).to_bytes(8, "little") + GOOD[16:], seal_message(2), three])
-    stream += seal_message(4) + wire.encode(wire.Bye(sequence=5, epoch=EPOCH))
+    stream += seal_message(4) + CODEC.encode(wire.Bye(sequence=5, epoch=EPOCH))
 
     async def test() -> None:
         async with receiving() as r, raw(r) as writer:
@@ -230,11 +232,7 @@ def test_an_unread_acknowledgement_ends_the_stream() -> None:
             )  # what is accepted inherits it
             writer = await stack.enter_async_context(raw(r))
             seals = (
-                wire.encode(
-                    wire.SealFrame(
-                        sequence=i, seal=Seal(grant=GRANT, epoch=EPOCH, writes=0, bytes_written=0), streams_mask=1
-                    )
-                )
+                CODEC.encode(wire.SealSent(number=i, seal=Seal(grant=GRANT, epoch=EPOCH, writes=0, bytes_written=0)))
                 for i in range(1 << 20)
             )
 

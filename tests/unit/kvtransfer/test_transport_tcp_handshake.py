@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch
-from kvtransfer.transports import tcp_connect
-from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transport import ConnectError
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import open_connection
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.tcp import (
-    TcpConfig,
-    TcpConnectError,
-    TcpWriterLink,
-)
-from kvtransfer.transports.tcp_socket import open_connection
+from kvtransfer.transports.settings import TcpConfig
+from kvtransfer.transports.tcp import CODEC, TcpHello, TcpWelcome, connect_stream
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.support.shm_harness import REGION_NBYTES, Recorder, pair_of, run
 from tests.support.tcp_harness import (
     EPOCH,
@@ -29,12 +27,15 @@ from tests.support.tcp_harness import (
 
 HANDSHAKES = {
     "garbage": (b"\x16\x03\x01" + bytes(61), {"MALFORMED": 1}),
-    "an answer first": (wire.encode(wire.Answer(proof=bytes(32))), {"OUT_OF_ORDER": 1}),
+    "an answer first": (CODEC.encode(wire.Answer(proof=bytes(32))), {"OUT_OF_ORDER": 1}),
     "an unknown pair": (
-        wire.encode(wire.Hello(pair=pair_of(99), epoch=EPOCH, link=1, stream=0)),
+        CODEC.encode(wire.Hello(pair=pair_of(99), epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())),
         {"NOT_EXPECTED": 1},
     ),
-    "an older epoch": (wire.encode(wire.Hello(pair=PAIR, epoch=Epoch(1), link=1, stream=0)), {"EPOCH": 1}),
+    "an older epoch": (
+        CODEC.encode(wire.Hello(pair=PAIR, epoch=Epoch(1), link=1, payload=TcpHello(stream=0).encode())),
+        {"EPOCH": 1},
+    ),
 }
 
 
@@ -60,7 +61,7 @@ def test_a_bad_handshake_is_refused(name: str) -> None:
 
 def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
     """The proof of one handshake, shown in another: its nonce is a new one."""
-    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, stream=0)
+    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())
 
     async def test() -> None:
         async with receiving() as r:
@@ -68,12 +69,12 @@ def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
             for _ in range(2):
                 socks.append(await open_connection(r.endpoint.address, loop))
                 peer = Raw(socks[-1])
-                await peer.send(wire.encode(hello))
+                await peer.send(CODEC.encode(hello))
                 challenge = await peer.receive()
                 assert isinstance(challenge, wire.Challenge)
                 nonces.append(challenge.nonce)
-                proof = wire.writer_proof(r.endpoint.secret, hello, nonces[0])
-                await peer.send(wire.encode(wire.Answer(proof=proof)))
+                proof = CODEC.writer_proof(r.endpoint.secret, hello, nonces[0])
+                await peer.send(CODEC.encode(wire.Answer(proof=proof)))
                 answers.append(await peer.receive())
             for sock in socks:
                 sock.close()
@@ -108,7 +109,7 @@ def test_proved_connections_are_limited() -> None:
     async def test() -> None:
         async with receiving(config) as r:
             source_U8, loop = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop()
-            with pytest.raises(TcpConnectError) as caught:
+            with pytest.raises(ConnectError) as caught:
                 await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, Recorder(), loop, TcpConfig(streams=2))
             assert caught.value.reason is wire.RefusalReason.CONNECTIONS_MAX
             await wait_until(lambda: not r.port.describe()["connections_writing"])
@@ -135,7 +136,7 @@ def test_a_link_without_a_thread_for_each_stream_is_not_made(monkeypatch: pytest
     async def test() -> None:
         async with receiving() as r:
             source_U8, loop, events = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop(), Recorder()
-            with pytest.raises(TcpConnectError, match="no thread to send with: can't start new thread"):
+            with pytest.raises(ConnectError, match="no thread to send with: can't start new thread"):
                 await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, loop, TcpConfig(streams=2))
             await wait_until(lambda: not r.port.describe()["connections_writing"])
             assert (r.events.gone, events.lost) == ([], [])
@@ -153,25 +154,26 @@ def test_a_writer_trusts_nobody_who_does_not_know_the_secret() -> None:
 
             async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 seen.extend(await reader.readexactly(64))
-                writer.write(wire.encode(wire.Challenge(nonce=bytes(32))))
+                writer.write(CODEC.encode(wire.Challenge(nonce=bytes(32))))
                 seen.extend(await reader.readexactly(64))
-                welcome = wire.Welcome(proof=bytes(32), region_nbytes=1, frame_bytes_max=1, frame_segments_max=1)
-                writer.write(wire.encode(welcome))
+                says = TcpWelcome(region_nbytes=1, frame_bytes_max=1, frame_segments_max=1).encode()
+                welcome = wire.Welcome(proof=bytes(32), payload=says)
+                writer.write(CODEC.encode(welcome))
                 await writer.drain()
                 writer.close()
 
             server = await asyncio.start_server(impostor, "127.0.0.1", 0)
             async with server:
                 port = server.sockets[0].getsockname()[1]
-                hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, stream=0)
+                hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())
                 endpoint = type(r.endpoint)(
                     transport=r.endpoint.transport,
                     address=f"127.0.0.1:{port}",
                     secret=r.endpoint.secret,
                     epoch=EPOCH,
                 )
-                with pytest.raises(TcpConnectError, match="does not know the pair's secret"):
-                    await tcp_connect.connect_stream(endpoint, hello, asyncio.get_running_loop())
+                with pytest.raises(ConnectError, match="does not know the pair's secret"):
+                    await connect_stream(endpoint, hello, asyncio.get_running_loop())
             assert len(seen) == 128
             assert endpoint.secret not in seen
 

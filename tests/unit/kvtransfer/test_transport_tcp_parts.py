@@ -22,66 +22,45 @@ from kvtransfer.transport import (
     WriteOps,
     WriteRanges,
 )
-from kvtransfer.transports import tcp_wire as wire
-from kvtransfer.transports.tcp_frames import cut_frames
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.settings import STREAMS_MAX
+from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, FRAME_SEGMENTS_MAX, MESSAGE_BYTES, TcpHello, TcpWelcome
+from kvtransfer.transports.tcp_lanes import cut_frames
 from tests.support.shm_harness import pair_of
 
 RDMA, SHM, TCP = TransportName.RDMA, TransportName.SHM, TransportName.TCP
 U64 = st.integers(0, 2**64 - 1)
-GRANTS = st.binary(min_size=16, max_size=16).map(GrantId)
-BYTES32 = st.binary(min_size=32, max_size=32)
-EPOCHS = U64.map(Epoch)
-SEALS = st.builds(Seal, grant=GRANTS, epoch=EPOCHS, writes=U64, bytes_written=U64)
-PAIRS = st.builds(Pair, receiver=U64.map(Incarnation), writer=U64.map(Incarnation))
-MESSAGES = st.one_of(
-    st.builds(wire.Hello, pair=PAIRS, epoch=EPOCHS, link=U64, stream=st.integers(0, wire.STREAMS_MAX - 1)),
-    st.builds(wire.Challenge, nonce=BYTES32),
-    st.builds(wire.Answer, proof=BYTES32),
-    st.builds(
-        wire.Welcome,
-        proof=BYTES32,
-        region_nbytes=st.integers(0, 2**63 - 1),
-        frame_bytes_max=st.integers(1, 2**64 - 1),
-        frame_segments_max=st.integers(1, 2**64 - 1),
-    ),
-    st.builds(wire.Refused, reason=st.sampled_from(wire.RefusalReason)),
-    st.builds(wire.Data, sequence=U64, epoch=EPOCHS, grant=GRANTS, segments=U64, payload_nbytes=U64),
-    st.builds(wire.SealFrame, sequence=U64, seal=SEALS, streams_mask=U64),
-    st.builds(wire.Bye, sequence=U64, epoch=EPOCHS),
-    st.builds(wire.Ack, sequence=U64, landed=st.booleans()),
-    st.builds(wire.Fence, epoch=EPOCHS),
+LIMIT = st.integers(1, 2**64 - 1)
+WELCOMES = st.builds(
+    TcpWelcome, region_nbytes=st.integers(0, 2**63 - 1), frame_bytes_max=LIMIT, frame_segments_max=LIMIT
 )
 
 
-@given(MESSAGES)
-def test_a_message_survives_the_wire(message: wire.Message) -> None:
-    """Every message of every kind comes back as it was, from exactly MESSAGE_BYTES bytes."""
-    packet = wire.encode(message)
-    assert len(packet) == wire.MESSAGE_BYTES
-    assert wire.decode(packet) == message
+@given(st.integers(0, STREAMS_MAX - 1), WELCOMES)
+def test_payloads_come_out_as_they_went_in(stream: int, welcome: TcpWelcome) -> None:
+    """They fit into a message of MESSAGE_BYTES; cut short, or longer, they are refused."""
+    hello = TcpHello(stream=stream)
+    assert TcpHello.decode(hello.encode()) == hello
+    assert TcpWelcome.decode(welcome.encode()) == welcome
+    pair = Pair(receiver=Incarnation(1), writer=Incarnation(2))
+    assert len(CODEC.encode(wire.Hello(pair=pair, epoch=Epoch(1), payload=hello.encode()))) == MESSAGE_BYTES
+    assert len(CODEC.encode(wire.Welcome(proof=bytes(32), payload=welcome.encode()))) == MESSAGE_BYTES
+    for broken in (hello.encode()[:-1], hello.encode() + b"x", STREAMS_MAX.to_bytes(8, "little")):
+        with pytest.raises(wire.MalformedMessage):
+            TcpHello.decode(broken)
+    none = TcpWelcome(region_nbytes=1, frame_bytes_max=0, frame_segments_max=1)
+    far = TcpWelcome(region_nbytes=1 << 63, frame_bytes_max=1, frame_segments_max=1)
+    for broken in (welcome.encode()[:-1], welcome.encode() + b"x", none.encode(), far.encode()):
+        with pytest.raises(wire.MalformedMessage):
+            TcpWelcome.decode(broken)
 
 
 def test_a_receiver_may_take_larger_frames_than_this_writer_makes() -> None:
     """Its limits are of another version: the smaller one of both holds."""
-    allowed = wire.Welcome(proof=bytes(32), region_nbytes=1, frame_bytes_max=1 << 40, frame_segments_max=1 << 40)
-    told = wire.decode(wire.encode(allowed))
-    assert isinstance(told, wire.Welcome)
-    assert told.limits_here == (wire.FRAME_BYTES_MAX, wire.FRAME_SEGMENTS_MAX)
-    fewer = wire.Welcome(proof=bytes(32), region_nbytes=1, frame_bytes_max=7, frame_segments_max=5)
+    allowed = TcpWelcome(region_nbytes=1, frame_bytes_max=1 << 40, frame_segments_max=1 << 40)
+    assert TcpWelcome.decode(allowed.encode()).limits_here == (FRAME_BYTES_MAX, FRAME_SEGMENTS_MAX)
+    fewer = TcpWelcome(region_nbytes=1, frame_bytes_max=7, frame_segments_max=5)
     assert fewer.limits_here == (7, 5)
-
-
-@given(st.binary(min_size=wire.MESSAGE_BYTES, max_size=wire.MESSAGE_BYTES), MESSAGES, st.integers(0, 63))
-def test_bytes_that_are_no_message_are_told_apart(noise: bytes, message: wire.Message, at: int) -> None:
-    """Noise, and messages with one byte changed: a MalformedMessage, or some message that encodes to these bytes."""
-    packet = bytearray(wire.encode(message))
-    packet[at] ^= 0xFF
-    for candidate in (noise, bytes(packet)):
-        try:
-            decoded = wire.decode(candidate)
-        except wire.MalformedMessage:
-            continue
-        assert wire.encode(decoded) == candidate
 
 
 @given(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,17 +11,26 @@ import pytest
 
 from baton.ids import GrantId
 from kvtransfer.transport import DataEndpoint, TransportName
-from kvtransfer.transports import tcp_wire as wire
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import tcp_writer
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.tcp import TcpWriterLink
+from kvtransfer.transports.tcp import (
+    CODEC,
+    FRAME_BYTES_MAX,
+    FRAME_SEGMENTS_MAX,
+    MESSAGE_BYTES,
+    SEGMENT_BYTES,
+    Ack,
+    TcpWelcome,
+)
+from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, run
 from tests.support.shm_peer import source_bytes
 from tests.support.tcp_harness import EPOCH, GRANT, PAIR
 
 OTHER = grant_of(8)
 NBYTES = 1000
-FRAME_NBYTES = wire.MESSAGE_BYTES + wire.SEGMENT_BYTES + NBYTES
+FRAME_NBYTES = MESSAGE_BYTES + SEGMENT_BYTES + NBYTES
 
 
 class ByHand:
@@ -40,7 +48,7 @@ class ByHand:
 
     async def say(self, *messages: wire.Message) -> None:
         """All in one packet."""
-        await asyncio.get_running_loop().sock_sendall(self.sock, b"".join(map(wire.encode, messages)))
+        await asyncio.get_running_loop().sock_sendall(self.sock, b"".join(map(CODEC.encode, messages)))
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -59,11 +67,10 @@ async def linked(
     theirs.setblocking(False)
     link = TcpWriterLink(
         socks=[ours],
-        welcome=wire.Welcome(
-            proof=os.urandom(wire.PROOF_BYTES),
+        welcome=TcpWelcome(
             region_nbytes=REGION_NBYTES,
-            frame_bytes_max=wire.FRAME_BYTES_MAX,
-            frame_segments_max=wire.FRAME_SEGMENTS_MAX,
+            frame_bytes_max=FRAME_BYTES_MAX,
+            frame_segments_max=FRAME_SEGMENTS_MAX,
         ),
         endpoint=DataEndpoint(transport=TransportName.TCP, address="by-hand:1", secret=b"", epoch=EPOCH),
         pair=PAIR,
@@ -100,7 +107,7 @@ def test_an_error_in_one_message_loses_none_behind_it_in_the_packet() -> None:
             for grant in (GRANT, OTHER, GRANT):
                 link.post(grant, ops_of([0], [0], [NBYTES]))
             await receiver.take(3 * FRAME_NBYTES)
-            await receiver.say(*(wire.Ack(sequence=n, landed=n != 1) for n in range(3)))
+            await receiver.say(*(Ack(sequence=n, landed=n != 1) for n in range(3)))
             await events.until(lambda e: len(e.completed) == 3)
             assert events.completed == [
                 (GRANT, 1, NBYTES, True),
@@ -150,13 +157,13 @@ def test_an_abandoned_grant_is_looked_at_no_more_when_it_is_acknowledged(monkeyp
             await receiver.take(FRAME_NBYTES)
             link.abandon(GRANT)
             (timer,) = link._drains._timers.values()
-            await receiver.say(wire.Ack(sequence=0, landed=True))
+            await receiver.say(Ack(sequence=0, landed=True))
             await events.until(lambda e: bool(e.completed))
             timer._run()
             assert link._drains._timers == {}
             link.post(OTHER, ops_of([0], [0], [NBYTES]))
             await receiver.take(FRAME_NBYTES)
-            await receiver.say(wire.Ack(sequence=1, landed=True))
+            await receiver.say(Ack(sequence=1, landed=True))
             await events.until(lambda e: len(e.completed) == 2)
             assert ([copied for *_, copied in events.completed], events.lost) == ([True, True], [])
 

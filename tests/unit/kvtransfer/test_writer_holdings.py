@@ -117,7 +117,7 @@ def test_a_quarantine_from_its_beginning_to_its_end(caplog: pytest.LogCaptureFix
         (timer(0, TimerKind.LEASE), "its lease ran out"),
         (
             WriterReleased(pair=PAIR, number=nth(1), lowest_live=nth(0), in_doubt=True),
-            "its writer let go of another grant with writes on their way",
+            "its writer released another grant with writes in doubt",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_grant_beside_one_that_is_not_given_back() -> None:
     ("events", "evidence"),
     [
         ([PairFenced(pair=PAIR, epoch=Epoch(0))], "a fence"),
-        ([WriterReleased(pair=PAIR, number=nth(0), lowest_live=nth(0))], "the writer's word"),
+        ([WriterReleased(pair=PAIR, number=nth(0), lowest_live=nth(0))], "the writer's release"),
         (
             [
                 SealLanded(pair=PAIR, grant=grant_of(0), epoch=EPOCH_0, writes=1, bytes_written=8),

@@ -55,15 +55,15 @@ def test_only_what_is_needed_leaves_tail_first() -> None:
     """The first block short, and one of headroom: two blocks of the younger one's tail go, its head stays."""
     node = two_in_a_tight_place()
     node.step_until("young", SpillState.SPILLING)
-    parked = node.spill._parked[key_of("young")]
-    assert [unit.copying is not None for unit in parked.units] == [False, False, False, True, True]
-    assert node.engine.parked == 1
+    owner = node.spill._swapped_out[key_of("young")]
+    assert [unit.copying is not None for unit in owner.units] == [False, False, False, True, True]
+    assert node.engine.swapped_out == 1
     assert node.entered["young"].block_table == []
     while node.copier.waiting:
         node.copier.finish()
         node.check()
     assert node.state("young") is SpillState.SPILLED
-    assert [unit.device is None for unit in parked.units] == [unit.host is not None for unit in parked.units]
+    assert [unit.device is None for unit in owner.units] == [unit.host is not None for unit in owner.units]
     assert node.spill.figures.host_filled == 2
     node.run()
     check_two(node)
@@ -90,7 +90,7 @@ def test_the_others_step_while_blocks_are_copied() -> None:
     node.assert_nothing_held()
 
 
-def test_idle_cached_blocks_go_before_anybody_is_parked() -> None:
+def test_idle_cached_blocks_go_before_anybody_is_swapped_out() -> None:
     """The prefix cache is full of what nobody holds: growth evicts it, and nothing is copied."""
     node = SpillNode(num_blocks=10, host_blocks=12)
     assert node.enter("gone", prompt_of(3, 30), params_of(2))
@@ -99,12 +99,12 @@ def test_idle_cached_blocks_go_before_anybody_is_parked() -> None:
     assert node.enter("old", prompt_of(1, 9), params_of(28))
     node.run()
     assert node.tokens("old") == reference(prompt_of(1, 9), 28)
-    assert node.spill.figures.parked_total == 0
+    assert node.spill.figures.swapped_out_total == 0
     node.assert_nothing_held()
 
 
 def test_a_shared_prefix_stays_while_somebody_runs_on_it() -> None:
-    """Two answers over the same prompt: the parked one's own blocks leave, the prompt's stay where they are."""
+    """Two answers over the same prompt: the swapped-out one's own blocks leave, the prompt's stay where they are."""
     node = SpillNode(num_blocks=11, host_blocks=12)
     prompt = prompt_of(1, 4 * BLOCK)
     assert node.enter("old", [*prompt, 1], params_of(20))
@@ -113,7 +113,7 @@ def test_a_shared_prefix_stays_while_somebody_runs_on_it() -> None:
     shared = node.entered["young"].block_table[:4]
     assert node.entered["old"].block_table[:4] == shared
     node.step_until("young", SpillState.SPILLED)
-    units = node.spill._parked[key_of("young")].units
+    units = node.spill._swapped_out[key_of("young")].units
     assert [unit.device for unit in units[:4]] == shared
     assert all(node.ledger.holders(block) == 2 for block in shared)
     node.run()
@@ -123,8 +123,8 @@ def test_a_shared_prefix_stays_while_somebody_runs_on_it() -> None:
     node.assert_nothing_held()
 
 
-def test_a_prefix_that_only_parked_sequences_share_leaves_once_and_returns_to_both() -> None:
-    """The old one needs the whole device; two others, over one prompt, are parked. It goes to host memory once."""
+def test_a_prefix_that_only_swapped_out_sequences_share_leaves_once_and_returns_to_both() -> None:
+    """The old one needs the whole device; two others, over one prompt, are swapped out. It goes to host memory once."""
     node = SpillNode(num_blocks=10, host_blocks=24)
     assert node.enter("old", prompt_of(1, 4), params_of(36))
     prompt = prompt_of(2, 2 * BLOCK)
@@ -136,7 +136,7 @@ def test_a_prefix_that_only_parked_sequences_share_leaves_once_and_returns_to_bo
         node.step()
         node.copier.finish_all()
         node.check()
-        shared = [unit for parked in node.spill._parked.values() for unit in parked.units if len(unit.holders) == 2]
+        shared = [unit for owner in node.spill._swapped_out.values() for unit in owner.units if len(unit.holders) == 2]
         seen.append(sum(unit.device is None for unit in shared))
     assert max(seen) >= 4, "each of the two units, seen from both"
     assert node.tokens("old") == reference(prompt_of(1, 4), 36)
@@ -146,7 +146,7 @@ def test_a_prefix_that_only_parked_sequences_share_leaves_once_and_returns_to_bo
     node.assert_nothing_held()
 
 
-def test_a_shared_block_that_is_still_being_copied_keeps_both_parked() -> None:
+def test_a_shared_block_that_is_still_being_copied_keeps_both_swapped_out() -> None:
     """Both sharers come back at once; the second one's own blocks are there before the prefix, which is copied for the
     first: it waits for that too."""
     node = SpillNode(num_blocks=31, host_blocks=40, copy_blocks_max=1)
@@ -158,7 +158,7 @@ def test_a_shared_block_that_is_still_being_copied_keeps_both_parked() -> None:
     assert node.enter("b", [*prompt, 2], params_of(40))
 
     def shared_away() -> bool:
-        a, b = (node.spill._parked.get(key_of(name)) for name in "ab")
+        a, b = (node.spill._swapped_out.get(key_of(name)) for name in "ab")
         return a is not None and b is not None and all(unit.device is None for unit in (*a.units, *b.units))
 
     while not shared_away():
@@ -168,11 +168,11 @@ def test_a_shared_block_that_is_still_being_copied_keeps_both_parked() -> None:
     node.blocks.prefix_cache.clear()
     node.step()
     assert node.state("a") is node.state("b") is SpillState.RETURNING
-    of_b = node.spill._parked[key_of("b")].copies
+    of_b = node.spill._swapped_out[key_of("b")].copies
     for _ in range(of_b):
         node.copier.finish(-1)
         node.check()
-    assert node.spill._parked[key_of("b")].copies == 0
+    assert node.spill._swapped_out[key_of("b")].copies == 0
     assert node.state("b") is SpillState.SPILLED, "it runs on a prefix that is not there yet"
     node.run()
     for name, last in (("a", 1), ("b", 2)):
@@ -194,12 +194,12 @@ def test_a_block_that_the_prefix_cache_still_has_is_not_copied_back() -> None:
 
 
 def test_a_block_that_is_found_in_the_cache_during_its_copy_stays() -> None:
-    """A new request matches the parked one's prompt while it is being copied: the block has a runner now."""
+    """A new request matches the swapped-out one's prompt while it is being copied: the block has a runner now."""
     node = SpillNode(num_blocks=10, host_blocks=12, headroom_blocks=4)
     assert node.enter("old", prompt_of(1, 9), params_of(28))
     assert node.enter("young", prompt_of(2, 9), params_of(24))
     node.step_until("young", SpillState.SPILLING)
-    copied = {unit.device for unit in node.spill._parked[key_of("young")].units if unit.copying}
+    copied = {unit.device for unit in node.spill._swapped_out[key_of("young")].units if unit.copying}
     found = [block for block in node.blocks.match(prompt_of(2, 9), b"", 2) if block in copied]
     assert found, "the copy does not reach the prompt"
     node.blocks.hold(found)
@@ -237,10 +237,10 @@ def test_what_is_pinned_stays_on_the_device() -> None:
         assert not set(pinned) & set(copied)
         node.copier.finish_all()
         node.check()
-        parked = node.spill._parked.get(key_of("young"))
-        if parked is not None:
-            assert [unit.device for unit in parked.units[:2]] == pinned
-            on_device.add(sum(unit.device is not None for unit in parked.units))
+        owner = node.spill._swapped_out.get(key_of("young"))
+        if owner is not None:
+            assert [unit.device for unit in owner.units[:2]] == pinned
+            on_device.add(sum(unit.device is not None for unit in owner.units))
     assert min(on_device) == 2
     for name, number in (("old", 1), ("middle", 3), ("young", 2)):
         tokens = [e.token for e in node.events if e.seq is node.entered[name] and e.token is not None]
@@ -256,7 +256,7 @@ def test_a_block_that_is_pinned_during_its_copy_stays() -> None:
     assert node.enter("young", prompt_of(2, 9), params_of(24))
     node.step_until("young", SpillState.SPILLING)
     assert node.engine.abort(key_of("old"))  # two pinned blocks would not fit beside it
-    units = node.spill._parked[key_of("young")].units
+    units = node.spill._swapped_out[key_of("young")].units
     copying = [unit for unit in units if unit.copying]
     cache = node.blocks.prefix_cache
     chain = cache.chain(prompt_of(2, 9), b"")

@@ -155,8 +155,8 @@ def test_sequences_that_end_at_any_moment(first_seed: int) -> None:
             def ask(node: DeviceNode = node, rng: random.Random = rng, aborted: set[str] = aborted) -> None:
                 nonlocal copying
                 name = f"{rng.randrange(4)}"
-                parked = node.spill._parked.get(key_of(name))
-                under_copy = parked is not None and any(unit.copying for unit in parked.units)
+                swapped_out = node.spill._swapped_out.get(key_of(name))
+                under_copy = swapped_out is not None and any(unit.copying for unit in swapped_out.units)
                 if rng.random() < (0.3 if under_copy else 0.005) and node.engine.abort(key_of(name)):
                     aborted.add(name)
                     copying += under_copy

@@ -6,8 +6,7 @@ import asyncio
 import random
 
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
-from tests.support.inprocess_cluster import MARK, Point, inprocess
-from tests.support.inprocess_scenes import ask_exactly, until
+from tests.support.inprocess_cluster import MARK, Point, ask_exactly, inprocess, until
 
 ENGINE = {"engine.tokens_per_step_max": 64, "engine.sequences_max": 8}
 

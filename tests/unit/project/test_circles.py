@@ -36,10 +36,7 @@ def circles(imports: Mapping[str, set[str]], package: str) -> Iterator[str]:
             yield " -> ".join(prefix + part for part in reversed(error.args[1]))
 
 
-@pytest.mark.parametrize(
-    "package",
-    PACKAGES,
-)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_package_has_an_import_circle(package: str) -> None:
     """Imports for the type checker only count too: two modules that need each other's types are one noun."""
     graph = grimp.build_graph(package, cache_dir=None)

@@ -35,7 +35,7 @@ from tests.support.docs_view import (
     text_of,
     variables,
 )
-from tests.support.k8s_view import parse_command
+from tests.support.k8s import parse_command
 
 SOURCES: Final = ("baton", "cachestore", "cli", "decode_node", "engine", "kvtransfer", "mixed_node", "node",
                   "prefill_node", "router")  # fmt: skip

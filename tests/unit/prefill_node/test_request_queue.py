@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_node.request_queue import WaitingLine
+from prefill_node.request_queue import RequestQueue
 
 
 @dataclass(slots=True, eq=False)
 class One:
     name: int
     resumed: bool
-    overtaken: int = 0
+    bypassed: int = 0
 
 
-def line_of(kinds: list[bool], overtakes_max: int) -> WaitingLine[One]:
-    line: WaitingLine[One] = WaitingLine(overtakes_max=overtakes_max)
+def line_of(kinds: list[bool], bypasses_max: int) -> RequestQueue[One]:
+    line: RequestQueue[One] = RequestQueue(bypasses_max=bypasses_max)
     for name, resumed in enumerate(kinds):
         line.add(One(name, resumed))
     return line
@@ -26,15 +26,15 @@ def line_of(kinds: list[bool], overtakes_max: int) -> WaitingLine[One]:
 
 def test_resumed_requests_go_first_so_often() -> None:
     """Two may pass the new request 0; the third stands behind it, and those that come later behind both."""
-    line = line_of([False, True, True, True, False, True], overtakes_max=2)
+    line = line_of([False, True, True, True, False, True], bypasses_max=2)
     assert [one.name for one in line] == [1, 2, 0, 3, 5, 4]
 
 
 @given(st.lists(st.sampled_from(["new", "resumed", "pop", "remove"]), max_size=60), st.integers(1, 4))
-def test_nobody_is_overtaken_more_often(course: list[str], overtakes_max: int) -> None:
-    """In any course no new request sees more than `overtakes_max` later ones leave before it, and among requests of a
+def test_nobody_is_bypassed_more_often(course: list[str], bypasses_max: int) -> None:
+    """In any course no new request sees more than `bypasses_max` later ones leave before it, and among requests of a
     kind the first to come is the first to leave."""
-    line: WaitingLine[One] = WaitingLine(overtakes_max=overtakes_max)
+    line: RequestQueue[One] = RequestQueue(bypasses_max=bypasses_max)
     passed: dict[int, int] = {}
     last = {True: -1, False: -1}
     for name, what in enumerate(course):
@@ -49,5 +49,5 @@ def test_nobody_is_overtaken_more_often(course: list[str], overtakes_max: int) -
             last[first.resumed] = first.name
             for one in line:
                 passed[one.name] += first.name > one.name
-                assert one.resumed or passed[one.name] <= overtakes_max
-    assert all(one.resumed or one.overtaken <= overtakes_max for one in line)
+                assert one.resumed or passed[one.name] <= bypasses_max
+    assert all(one.resumed or one.bypassed <= bypasses_max for one in line)
