@@ -13,7 +13,7 @@ from baton.runtime import NodeRuntime, Progress
 from baton.wire import NodeLoad, NodeRecord, Role
 from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_memory import LentRegistration
+from kvtransfer.transports.rdma_device import LentRegistration
 from node.engine_loop import EngineLoop
 from node.main import serve_node
 from node.peers import Peers

@@ -534,7 +534,7 @@ class WriterChannel:
                 return message
 
     def leave(self, last: Message) -> None:
-        """There will be no link: say so, and close the socket."""
+        """There will be no link: send the last message, and close the socket."""
         take_leave(self.sock, self.codec.encode(last))
 
     async def _receive_bytes(self) -> bytes:
@@ -800,7 +800,7 @@ class ReceiverChannel:
         return self._refuse(Refuse(reason=RefusalReason.PROBE if probing else RefusalReason.DEADLINE))
 
     def _refuse(self, refuse: Refuse) -> Instructions:
-        """One that may write is left the chance to say BYE."""
+        """One that may write can still send BYE."""
         said: Instructions = [CountRefusal(reason=refuse.reason), Send(message=Refused(reason=refuse.reason))]
         match self.state:
             case ChannelState.BROKEN:

@@ -9,8 +9,8 @@ The compute stream never waits for a copy: each posted batch is queued on the si
 stream, and a thread polls for its end. So sources must not be overwritten before the batch's completion, which is what
 holds their blocks anyway (DESIGN I1).
 
-Visibility: a completion is told when the side stream's event has passed; the receiver's kernels are launched after it
-has heard of that through sockets, and see what was written to device memory before.
+Visibility: a completion is reported when the side stream's event has passed; the receiver's kernels are launched after
+it has received that through sockets, and see what was written to device memory before.
 
 Nothing is ever `writes_in_doubt` here: a batch completes when the device has passed its event, and after an error of
 the device its context is lost and writes nothing any more.

@@ -102,7 +102,7 @@ class PairFence:
         return [connection for connection, its_epoch in self._open.items() if its_epoch <= epoch]
 
     def settled(self) -> tuple[Epoch, str] | None:
-        """The oldest fenced epoch up to which no connection is open, with the evidence; each is told once per fence."""
+        """The oldest fenced epoch up to which no connection is open, and the evidence; each once per fence."""
         if not self._waiting:
             return None
         epoch = min(self._waiting)

@@ -6,8 +6,8 @@ writer that is dead, stopped or cut off is fenced at once; and a link that ends 
 fails, is itself the reason for a fence: no commit of what it carried is accepted before that. Not so one that was never
 made, because its probes did not come: nothing but these was ever asked of its queue pairs.
 
-Visibility: before a seal is told, before a fence has its evidence, and when a grant ends without a seal,
-`RdmaMemory.flush`. A seal whose flush fails is refused and never told: its pair is fenced, and there is no evidence
+Visibility: before a seal is reported, before a fence has its evidence, and when a grant ends without a seal,
+`RdmaMemory.flush`. A seal whose flush fails is refused and never reported: its pair is fenced, and there is no evidence
 until a flush succeeds.
 """
 
@@ -36,8 +36,7 @@ from kvtransfer.transports.control_channel import (
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import QueuePairFailed, QueuePairs
-from kvtransfer.transports.rdma_memory import Hold, RdmaMemory
+from kvtransfer.transports.rdma_device import Hold, QueuePairFailed, QueuePairs, RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.receiver_port import Connection, ListeningPort
@@ -277,7 +276,7 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
             log.warning("no queue pairs for a writer", reason=str(error))
             raise Refusal(RefusalReason.QUEUE_PAIR) from error
 
-    # What writers say.
+    # What writers send.
 
     def _deliver(self, connection: RdmaConnection, message: wire.SealSent | wire.LateBye) -> None:
         assert connection.seals is not None and isinstance(message, wire.SealSent)

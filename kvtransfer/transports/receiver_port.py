@@ -164,7 +164,7 @@ ConnectionT = TypeVar("ConnectionT", bound=Connection)
 class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     """The part of `kvtransfer.transport.ReceiverPort` that is the same for every transport. Loop's thread.
 
-    A subclass says what is evidence: it calls `_fences.closed` when a connection can no longer write.
+    A subclass decides what is evidence: it calls `_fences.closed` when a connection can no longer write.
     """
 
     transport: ClassVar[TransportName]
@@ -370,7 +370,7 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
 
     @abstractmethod
     def _broken(self, connection: ConnectionT, reason: RefusalReason) -> None:
-        """It may write, broke the protocol, and has been told."""
+        """It may write, and broke the protocol; REFUSED has been sent."""
 
     @abstractmethod
     def _drop(self, connection: ConnectionT) -> None:

@@ -55,7 +55,7 @@ class ShmConnection(Connection):
 
     def send(self, message: wire.Message) -> None:
         """Best effort: what is lost costs time, never safety. The region's descriptor goes with the WELCOME: a writer
-        that is gone shows as EOF, and one that waits in vain says BYE at its deadline."""
+        that is gone shows as EOF, and one that waits in vain sends BYE at its deadline."""
         if self.sock is None or not isinstance(message, wire.Welcome):
             Connection.send(self, message)
             return
@@ -236,7 +236,7 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
         connection.close_sock(self._loop)
 
     def _broken(self, connection: ShmConnection, reason: RefusalReason) -> None:
-        """It is left the chance to say BYE."""
+        """It can still send BYE."""
 
     def _prove(self, connection: ShmConnection, evidence: Evidence) -> None:
         """The one place where a connection stops counting as a writer."""

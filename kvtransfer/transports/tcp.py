@@ -1,7 +1,7 @@
 """Transport for any network: the writer sends records from its region, the receiver takes them into its own.
 
 Here are the messages that only tcp has, what its HELLO and WELCOME carry, and the writer's handshake. `tcp_receiver`
-has the port and `tcp_stream` its receive threads, `tcp_writer` the link, `tcp_payload` what calls the kernel.
+has the port and `tcp_receiver` its receive threads, `tcp_writer` the link, `tcp_payload` what calls the kernel.
 
     writer                                        receiver
       DATA(sequence, epoch, grant) ...     ->
@@ -164,6 +164,6 @@ def leave_stream(sock: socket.socket, epoch: Epoch) -> None:
 
 
 def acknowledged_bytes(sock: socket.socket) -> int:
-    """How much of what was sent the peer's kernel has acknowledged. 0 where ours does not tell (before Linux 4.1)."""
+    """What the peer's kernel has acknowledged. 0 where ours does not count it (Linux before 4.1)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return int.from_bytes(info[_BYTES_ACKED_AT : _BYTES_ACKED_AT + 8], sys.byteorder)

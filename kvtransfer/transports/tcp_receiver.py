@@ -6,34 +6,668 @@ whatever the writer does. So a writer that is dead, stopped or cut off is fenced
 without BYE is itself the reason for a fence: its writer may have lost bytes.
 
 A region on a device needs one more thing: the device has finished the copies that the thread queued there. After an
-error of the device nobody knows that. Then a joined thread is no evidence, and neither is the writer's word: the blocks
-stay with their writer, `copies_unproved` counts the connections, and the device is asked again every second.
+error of the device nobody knows that. Then a joined thread is no evidence, and neither is the writer's message: the
+blocks stay with their writer, `copies_unproved` counts the connections, and the device is asked again every second.
+
+Each data connection has a thread that checks each frame and scatters it into the region, or, where that is on a device,
+receives it into pinned memory and has the device copy it from there.
+
+The landing lock is what makes `forbid` and `stop` a barrier. The thread takes bytes from the kernel only inside it, by
+calls that do not wait, after it has looked whether the grant may still write. So whoever holds the lock knows that
+no byte is landing, and what it changes under the lock holds for every later byte (DESIGN I3). One native call may make
+many system calls inside the lock; `_barrier` interrupts it, so that it waits for one of them at most.
+
+A copy to a device is queued inside the lock too, after the same check. Its frame is acknowledged when the device has
+finished it, a seal is reported when that holds for every frame before it, and the thread ends when nothing of it is
+left on the device: neither a message nor evidence comes before the bytes. `forbid` waits for the copies of its grant.
+
+Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a frame; S2 = (destination, length).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import select
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
+
+import numpy as np
 
 from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
+from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceError
-from kvtransfer.device.staging import StagedRegion, StagingFull
+from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare
+from kvtransfer.device.streams import POLL_INTERVAL_S
+from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.control_channel import Inbox, ReceiverChannel, Refusal, RefusalReason
-from kvtransfer.transports.limits import PortLimits
+from kvtransfer.transports.control_channel import Inbox, ReceiverChannel, Refusal, RefusalReason, close_politely
+from kvtransfer.transports.limits import PortLimits, check_limits
 from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.receiver_port import Connection, ListeningPort
-from kvtransfer.transports.tcp import CODEC, TcpHello, TcpWelcome
-from kvtransfer.transports.tcp_stream import STREAM_LIMITS, LandingMemory, ReceiveStream, StagedMemory, StreamLimits
+from kvtransfer.transports.tcp import (
+    CODEC,
+    FRAME_BYTES_MAX,
+    FRAME_SEGMENTS_MAX,
+    MESSAGE_BYTES,
+    SEGMENT_BYTES,
+    Ack,
+    Data,
+    TcpHello,
+    TcpWelcome,
+)
+from kvtransfer.transports.tcp_payload import SMALL_BYTES_MAX, of_one_call
 
 log = get_log("tcp")
+
+SCRATCH_BYTES = 1 << 16
+"""Where dropped payload goes; each stream has its own."""
+INTERRUPTED_PAUSE_S = 50e-6
+"""After an interrupt: long enough for the one who did it to get the lock, which is not a fair one."""
+_TABLE_DTYPE = np.dtype("<i8")
+WAKE_BYTES_MAX = 1 << 18
+"""In the middle of a payload the thread is woken for so many bytes, not for each segment that the network delivers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimits:
+    """Limits of one data connection."""
+
+    frame_bytes_max: int = FRAME_BYTES_MAX
+    """Bytes of one frame."""
+    frame_segments_max: int = 1024
+    """Pieces of the region that one frame may be scattered to."""
+    ack_frames_max: int = 16
+    """Frames received before an acknowledgement is sent even though more are waiting."""
+    outbox_bytes_max: int = 1 << 16
+    """Bytes of acknowledgements that a writer may leave unread."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if self.frame_bytes_max > FRAME_BYTES_MAX:
+            raise ValueError(f"frame_bytes_max must not exceed {FRAME_BYTES_MAX}")
+        if self.frame_segments_max > FRAME_SEGMENTS_MAX:
+            raise ValueError(f"frame_segments_max must not exceed {FRAME_SEGMENTS_MAX}")
+
+
+STREAM_LIMITS: Final = StreamLimits()
+
+
+class LandingMemory:
+    """The region itself, in host memory: what has been received there has landed.
+
+    The receive thread's, but for `wait_for` and `release`, which are the control thread's.
+    """
+
+    staged = False
+    """Bytes are received elsewhere, and get to the region by `copy`."""
+
+    def __init__(self, array_U8: np.ndarray, region_nbytes: int) -> None:
+        self.array_U8: np.ndarray | None = array_U8
+        """What is received into."""
+        self.region_nbytes = region_nbytes
+
+    def holds(self, frame: Data, table_S2: np.ndarray) -> bool:
+        """Whether the table agrees with the frame's head, and lies in the region. Compared so that no sum overflows."""
+        if frame.segments == 1:
+            dst, nbytes = table_S2[0].tolist()
+            return bool(nbytes == frame.payload_nbytes and 0 <= dst <= self.region_nbytes - nbytes)
+        dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
+        bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
+        bad_S |= (dst_S < 0) | (dst_S > self.region_nbytes - nbytes_S)
+        return not bool(bad_S.any()) and int(nbytes_S.sum()) == frame.payload_nbytes
+
+    def place(self, table_S2: np.ndarray) -> np.ndarray | None:
+        """Where a frame with this table is to be received. None: nowhere as long as the device copies."""
+        return table_S2
+
+    def copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray) -> None:
+        """Queue the copy of a frame that has been received. The caller holds what makes `forbid` a barrier."""
+        raise AssertionError(("there is nothing to copy", frame, place_S2, table_S2))
+
+    def give(self, place_S2: np.ndarray) -> None:
+        """What was received there is not wanted."""
+
+    def copied(self) -> int | None:
+        """The sequence of the oldest frame whose copy is over; each is returned once, in order. Raises DeviceError."""
+        return None
+
+    @property
+    def copying(self) -> bool:
+        """There are frames whose copies are not over."""
+        return False
+
+    def wait_for(self, grant: GrantId) -> None:
+        """Wait until no copy of this grant that was queued by now is left on a device. Raises DeviceError."""
+
+    def settle(self) -> None:
+        """Wait until nothing is left on a device. The last that the receive thread calls. Raises DeviceError."""
+
+    def try_settle(self) -> bool:
+        """`settle` without waiting, after the receive thread. Raises DeviceError."""
+        return True
+
+    def release(self) -> None:
+        """Let go of the memory; the receive thread has ended, or was never begun, and nothing is left on a device."""
+        self.array_U8 = None
+
+    def leave_behind(self) -> None:
+        """Instead of `release`, where nobody knows whether a device still copies."""
+        self.array_U8 = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedFrame:
+    """A frame on its way to the device, from where it begins in pinned memory."""
+
+    grant: GrantId
+    sequence: int
+    start: int
+
+
+class StagedMemory(LandingMemory):
+    """A share of pinned memory, from which the device copies. A frame is not larger than a chunk of it."""
+
+    staged = True
+
+    def __init__(self, array_U8: np.ndarray, region_nbytes: int, share: StagingShare[StagedFrame]) -> None:
+        """Takes the share over."""
+        super().__init__(array_U8, region_nbytes)
+        self._share = share
+
+    def place(self, table_S2: np.ndarray) -> np.ndarray | None:
+        start = self._share.take()
+        return None if start is None else np.array([[start, table_S2[:, 1].sum()]], table_S2.dtype)
+
+    def copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray) -> None:
+        staged = StagedFrame(grant=frame.grant, sequence=frame.sequence, start=int(place_S2[0, 0]))
+        self._share.to_device(staged.start, table_S2[:, 0], table_S2[:, 1], tag=staged)
+
+    def give(self, place_S2: np.ndarray) -> None:
+        self._share.give(int(place_S2[0, 0]))
+
+    def copied(self) -> int | None:
+        staged = self._share.finished()
+        if staged is None:
+            return None
+        self._share.give(staged.start)
+        return staged.sequence
+
+    @property
+    def copying(self) -> bool:
+        return self._share.flying > 0
+
+    def wait_for(self, grant: GrantId) -> None:
+        self._share.wait_for(lambda staged: staged.grant == grant)
+
+    def settle(self) -> None:
+        self._share.settle()
+
+    def try_settle(self) -> bool:
+        return self._share.try_settle()
+
+    def release(self) -> None:
+        super().release()
+        self._share.give_back()
+
+    def leave_behind(self) -> None:
+        super().leave_behind()
+        self._share.leave_behind()
+
+
+class Scatter:
+    """Receives the payload of one frame into the region, in as many calls as it takes; the socket does not wait.
+
+    The caller has checked the table against the region, and lets nobody else call at the same time.
+    """
+
+    def __init__(
+        self, sock: socket.socket, region_U8: np.ndarray, table_S2: np.ndarray, interrupt: ctypes.c_int32
+    ) -> None:
+        """`table_S2` is not copied. No system call is begun while `interrupt` is not 0."""
+        self._sock = sock
+        self._region_U8 = region_U8
+        self._table_S2 = table_S2
+        self._interrupt = interrupt
+        self._place = np.zeros(2, np.int64)
+        self._native = native_sockets()
+
+    def receive(self) -> Received:
+        """Go on until all has landed, nothing more has come, or somebody interrupts. Raises OSError."""
+        if len(self._table_S2) == 1 and self._table_S2[0, 1] <= SMALL_BYTES_MAX:
+            return self._receive_small()
+        if self._native is not None:
+            return self._native.receive(
+                self._sock.fileno(), self._region_U8, self._table_S2, self._place, self._interrupt
+            )
+        return self._receive_by_python()
+
+    @property
+    def left_nbytes(self) -> int:
+        """What has not landed yet."""
+        segment, done = self._place.tolist()
+        return int(self._table_S2[segment:, 1].sum()) - done
+
+    def _receive_small(self) -> Received:
+        """One segment, by one system call."""
+        if self._interrupt.value:
+            return Received.INTERRUPTED
+        dst, nbytes = self._table_S2[0].tolist()
+        done = int(self._place[1])
+        try:
+            count = self._sock.recv_into(self._region_U8.data[dst + done : dst + nbytes])
+        except BlockingIOError:
+            return Received.NOTHING_YET
+        if count == 0:
+            return Received.EOF
+        self._place[1] = done + count
+        return Received.ALL if done + count == nbytes else Received.NOTHING_YET
+
+    def _receive_by_python(self) -> Received:
+        segment, done = self._place.tolist()
+        region = self._region_U8.data
+        views = [region[d : d + n] for d, n in self._table_S2[segment:].tolist()]
+        while views and not self._interrupt.value:
+            views[0] = views[0][done:]
+            try:
+                count = self._sock.recvmsg_into(of_one_call(views))[0]
+            except BlockingIOError:
+                return Received.NOTHING_YET
+            if count == 0:
+                return Received.EOF
+            done = count
+            passed = 0
+            while passed < len(views) and done >= len(views[passed]):
+                done -= len(views[passed])
+                passed += 1
+            at_first = 0 if passed else int(self._place[1])
+            self._place[:] = self._place[0] + passed, done + at_first
+            del views[:passed]
+        return Received.INTERRUPTED if views else Received.ALL
+
+
+class StreamEnded(Exception):
+    """Why a stream takes nothing more. `refusal` is set if the writer broke the protocol."""
+
+    def __init__(self, text: str, refusal: RefusalReason | None = None, *, by_bye: bool = False) -> None:
+        super().__init__(text)
+        self.refusal = refusal
+        self.by_bye = by_bye
+
+
+class ReceiveStream:
+    """One welcomed connection. Owns its socket until `join`, and its thread.
+
+    Call everything but the thread's own methods from the control thread. `sealed` is called there too, for each SEAL,
+    and `ended` once, when the thread is at its very end; if the loop is closed by then, neither is.
+    """
+
+    def __init__(
+        self,
+        *,
+        sock: socket.socket,
+        hello: wire.Hello,
+        index: int,
+        memory: LandingMemory,
+        limits: StreamLimits,
+        loop: asyncio.AbstractEventLoop,
+        sealed: Callable[[ReceiveStream, wire.SealSent], None],
+        ended: Callable[[ReceiveStream], None],
+    ) -> None:
+        self.hello = hello
+        self.index = index
+        """Of this stream in its link."""
+        self.end: StreamEnded | None = None
+        self.frames_landed = 0
+        self.frames_dropped = 0
+        self.bytes_landed = 0
+        self._sock = sock
+        self._memory = memory
+        self._limits = limits
+        self._loop = loop
+        self._sealed = sealed
+        self._ended = ended
+        self._landing = threading.Lock()
+        self._interrupt = ctypes.c_int32(0)
+        self._allowed: dict[GrantId, WriteRanges] = {}
+        self._stopped = False
+        self._settled = False
+        self._fence_epoch: Epoch | None = None
+        # A head is read together with the first entry of its table, if it has one: one system call less.
+        self._head = bytearray(MESSAGE_BYTES + SEGMENT_BYTES)
+        self._head_have = 0
+        self._table = bytearray(limits.frame_segments_max * SEGMENT_BYTES)
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._next_sequence = 0
+        self._ack: Ack | None = None
+        self._frames_unacked = 0
+        self._outbox = bytearray()
+        self._low_water_nbytes = 1
+        self._polls_for = select.POLLIN
+        self._poll = select.poll()
+        self._thread = threading.Thread(
+            target=self._run, name=f"tcp-receive-{hello.pair.writer:x}-{index}", daemon=True
+        )
+
+    # Control thread.
+
+    def start(self) -> None:
+        self._sock.setblocking(False)
+        self._poll.register(self._sock, select.POLLIN)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def _barrier(self) -> Iterator[None]:
+        """Hold the landing lock; a call that is under way ends after its present system call."""
+        self._interrupt.value = 1
+        with self._landing:
+            self._interrupt.value = 0
+            yield
+
+    def allow(self, grant: GrantId, ranges: WriteRanges) -> None:
+        with self._barrier():
+            self._allowed[grant] = ranges
+
+    def forbid(self, grant: GrantId) -> None:
+        """When this returns, no byte of the grant lands any more. Waits for at most one system call, and copies.
+
+        Raises DeviceError: a copy of it may still run.
+        """
+        with self._barrier():
+            self._allowed.pop(grant, None)
+        self._memory.wait_for(grant)
+
+    def stop(self, fence_epoch: Epoch | None) -> None:
+        """When this returns no byte is taken any more; the thread ends soon. Idempotent. An epoch: FENCE is sent."""
+        with self._barrier():
+            self._stopped = True
+            self._fence_epoch = fence_epoch
+            self._allowed.clear()
+        # An error means that the writer is gone already, and the thread has been woken by that.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
+    def join(self) -> None:
+        """Let go of the thread and the socket. After `stop` or `ended`; `release` follows, or `leave_behind`."""
+        self._thread.join()
+        close_politely(self._sock)
+
+    def release(self) -> bool:
+        """Let go of the region, after `join`. False: nothing is released yet, for a device still copies; call again.
+
+        Raises DeviceError: the device failed, and nobody knows whether it still copies. Nothing is released.
+        """
+        if not self._settled and not self._memory.try_settle():
+            return False
+        self._memory.release()
+        return True
+
+    def leave_behind(self) -> None:
+        """Instead of `release`, at the end of the port."""
+        self._memory.leave_behind()
+
+    def counts(self) -> Counter[str]:
+        """Frames and bytes so far."""
+        return Counter(
+            frames_landed=self.frames_landed, frames_dropped=self.frames_dropped, bytes_landed=self.bytes_landed
+        )
+
+    # The receive thread.
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._take_message()
+        except StreamEnded as end:
+            # Without its traceback, whose frames hold views of the region.
+            self.end = end.with_traceback(None)
+        except OSError as error:
+            self.end = StreamEnded(f"connection lost: {error}")
+        except DeviceError as error:
+            self.end = StreamEnded(f"the device failed: {error}")
+        finally:
+            # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
+            self._say_why()
+            # A failed device reports nothing about the copies that it has: whoever joins this checks again.
+            with contextlib.suppress(DeviceError):
+                self._memory.settle()
+                self._settled = True
+            call_loop(self._loop, self._ended, self)
+
+    def _take_message(self) -> None:
+        message = self._take_head()
+        match message:
+            case Data():
+                self._check_order(message.sequence, message.epoch)
+                landed = self._take_frame(message)
+                if not (landed and self._memory.staged):
+                    self._settle()
+                    self._acknowledge(Ack(sequence=message.sequence, landed=landed))
+            case wire.SealSent():
+                self._check_order(message.number, message.seal.epoch)
+                if not message.ways_mask >> self.index & 1:
+                    raise StreamEnded("a seal on a stream that it does not name", RefusalReason.MALFORMED)
+                self._settle()
+                call_loop(self._loop, self._sealed, self, message)
+                self._acknowledge(Ack(sequence=message.number, landed=True))
+            case wire.Bye():
+                self._check_order(message.sequence, message.epoch)
+                self._settle()
+                raise StreamEnded("closed by the writer", by_bye=True)
+            case _:
+                raise StreamEnded(f"{type(message).__name__} out of order", RefusalReason.OUT_OF_ORDER)
+
+    def _take_head(self) -> wire.Message:
+        """The next message. Up to one entry of a table, or the beginning of the message after it, has come with it."""
+        into = memoryview(self._head)
+        while self._head_have < MESSAGE_BYTES:
+            between_messages = self._head_have == 0
+            self._head_have += self._read_some(into[self._head_have :], between_messages=between_messages)
+        try:
+            message = CODEC.decode(into[:MESSAGE_BYTES])
+        except wire.MalformedMessage as error:
+            raise StreamEnded(str(error), error.reason) from error
+        self._head_have -= MESSAGE_BYTES
+        if self._head_have:
+            self._head[: self._head_have] = self._head[MESSAGE_BYTES : MESSAGE_BYTES + self._head_have]
+        return message
+
+    def _check_order(self, sequence: int, epoch: Epoch) -> None:
+        if epoch != self.hello.epoch:
+            raise StreamEnded(f"epoch {epoch} on a connection of {self.hello.epoch}", RefusalReason.EPOCH)
+        if sequence != self._next_sequence:
+            reason = RefusalReason.REPLAYED if sequence < self._next_sequence else RefusalReason.SEQUENCE
+            raise StreamEnded(f"sequence {sequence} instead of {self._next_sequence}", reason)
+        self._next_sequence += 1
+
+    def _take_frame(self, frame: Data) -> bool:
+        """Take in table and payload. True if all of it has landed, or its copy is queued; False if some or all went to
+        scratch."""
+        table_S2 = self._take_table(frame)
+        with self._landing:
+            ranges = self._allowed.get(frame.grant)
+        if ranges is not None and not ranges.cover(table_S2[:, 0], table_S2[:, 1]):
+            raise StreamEnded("a frame that reaches outside its grant's blocks", RefusalReason.OUT_OF_GRANT)
+        left, landed = frame.payload_nbytes, False
+        if ranges is not None:
+            place_S2 = self._place(table_S2)
+            left = self._scatter(frame.grant, place_S2)
+            landed = not left
+            if self._memory.staged:
+                landed = self._copy(frame, place_S2, table_S2, received=landed)
+        self._drop(left)
+        if not landed:
+            self.frames_dropped += 1
+            return False
+        self.frames_landed += 1
+        self.bytes_landed += frame.payload_nbytes
+        return True
+
+    def _take_table(self, frame: Data) -> np.ndarray:
+        """Destination and length of each segment, int64, found to agree with the head and the region."""
+        limits = self._limits
+        if not (0 < frame.segments <= limits.frame_segments_max and 0 < frame.payload_nbytes <= limits.frame_bytes_max):
+            text = f"a frame of {frame.segments} segments and {frame.payload_nbytes} bytes"
+            raise StreamEnded(text, RefusalReason.OVERSIZED)
+        table = memoryview(self._table)[: frame.segments * SEGMENT_BYTES]
+        have = self._head_have
+        table[:have] = self._head[:have]
+        self._head_have = 0
+        self._read(table[have:])
+        table_S2 = np.frombuffer(table, dtype=_TABLE_DTYPE).reshape(-1, 2)
+        if not self._memory.holds(frame, table_S2):
+            raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
+        return table_S2
+
+    def _place(self, table_S2: np.ndarray) -> np.ndarray:
+        """Where to receive a frame. Waits for the device where it is still copying out of every chunk."""
+        while True:
+            self._reap()
+            place_S2 = self._memory.place(table_S2)
+            if place_S2 is not None:
+                return place_S2
+            self._flush()
+            if self._stopped:
+                raise StreamEnded("stopped by this receiver")
+            time.sleep(POLL_INTERVAL_S)
+
+    def _copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray, *, received: bool) -> bool:
+        """Queue the copy of a frame, if it is all there and the grant may still write. False: it is dropped."""
+        with self._landing:
+            if received and frame.grant in self._allowed:
+                self._memory.copy(frame, place_S2, table_S2)
+                return True
+        self._memory.give(place_S2)
+        return False
+
+    def _reap(self) -> None:
+        """Acknowledge what the device is through with."""
+        while (sequence := self._memory.copied()) is not None:
+            self._acknowledge(Ack(sequence=sequence, landed=True))
+
+    def _settle(self) -> None:
+        """Wait until every frame so far is in the region, and acknowledge it."""
+        while self._memory.copying:
+            self._reap()
+            time.sleep(POLL_INTERVAL_S)
+
+    def _scatter(self, grant: GrantId, table_S2: np.ndarray) -> int:
+        """Receive straight to its place for as long as the grant may write. Returns the bytes still to come."""
+        assert self._memory.array_U8 is not None
+        scatter = Scatter(self._sock, self._memory.array_U8, table_S2, self._interrupt)
+        while True:
+            with self._landing:
+                if grant not in self._allowed:
+                    return scatter.left_nbytes
+                received = scatter.receive()
+            match received:
+                case Received.ALL:
+                    return 0
+                case Received.NOTHING_YET:
+                    self._wait(min(scatter.left_nbytes, WAKE_BYTES_MAX))
+                case Received.EOF:
+                    raise self._cut_off()
+                case Received.INTERRUPTED:
+                    time.sleep(INTERRUPTED_PAUSE_S)
+
+    def _drop(self, left: int) -> None:
+        while left:
+            left -= self._read_some(self._scratch[: min(left, len(self._scratch))])
+
+    def _read(self, into: memoryview) -> None:
+        """Fill `into`, which is not the region."""
+        have = 0
+        while have < len(into):
+            have += self._read_some(into[have:])
+
+    def _read_some(self, into: memoryview, *, between_messages: bool = False) -> int:
+        while True:
+            if self._stopped:
+                raise StreamEnded("stopped by this receiver")
+            try:
+                count = self._sock.recv_into(into)
+            except BlockingIOError:
+                self._wait()
+                continue
+            if count == 0:
+                raise self._cut_off(between_messages=between_messages)
+            return count
+
+    def _cut_off(self, *, between_messages: bool = False) -> StreamEnded:
+        if self._stopped:
+            return StreamEnded("stopped by this receiver")
+        if between_messages:
+            return StreamEnded("closed without BYE")
+        return StreamEnded("closed in the middle of a message", RefusalReason.TRUNCATED)
+
+    def _wait(self, wanted_nbytes: int = 1) -> None:
+        """Nothing to read: acknowledge what has landed, and wait for so many bytes, or `stop`. May come back sooner."""
+        self._flush()
+        if wanted_nbytes != self._low_water_nbytes:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_nbytes)
+            self._low_water_nbytes = wanted_nbytes
+        if self._stopped:
+            raise StreamEnded("stopped by this receiver")
+        polls_for = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+        if polls_for != self._polls_for:
+            self._poll.modify(self._sock, polls_for)
+            self._polls_for = polls_for
+        if not self._memory.copying:
+            self._poll.poll()
+        elif not self._poll.poll(0):
+            time.sleep(POLL_INTERVAL_S)
+            self._reap()
+
+    def _acknowledge(self, ack: Ack) -> None:
+        """Cumulative: replaces an acknowledgement that has not left yet, unless they say different things."""
+        if self._ack is not None and self._ack.landed != ack.landed:
+            self._outbox += CODEC.encode(self._ack)
+        self._ack = ack
+        self._frames_unacked += 1
+        if self._frames_unacked >= self._limits.ack_frames_max:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what the socket takes without waiting."""
+        if self._ack is not None:
+            self._outbox += CODEC.encode(self._ack)
+            self._ack = None
+            self._frames_unacked = 0
+        if not self._outbox:
+            return
+        try:
+            sent = self._sock.send(self._outbox)
+        except BlockingIOError:
+            sent = 0
+        del self._outbox[:sent]
+        if len(self._outbox) > self._limits.outbox_bytes_max:
+            raise StreamEnded("the writer does not read its acknowledgements", RefusalReason.ACKS_UNREAD)
+
+    def _say_why(self) -> None:
+        """Best effort: what is lost costs the writer time, never safety."""
+        last: wire.Message | None = None
+        if self._fence_epoch is not None:
+            last = wire.Fence(epoch=self._fence_epoch)
+        elif self.end is not None and self.end.refusal is not None:
+            last = wire.Refused(reason=self.end.refusal)
+        try:
+            self._flush()
+            if last is not None:
+                self._outbox += CODEC.encode(last)
+                self._flush()
+        except (OSError, StreamEnded):
+            return
+
 
 PROVE_RETRY_MS = 1000
 """Between two looks whether a device that failed has finished its copies."""
@@ -281,7 +915,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         self._prove(connection, stream)
 
     def _prove(self, connection: TcpConnection, stream: ReceiveStream) -> None:
-        """Its thread has been joined. With the device's word, if there is one, the connection can no longer write."""
+        """Its thread has been joined. Once the device, if any, has finished, the connection can no longer write."""
         if self._closed:
             return
         hello = stream.hello

@@ -176,7 +176,7 @@ def usable(transports: Sequence[TransportName], tls: str) -> bool:
     except UcxUnavailable as error:
         if len(transports) == 1:
             raise InvalidField(
-                "transports", f"has ucx alone, which does not work here: {error}. `baton doctor` tells more"
+                "transports", f"has ucx alone, which does not work here: {error}. `baton doctor` says more"
             ) from error
         log.warning("ucx is not offered", reason=str(error))
         return False

@@ -170,10 +170,10 @@ class UcxAgent:
     def notified(self) -> list[int]:
         """Numbers that writers have sent since the last call. Cheap. Raises UcxFailed."""
         try:
-            told: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
+            received: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
         except self._nixl.errors as error:
             raise UcxFailed(f"no seals can be received: {error}") from error
-        return [int.from_bytes(message, "little") for messages in told.values() for message in messages]
+        return [int.from_bytes(message, "little") for messages in received.values() for message in messages]
 
     # Both.
 

@@ -152,7 +152,7 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
         return {
             **super().describe(),
             "ucx_transports": self._ucx_transports,
-            "fence": "by the receiver alone" if self._fences_alone else "needs the writer's word, or its death",
+            "fence": "by the receiver alone" if self._fences_alone else "needs the writer's BYE, or its death",
             "connections_unproved": sum(c.channel.opened and c.sock is None for c in connections),
             **{name: self._counts[name] for name in ("seals", "destroy_failed")},
         }
@@ -199,7 +199,7 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
         if connection.pidfd is not None:
             self._loop.add_reader(connection.pidfd, self._writer_died, connection)
 
-    # What writers say.
+    # What writers send.
 
     def _left(self, connection: UcxConnection, *, drained: bool) -> None:
         self._take_notifications(connection)

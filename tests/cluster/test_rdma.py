@@ -12,10 +12,10 @@ from cachestore.ledger import Ledger
 from kvtransfer.negotiation import LOST_THERE
 from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
-from kvtransfer.transports import rdma_memory
+from kvtransfer.transports import rdma_device
 from kvtransfer.transports.rdma_device import RdmaLimits
-from kvtransfer.transports.rdma_poster import posts_by
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.rdma_verbs import posts_by
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import ask_exactly, inprocess, peer_of, until
@@ -69,7 +69,7 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
     want of the receiver's device. It says so too when the device is back, since its link stays as it is; the next link
     is over rdma again, and nothing is left to say."""
     state = install(monkeypatch)
-    monkeypatch.setattr(rdma_memory, "RDMA_LIMITS", RdmaLimits(device_check_ms=5))
+    monkeypatch.setattr(rdma_device, "RDMA_LIMITS", RdmaLimits(device_check_ms=5))
     rng = random.Random(3)
 
     async def scenario() -> None:

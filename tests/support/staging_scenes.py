@@ -22,9 +22,8 @@ from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports import tcp_receiver, tcp_staged
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp_receiver import TcpReceiverPort
+from kvtransfer.transports.tcp_receiver import StagedMemory, TcpReceiverPort
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.tcp_stream import StagedMemory
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.conformance.transport_kits import Everything
 from tests.support.shm_harness import Recorder, grant_of, ops_of, pair_of

@@ -16,8 +16,7 @@ from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.tcp import CODEC, MESSAGE_BYTES, Data, TcpHello, connect_stream
-from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS, TcpReceiverPort
-from kvtransfer.transports.tcp_stream import STREAM_LIMITS, StreamLimits
+from kvtransfer.transports.tcp_receiver import STREAM_LIMITS, TCP_PORT_LIMITS, StreamLimits, TcpReceiverPort
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
 EPOCH = Epoch(3)

@@ -20,7 +20,7 @@ from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import CODEC
-from kvtransfer.transports.tcp_stream import ReceiveStream
+from kvtransfer.transports.tcp_receiver import ReceiveStream
 from tests.conformance.transport_kits import Everything, FakeSource
 from tests.support.fake_device import FakeDriver
 from tests.support.shm_harness import grant_of, ops_of, pair_of, run

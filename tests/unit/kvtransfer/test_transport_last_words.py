@@ -21,12 +21,11 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import UNREAD_BYTES_MAX, close_politely, take_leave
 from kvtransfer.transports.rdma import CODEC as RDMA
 from kvtransfer.transports.rdma import RegionAddress
-from kvtransfer.transports.rdma_device import HostBytes
-from kvtransfer.transports.rdma_memory import RdmaMemory
+from kvtransfer.transports.rdma_device import HostBytes, RdmaMemory
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.tcp import CODEC as TCP
 from kvtransfer.transports.tcp import MESSAGE_BYTES, SEGMENT_BYTES, Ack
-from kvtransfer.transports.tcp_stream import LandingMemory, ReceiveStream, StreamLimits
+from kvtransfer.transports.tcp_receiver import LandingMemory, ReceiveStream, StreamLimits
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx import CODEC as UCX
 from kvtransfer.transports.ucx_writer import UcxWriterLink

@@ -192,7 +192,7 @@ def test_where_neither_works_the_error_says_both_and_what_to_do() -> None:
         (Driver(allowed(peer_memory=False, dma_buf=False)), "opens its memory to no card"),
         (Driver(allowed(host_flushes=False)), "the host cannot flush it"),
         (Driver(allowed(), "attributes"), "cuDeviceGetAttribute: no such device"),
-        (Driver(allowed(peer_memory=False), "denied"), "as peer memory: the device's driver does not tell its pages"),
+        (Driver(allowed(peer_memory=False), "denied"), "as peer memory: the device's driver does not report its pages"),
     ],
 )
 def test_a_card_is_not_asked_for_what_the_device_does_not_allow(driver: Driver, says: str) -> None:

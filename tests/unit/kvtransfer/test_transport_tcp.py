@@ -15,7 +15,7 @@ from kvtransfer.transport import Seal
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, TcpHello
-from kvtransfer.transports.tcp_stream import StreamLimits
+from kvtransfer.transports.tcp_receiver import StreamLimits
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.conformance.transport_kits import Everything
 from tests.support.shm_harness import REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
