@@ -61,8 +61,8 @@ class Data(wire.Message):
         return self.LAYOUT.pack(self.sequence, self.epoch, self.grant, self.segments, self.payload_nbytes)
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Data:
-        sequence, epoch, grant, segments, nbytes = fields
+    def of(cls, values: tuple[Any, ...]) -> Data:
+        sequence, epoch, grant, segments, nbytes = values
         return cls(
             sequence=sequence, epoch=Epoch(epoch), grant=GrantId(grant), segments=segments, payload_nbytes=nbytes
         )
@@ -81,8 +81,8 @@ class Ack(wire.Message):
         return self.LAYOUT.pack(self.sequence, self.landed)
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Ack:
-        return cls(sequence=fields[0], landed=bool(at_most(fields[1], 1)))
+    def of(cls, values: tuple[Any, ...]) -> Ack:
+        return cls(sequence=values[0], landed=bool(at_most(values[1], 1)))
 
 
 CODEC: Final = wire.Codec(TransportName.TCP, Data, Ack, payload_bytes_max=_WELCOME.size, message_bytes=MESSAGE_BYTES)
