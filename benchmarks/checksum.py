@@ -98,7 +98,7 @@ async def handoff(layout: Layout, source_U8: np.ndarray, target_U8: np.ndarray, 
             checksums=sums.crcs_R.tolist(),
         )
         sent = checksums_from_proto(transfer_pb2.CommitRequest.FromString(message.SerializeToString()))
-        if sent is not None:
+        if len(sent):
             checks.keep(grant, sent, [BlockId(block) for block in range(blocks)])
             await checks.run(grant, told.append)
             assert told[0].intact

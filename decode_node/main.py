@@ -15,7 +15,7 @@ from baton.wire import NodeLoad, Role
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
-from kvtransfer.liveness_stream import LivenessStreams
+from kvtransfer.receiver import LivenessStreams
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_device import LentRegistration
 from node.engine_loop import EngineLoop

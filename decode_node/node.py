@@ -191,16 +191,16 @@ class DecodeNode:
                 job.first_token = request.first_token
                 if request.HasField("first_logprobs"):
                     job.first_logprobs = request.first_logprobs
-            checksums = checksums_from_proto(request)
+            sampled = bool(request.checksums or request.checksum_layers or request.checksum_blocks)
             return await self.receiver.commit(
                 CommitAsked(
                     pair=pair,
                     grant=grant,
                     writes=request.writes,
                     bytes_written=request.bytes_written,
-                    sampled=checksums is not None,
+                    sampled=sampled,
                 ),
-                checksums,
+                checksums_from_proto(request) if sampled else None,
             )
         except BatonError as error:
             if job is not None and is_open and error.code is Code.INVALID_ARGUMENT:

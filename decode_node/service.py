@@ -14,7 +14,6 @@ from baton.ids import GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.wire import ModelInfo, check_header, model_from_proto
 from decode_node.node import DecodeNode
 from engine.wire import key_from_proto
-from kvtransfer.liveness_stream import LivenessStreams
 from kvtransfer.negotiation import (
     check_compatible,
     choose,
@@ -23,6 +22,7 @@ from kvtransfer.negotiation import (
     host_parts,
     rejected_transports,
 )
+from kvtransfer.receiver import LivenessStreams
 
 
 class ReceiverService(transfer_pb2_grpc.TransferServicer):

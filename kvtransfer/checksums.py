@@ -235,10 +235,8 @@ def _joined(parts: list[Uint32Array]) -> Uint32Array:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 
 
-def checksums_from_proto(request: transfer_pb2.CommitRequest) -> RecordChecksums | None:
-    """None where the Commit carries no checksums: its writer samples nothing."""
-    if not request.checksums and not request.checksum_layers and not request.checksum_blocks:
-        return None
+def checksums_from_proto(request: transfer_pb2.CommitRequest) -> RecordChecksums:
+    """Not checked yet: `RecordChecks.keep` does that."""
     return RecordChecksums(
         layers_R=np.array(request.checksum_layers, dtype=np.uint32),
         blocks_R=np.array(request.checksum_blocks, dtype=np.uint32),

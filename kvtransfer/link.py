@@ -1,4 +1,8 @@
-"""A writer's data connection to one receiver process: made when needed, over the best transport that still works."""
+"""A writer's connections to one receiver process.
+
+The data connection is made when needed, over the best transport that still works. By the liveness stream the two watch
+each other.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from dataclasses import dataclass
 
 from batonpb import transfer_pb2, transfer_pb2_grpc
 
+from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.ids import Epoch, Pair
+from baton.liveness import LivenessConfig, Reach
 from baton.log import get_log
 from baton.rpc_client import rpc_errors
 from kvtransfer.negotiation import Offers, RejectedTransport
@@ -245,3 +251,95 @@ class PairLink:
                 reason=reason,
                 left=",".join(self.offers.names),
             )
+
+
+class LivenessStream:
+    """One long call from writer to receiver, open while both live and reach each other: each watches the other by it.
+
+    This is the writer's end, for one receiver process: made on a running loop, ended by `close`. A receiver that is
+    believed lost may come back: handoffs are given up, and drain as usual.
+
+    `lost` is called each time the receiver is believed lost, `gone` when another process is at its address.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        endpoint: str,
+        stub: transfer_pb2_grpc.TransferStub,
+        request: transfer_pb2.LivenessRequest,
+        lost: Callable[[], None],
+        gone: Callable[[], None],
+        liveness: LivenessConfig,
+        clock: Clock,
+    ) -> None:
+        self.out_of_reach = False
+        """Believed lost, and not reached again since."""
+        self._name = name
+        self._stub = stub
+        self._request = request
+        self._lost = lost
+        self._gone = gone
+        self._reach = Reach(endpoint, liveness, clock)
+        self._clock = clock
+        self._pause_s = liveness.reconnect_ms_max / 1000
+        self._stays_s = liveness.barren_ms_max / 1000
+        self._task = asyncio.create_task(self._run(), name=f"liveness-{name}")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if await self._replaced():
+                    self._gone()
+                    return
+                lost = await self._reach.lost()
+                why = self._reach.why
+            except Exception as error:
+                log.error("watching a receiver failed", peer=self._name, exc_info=error)
+                lost, why = True, "watching it failed"
+            if lost:
+                if not self.out_of_reach:
+                    self.out_of_reach = True
+                    log.warning("receiver lost", peer=self._name, why=why)
+                    try:
+                        self._lost()
+                    except Exception as error:
+                        log.error("giving up the handoffs to a receiver failed", peer=self._name, exc_info=error)
+                await self._clock.sleep_s(max(self._pause_s, self._reach.doubt_pause_s))
+
+    async def _replaced(self) -> bool:
+        """One call, to its end. True: another process is at the receiver's address.
+
+        The receiver's one answer says no more than that it has taken the call: what counts is whether that stays.
+        """
+        staying: asyncio.TimerHandle | None = None
+        try:
+            with rpc_errors(self._name):
+                call = self._stub.Liveness(self._request)
+                await self._reach.connected(call)
+                if self._reach.doubted:
+                    staying = asyncio.get_running_loop().call_later(self._stays_s, self._stayed)
+                async for _ in call:
+                    if not self._reach.doubted:
+                        self._reached()
+        except BatonError as error:
+            return error.reason is Reason.INCARNATION_MISMATCH
+        finally:
+            if staying is not None:
+                staying.cancel()
+        return False
+
+    def _stayed(self) -> None:
+        """The call that a doubted receiver has taken is still there."""
+        self._reach.heard()
+        self._reached()
+
+    def _reached(self) -> None:
+        if self.out_of_reach:
+            self.out_of_reach = False
+            log.info("receiver reached again", peer=self._name)

@@ -7,7 +7,7 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 from baton.config import setting
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
@@ -219,7 +220,7 @@ class Receiver:
         return answer.renewed
 
     async def commit(self, event: CommitAsked, checksums: RecordChecksums | None = None) -> bool:
-        """True once seals and commit are here and agree; False when the grant has been revoked.
+        """True once seal and commit are here and agree; False if the grant has been revoked.
 
         Raises BatonError DATA_CORRUPT where sampled records are not what `checksums` says: the grant is over then;
         BAD_FIELD where they cannot be of this grant.
@@ -245,7 +246,7 @@ class Receiver:
         self._handle(RequestCancelled(key=key))
 
     def supersede(self, key: RequestKey) -> None:
-        """This attempt runs here without a grant: those before it let go, and get no grant any more."""
+        """This attempt runs here without a grant. Earlier attempts let go and get no more grants."""
         if key.attempt > 0:
             self.cancel(RequestKey(request=key.request, attempt=Attempt(key.attempt - 1)))
 
@@ -263,8 +264,8 @@ class Receiver:
     def writers_seen(self, owners: Mapping[str, Incarnation]) -> None:
         """What the directory says: which incarnation is at which endpoint.
 
-        A writer whose endpoint another incarnation has taken over has ended; one that is not listed has, probably.
-        Both are fenced, the latter only when nothing of it is under way; their books go with the fence's evidence.
+        A writer whose endpoint another incarnation has taken over has ended. A writer that is not listed has probably
+        ended. Both are fenced, the latter only when nothing of it is under way, and forgotten with the evidence.
         """
         present = set(owners.values())
         for pair, endpoint in list(self._writers.items()):
@@ -275,8 +276,8 @@ class Receiver:
                 self._handle(WriterSuspected(pair=pair))
 
     def writer_lost(self, pair: Pair) -> None:
-        """The writer is out of reach, and may come back: what it has open here is taken back, with a fence."""
-        if pair not in self._writers:  # its books are closed, so it has ended in order, or has never connected
+        """The writer is out of reach and may come back. Its open grants are revoked, with a fence."""
+        if pair not in self._writers:  # it has ended in order and is forgotten, or has never connected
             log.info("writer gone", writer=self.holdings.name_of(pair))
             return
         log.warning("writer lost", writer=self.holdings.name_of(pair))
@@ -333,8 +334,8 @@ class Receiver:
         return self._carry_out(instructions)
 
     def _without_failed_copies(self, event: ReserveAsked | WriterReleased) -> ReserveAsked | WriterReleased:
-        """The event without what a port contradicts: the writer's word does not end its right to a grant while copies
-        of that grant may still run on a device that has failed. Such a grant waits for a fence."""
+        """The event without what a port contradicts: a Release does not end the right to a grant while copies of it may
+        still run on a device that has failed. Such a grant waits for a fence."""
         lowest_live = event.lowest_live
         for number, grant in self.grants.uncommitted(event.pair):
             named = isinstance(event, WriterReleased) and number == event.number
@@ -437,6 +438,51 @@ class Receiver:
     def _drop_channel(self, endpoint: str) -> None:
         if endpoint not in self._writers.values():
             self._tasks.spawn(self._channels.drop(endpoint))
+
+
+class LivenessStreams:
+    """The receiver's end of the liveness streams (`kvtransfer.link.LivenessStream`): which writers have theirs open.
+
+    A writer that is believed lost may come back, so nothing is freed: its loss starts a fence, which ends with its own
+    evidence. Lives on one event loop.
+
+    `lost` is called for a pair whose stream has ended and was not opened again within `reconnect_ms_max`.
+    """
+
+    def __init__(self, *, lost: Callable[[Pair], None], liveness: LivenessConfig) -> None:
+        self._lost = lost
+        self._wait_s = liveness.reconnect_ms_max / 1000
+        self._calls: dict[Pair, int] = {}
+        self._timers: dict[Pair, asyncio.TimerHandle] = {}
+        self._closing = asyncio.Event()
+
+    async def serve(self, pair: Pair) -> AsyncGenerator[transfer_pb2.LivenessReply, None]:
+        """The handler of one stream. Ends with `close`, or by being cancelled when the connection does."""
+        self._calls[pair] = self._calls.get(pair, 0) + 1
+        timer = self._timers.pop(pair, None)
+        if timer is not None:
+            timer.cancel()
+        try:
+            yield transfer_pb2.LivenessReply()
+            await self._closing.wait()
+        finally:
+            self._calls[pair] -= 1
+            if self._calls[pair] == 0:
+                del self._calls[pair]
+                if not self._closing.is_set():
+                    loop = asyncio.get_running_loop()
+                    self._timers[pair] = loop.call_later(self._wait_s, self._overdue, pair)
+
+    def close(self) -> None:
+        """End all streams: this node is stopping. Idempotent."""
+        self._closing.set()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _overdue(self, pair: Pair) -> None:
+        del self._timers[pair]
+        self._lost(pair)
 
 
 def _shutting_down() -> BatonError:

@@ -18,16 +18,14 @@ from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.link import DataDoesNotPass, PeerAddress
-from kvtransfer.liveness_stream import LivenessStream
+from kvtransfer.link import DataDoesNotPass, LivenessStream, PeerAddress
 from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma_connect import RdmaUnproved
 from kvtransfer.transports.rdma_device import LentRegistration, register_if_usable
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.rdma_writer import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.shm_writer import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.tcp_writer import TcpWriterLink

@@ -471,14 +471,14 @@ class ReceiverMachine:
     def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
         """May bytes of this grant, on a connection of this epoch, land? For transports whose receiver can still refuse.
 
-        The epoch alone does not do: after a connection broke, its writer lets go of what it had posted, while bytes
-        of it may still be on their way here, in an epoch that nobody had a reason to raise.
+        The epoch alone is not enough. After a connection broke, its writer releases the grant while bytes may still be
+        on their way here, in an epoch that nobody had a reason to raise.
         """
         known = self._grant(grant, pair)
         return known is not None and known.state in UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
 
     def has_answered(self, pair: Pair, number: ReserveNumber) -> bool:
-        """Is the answer to this Reserve written down? A repeat gets it, whatever has changed here meanwhile."""
+        """Is the answer to this Reserve stored? A repeat gets it, whatever has changed here meanwhile."""
         known = self._pairs.get(pair)
         return known is not None and (number in known.by_number or number in known.refused)
 
@@ -508,12 +508,12 @@ class ReceiverMachine:
         return state is None or all(g.state in (GrantState.FENCED, GrantState.RELEASED) for g in self._grants_of(state))
 
     def owner(self, grant: GrantId) -> tuple[Pair, int] | None:
-        """Whose grant this is, and how many blocks it opens to him."""
+        """The grant's pair, and how many blocks it opens to that writer."""
         known = self._grants.get(grant)
         return (known.pair, len(known.blocks)) if known is not None else None
 
     def owned(self) -> Iterator[tuple[Pair, GrantState, int]]:
-        """Of each grant whose writer may still write: whose it is, its state, how many blocks it opens."""
+        """For each grant whose writer may still write: its pair, its state, how many blocks it opens."""
         return ((g.pair, g.state, len(g.blocks)) for g in self._grants.values() if g.state in UNCOMMITTED)
 
     @property
@@ -532,8 +532,10 @@ class ReceiverMachine:
         return counts
 
     def is_over(self, key: RequestKey) -> bool:
-        """Whether this attempt gets no grant any more: cancelled, overtaken by a newer one, or granted already. It may
-        come again under a new number only once its earlier grant is doomed."""
+        """True if this attempt gets no more grants: it was cancelled, a newer attempt came, or it has a grant already.
+
+        It may come again under a new number only once its earlier grant is being revoked.
+        """
         if key.attempt <= self._dead_attempts.get(key.request, -1):
             return True
         grants = [self._grants[g] for g in self._by_request.get(key.request, ())]
@@ -652,7 +654,7 @@ class ReceiverMachine:
         return stay if grant.check is RecordCheck.RUNNING else GrantState.COMMITTED
 
     def _checked(self, event: RecordsChecked) -> None:
-        """Of a grant that is no longer uncommitted the blocks may be another's by now: what was read says nothing."""
+        """If the grant is no longer uncommitted, its blocks may be another's by now, and the comparison is void."""
         grant = self._grants.get(event.grant)
         if grant is None or grant.state not in UNCOMMITTED:
             return
@@ -660,7 +662,7 @@ class ReceiverMachine:
         if not event.intact:
             grant.check = RecordCheck.CORRUPT
             self._out.append(ReportCorrupt(pair=grant.pair, key=grant.key, grant=grant.id))
-        # Seals and commit agree, so the writer writes no more, whatever its records are worth.
+        # Seal and commit agree, so the writer writes no more, whatever its records are worth.
         commits = event.intact and grant.state in OPEN
         self._step(grant, Step.CHECKED, GrantState.COMMITTED if commits else GrantState.FENCED)
 
@@ -715,7 +717,7 @@ class ReceiverMachine:
         self._start_fence(event.pair)
 
     def _start_fence(self, pair_key: Pair) -> None:
-        """A fence takes the whole pair's right: its open grants are doomed, so their requests let go now."""
+        """A fence ends the right of the whole pair. Its open grants cannot commit, so their requests let go now."""
         pair = self._pair(pair_key)
         for grant in self._grants_of(pair):
             if grant.state in OPEN:

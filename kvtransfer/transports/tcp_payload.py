@@ -10,7 +10,7 @@ import socket
 import numpy as np
 
 from kvtransfer.native.sockets import native_sockets
-from kvtransfer.transports.tcp_frames import Frame
+from kvtransfer.transports.tcp_lanes import Frame
 
 CALL_SEGMENTS_MAX = 1024
 """Of one system call in Python: IOV_MAX of Linux."""

@@ -29,7 +29,7 @@ from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.post_queue import Batch, PostQueue, Taken, TooManyAbandonedGrants
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp_frames import Frame, cut_frames
+from kvtransfer.transports.tcp_lanes import Frame, cut_frames
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 
 

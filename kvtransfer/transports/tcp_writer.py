@@ -41,9 +41,8 @@ from kvtransfer.transports.tcp import (
     connect_stream,
     leave_stream,
 )
-from kvtransfer.transports.tcp_frames import Frame
+from kvtransfer.transports.tcp_lanes import Frame, StreamLanes, ToSend
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
-from kvtransfer.transports.tcp_queue import StreamLanes, ToSend
 from kvtransfer.transports.writer_link import BaseWriterLink, Mark
 
 AT_ONCE_BYTES_MAX: Final = 1 << 16

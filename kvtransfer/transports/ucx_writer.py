@@ -18,9 +18,8 @@ from baton.log import get_log
 from baton.tasks import call_loop
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.chain_link import ChainLink
+from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.rdma_queue import QueueLimits, SealPart
 from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.ucx import CODEC, UCX_LINK_LIMITS, Connected, connect
 from kvtransfer.transports.ucx_nixl import UcxFailed, ucx_transports

@@ -14,8 +14,8 @@ from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
 from kvtransfer.transports import rdma_device
 from kvtransfer.transports.rdma_device import RdmaLimits
-from kvtransfer.transports.rdma_poster import posts_by
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.rdma_verbs import posts_by
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import ask_exactly, inprocess, peer_of, until

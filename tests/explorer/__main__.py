@@ -25,7 +25,7 @@ def main() -> int:
         except Counterexample as counterexample:
             print(f"{name}: {counterexample}")
             return 1
-        print(f"{name}: {found.told()}; {calm.told()}", flush=True)
+        print(f"{name}: {found.summary()}; {calm.summary()}", flush=True)
     return 0
 
 

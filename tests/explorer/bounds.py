@@ -28,8 +28,8 @@ class Profile(Enum):
     The writer knows of a write that it has landed, or after the connection broke that it is in doubt. A link that is
     not made, because its probes are lost, is like none: nothing of a grant is ever on it."""
     SHM = "shm"
-    """Stores by the writer's own threads: nothing is under way, nothing can be refused; a fence waits for its word, or
-    its death."""
+    """Stores by the writer's own threads: nothing is under way, nothing can be refused; a fence waits for its BYE,
+    or its death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

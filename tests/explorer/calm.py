@@ -20,7 +20,7 @@ from tests.explorer.bounds import Violation
 from tests.explorer.product import DEAD, Budget, Label, Product, State
 from tests.explorer.receiver_part import ReceiverInfo
 from tests.explorer.search import Counterexample, Found, no_collection
-from tests.explorer.trace import step_told, tell
+from tests.explorer.trace import step_lines, trace_to
 from tests.explorer.writer_part import WriterInfo
 
 Move = tuple[Label, State]
@@ -34,7 +34,7 @@ class Calm:
     states: int
     steps_max: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"calm from {self.starts:,} of them: all free within {self.steps_max} steps"
 
 
@@ -58,8 +58,8 @@ def _walk_all(found: Found) -> Calm:
             try:
                 walker.walk(calm)
             except Violation as violation:
-                trace = tell(found.product, found.path(state), None)
-                raise Counterexample(str(violation), [*trace, "     calm", *walker.told(calm)]) from violation
+                trace = trace_to(found.product, found.path(state), None)
+                raise Counterexample(str(violation), [*trace, "     calm", *walker.steps_from(calm)]) from violation
     return Calm(starts=starts, states=len(walker.steps_left), steps_max=max(walker.steps_left.values()))
 
 
@@ -101,7 +101,7 @@ class _Walker:
             left += 1
             self.steps_left[passed] = left
 
-    def told(self, start: State) -> list[str]:
+    def steps_from(self, start: State) -> list[str]:
         """The walk from here, in words, up to where it ends or comes round."""
         lines: list[str] = []
         seen: set[State] = set()
@@ -111,7 +111,7 @@ class _Walker:
             move = self.move(state)
             if move is None:
                 return lines
-            lines += step_told(self._product, state, *move)
+            lines += step_lines(self._product, state, *move)
             state = move[1]
         return [*lines, "     and so on"]
 

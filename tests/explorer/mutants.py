@@ -59,7 +59,7 @@ class NoRefusedNumbers(ReceiverMachine):
 
 
 class NoLowestLive(ReceiverMachine):
-    """The writer's word about the numbers below its lowest live one is not remembered."""
+    """The release of all numbers below the writer's lowest live one is not remembered."""
 
     def _raise_lowest_live(self, pair_key: Pair, lowest_live: ReserveNumber) -> None:
         super()._raise_lowest_live(pair_key, lowest_live)
@@ -140,7 +140,7 @@ class NoRevokeTimer(ReceiverMachine):
 
 
 class DoubtIgnored(ReceiverMachine):
-    """The writer's word is evidence, whatever became of the link that its writes went on."""
+    """A Release is evidence, whatever became of the link that its writes went on."""
 
     def _released(self, event: WriterReleased) -> None:
         super()._released(replace(event, in_doubt=False))
@@ -173,7 +173,7 @@ class DoubtForgotten(WriterMachine):
 
 
 class ReleaseUndrained(WriterMachine):
-    """The writer gives its word while its copies are still running."""
+    """The writer sends Release while its copies are still running."""
 
     def _drain(self, handoff: HandoffEntry) -> None:
         if handoff.outstanding == 0:
@@ -183,7 +183,7 @@ class ReleaseUndrained(WriterMachine):
 
 
 class RevokeAnsweredAtOnce(WriterMachine):
-    """So does one that is told that its peer is gone, or thinks so (the machine once did this)."""
+    """A writer that gives its peer up answers a Revoke at once (the machine once did this)."""
 
     def _peer_gone(self, event: Any) -> None:
         for handoff in self._handoffs.values():
@@ -206,7 +206,7 @@ class SealOvertakesData(DataPath):
 
 
 class ByeBeforeDrain(DataPath):
-    """The writer says BYE when it has closed its connection, while copies of its own threads still run."""
+    """The writer sends BYE when it has closed its connection, while copies of its own threads still run."""
 
     def may_leave(self, number: int, writer: int, epoch: Epoch, outstanding: int) -> bool:
         return super().may_leave(number, writer, epoch, 0)

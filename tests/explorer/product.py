@@ -133,8 +133,8 @@ class Product:
                 if not merges or effect is None or effect.to is not receiver:
                     yield ("to receiver", number), self.receiver_does(state, receiver, writer, number)
                 continue
-            told = writer.effects.get(number)
-            if not merges or told is None or told.to is not writer:
+            known = writer.effects.get(number)
+            if not merges or known is None or known.to is not writer:
                 yield ("to writer", number), self.writer_does(state, receiver, writer, number)
 
     def _receiver_steps(
@@ -175,8 +175,8 @@ class Product:
     def _writer_steps(self, state: State, receiver: ReceiverInfo, writer: WriterInfo) -> Iterator[tuple[Label, State]]:
         merges = self.bounds.merges
         for event in writer.local:
-            told = writer.effects.get(event)
-            if not merges or told is None or told.to is not writer:
+            effect = writer.effects.get(event)
+            if not merges or effect is None or effect.to is not writer:
                 yield ("writer", event), self.writer_does(state, receiver, writer, event)
         if self.bounds.writers_give_peers_up and writer.handoffs:
             event = self.writers.peer_gone
@@ -195,7 +195,7 @@ class Product:
     def write_or_finish(
         self, state: State, receiver: ReceiverInfo, writer: WriterInfo, handoff: HandoffView
     ) -> tuple[Label, State]:
-        """Post the next write, connecting for it if need be; after the last one, say so."""
+        """Post the next write, connecting for it if need be. After the last one, report AllPosted."""
         if handoff.writes == self.bounds.writes_per_grant:
             return ("writer", handoff.all_posted), self.writer_does(state, receiver, writer, handoff.all_posted)
         connected = self.path.by_id[state[2]].link(writer.writer, handoff.epoch) is not None
@@ -225,8 +225,8 @@ class Product:
         """One write completes; in shm it is stored at the latest now, unless it was abandoned."""
         number = state[2]
         if self.rdma and handoff.outstanding <= self.path.under_way(number, handoff.grant, is_open=False):
-            told = self.writer_does(state, receiver, writer, handoff.in_doubt)
-            return self.writer_does(told, receiver, self.writers.by_id[told[1]], handoff.complete)
+            doubted = self.writer_does(state, receiver, writer, handoff.in_doubt)
+            return self.writer_does(doubted, receiver, self.writers.by_id[doubted[1]], handoff.complete)
         if not self.shm and not self.bounds.writes_land_apart:
             number = self.path.oldest_landed(number, receiver, writer.writer, handoff.grant)
         data = self.path.by_id[number]
@@ -258,7 +258,7 @@ class Product:
                 yield ("writer", lost), self.lose_link(state, receiver, writer, epoch)
 
     def arrive(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, place: int) -> State | None:
-        """What is oldest on this connection reaches the receiver (see `DataPath.arrived`). None: nothing to tell."""
+        """What is oldest on this connection reaches the receiver (see `DataPath.arrived`). None: nothing changes."""
         connection = self.path.by_id[state[2]].connections[place]
         number, sealed = self.path.arrived(state[2], receiver, place, one=self.bounds.writes_land_apart)
         if sealed is None:
@@ -310,7 +310,7 @@ class Product:
             ("receiver crashes and restarts", 0),
             (self.receivers.start.id, self.writers.start(0).id, self.path.nothing, left, 0),
         )
-        to_writer = state[4] & self.writers.minds(writer) & writer.hears
+        to_writer = state[4] & self.writers.minds(writer) & writer.receives
         yield ("receiver crashes, its writer goes on", 0), (DEAD, state[1], self.path.nothing, state[3], to_writer)
 
     def _steps_of_orphan(self, state: State) -> Iterator[tuple[Label, State]]:

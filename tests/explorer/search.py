@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tests.explorer.bounds import Bounds, Violation
 from tests.explorer.product import Label, Product, State
-from tests.explorer.trace import tell
+from tests.explorer.trace import trace_to
 
 
 class Counterexample(AssertionError):
@@ -35,7 +35,7 @@ class Found:
     depth: int
     seconds: float
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return (
             f"{len(self.seen):,} distinct states ({self.visited:,} visited), {self.steps:,} transitions, depth "
             f"{self.depth}, {self.seconds:.1f} s"
@@ -90,7 +90,7 @@ def _explore(bounds: Bounds, states_max: int) -> Found:
         except Violation as violation:
             # Without a label the step itself failed, on its way to a state.
             failing = label or product.trying
-            trace = tell(product, path_to(seen, state), (failing, str(violation)))
+            trace = trace_to(product, path_to(seen, state), (failing, str(violation)))
             raise Counterexample(str(violation), trace) from violation
         assert len(seen) <= states_max, f"more than {states_max} states"
     return Found(

@@ -22,7 +22,7 @@ CALM_STEPS_MAX = 16
 def _explored(name: str) -> tuple[Found, Calm]:
     found = explore(DEFAULT[name])
     calm = walk_all(found)
-    print(f"{name}: {found.told()}; {calm.told()}")
+    print(f"{name}: {found.summary()}; {calm.summary()}")
     # What the second test asks for are the steps that the machines took, not the states.
     found.seen.clear()
     return found, calm

@@ -14,19 +14,19 @@ _INDENT = " " * 16
 _TO_WRITER = ("to writer", "writer", "orphan")
 
 
-def tell(product: Product, path: list[State], failing: tuple[Label, str] | None) -> list[str]:
-    """One line for each step of the path, what each side was told to do below it; then the step that failed."""
+def trace_to(product: Product, path: list[State], failing: tuple[Label, str] | None) -> list[str]:
+    """One line for each step of the path with its instructions below it, then the step that failed."""
     lines: list[str] = []
     for before, after in itertools.pairwise(path):
         label = next(label for label, to in product.steps(before) if to == after)
-        lines += step_told(product, before, label, after)
+        lines += step_lines(product, before, label, after)
     if failing is not None:
         label, what = failing
-        lines += [*step_told(product, path[-1], label, None), f"     !! {what}"]
+        lines += [*step_lines(product, path[-1], label, None), f"     !! {what}"]
     return lines
 
 
-def step_told(product: Product, state: State, label: Label, after: State | None) -> list[str]:
+def step_lines(product: Product, state: State, label: Label, after: State | None) -> list[str]:
     kind, number = label
     if kind in ("arrives", "skips abandoned"):
         connection = product.path.by_id[state[2]].connections[number]
@@ -35,18 +35,18 @@ def step_told(product: Product, state: State, label: Label, after: State | None)
         return lines + _meanwhile(product, state, 0, after)
     if kind not in ("to receiver", "receiver", *_TO_WRITER):
         return [f"       fault: {kind}"]
-    told: list[Any] = []
+    instructions: list[Any] = []
     sent = 0
     try:
         if kind in _TO_WRITER:
             writer_effect = product.writers.effect(product.writers.by_id[state[1]], number)
-            told, sent = list(writer_effect.instructions), writer_effect.sent
+            instructions, sent = list(writer_effect.instructions), writer_effect.sent
         else:
             receiver_effect = product.receivers.effect(product.receivers.by_id[state[0]], number)
-            told, sent = list(receiver_effect.instructions), receiver_effect.sent
+            instructions, sent = list(receiver_effect.instructions), receiver_effect.sent
     except Violation:
-        pass  # the step whose failure is being told
-    lines = [f"{kind:>12}: {show(product.messages.event(number))}", *(f"{_INDENT}-> {show(i)}" for i in told)]
+        pass  # the step that failed
+    lines = [f"{kind:>12}: {show(product.messages.event(number))}", *(f"{_INDENT}-> {show(i)}" for i in instructions)]
     return lines + _meanwhile(product, state, sent, after)
 
 

@@ -96,8 +96,8 @@ class WriterInfo:
     over: bool
     effects: dict[int, WriterEffect]
     alive: int = 0
-    """Messages that somebody is there to receive; `hears`: this writer."""
-    hears: int = 0
+    """Messages that somebody is there to receive; `receives`: this writer."""
+    receives: int = 0
     minds: int = 0
     minds_known: int = 0
 
@@ -137,7 +137,7 @@ class WriterPart:
                 info.alive |= 1 << i
             elif items[i].writer == info.writer:
                 info.alive |= 1 << i
-                info.hears |= 1 << i
+                info.receives |= 1 << i
             if items[i].writer == info.writer and self._minds(info, items[i].event):
                 info.minds |= 1 << i
         info.minds_known = len(items)
@@ -246,7 +246,7 @@ class _Shell:
         for number, grant in self._known.items():
             over = number not in rows or rows[number][2] is WriterState.RELEASING
             if over and number not in self._reported:
-                raise Violation(f"handoff {number} is over without a word about its end")
+                raise Violation(f"handoff {number} is over and its end was not reported")
             if over and grant and number not in self._released:
                 raise Violation(f"handoff {number} is over with its sources held")
         # A Release under way: whether there was a grant matters no more, and no source is held.

@@ -12,7 +12,7 @@ from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
-from kvtransfer.liveness_stream import LivenessStream
+from kvtransfer.link import LivenessStream
 
 HANG_S = 30.0
 LIVENESS = LivenessConfig(heartbeat_ms=50, answer_ms_max=200, reconnect_ms_max=300, reconnect_pause_ms=100)
@@ -127,7 +127,7 @@ def test_a_receiver_is_lost_once_and_reached_again_once(caplog: pytest.LogCaptur
                 assert (told, stream.out_of_reach) == (["lost", "lost"], True)
                 await stream.close()
 
-    with caplog.at_level(logging.INFO, logger="baton.liveness"):
+    with caplog.at_level(logging.INFO, logger="baton.writer"):
         asyncio.run(scene())
     assert [record.getMessage() for record in caplog.records] == [
         "receiver lost", "receiver reached again", "receiver lost",

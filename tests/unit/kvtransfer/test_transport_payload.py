@@ -13,7 +13,7 @@ import pytest
 
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.transports import tcp_payload
-from kvtransfer.transports.tcp_frames import Frame, cut_frames
+from kvtransfer.transports.tcp_lanes import Frame, cut_frames
 from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
 from kvtransfer.transports.tcp_receiver import Scatter
 from tests.support.shm_harness import DEADLINE_S, ops_of
