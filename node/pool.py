@@ -29,7 +29,7 @@ from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MI
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma_verbs import posts_by
-from kvtransfer.transports.tcp_payload import moved_by
+from kvtransfer.transports.tcp import moved_by
 from node.regions import PoolRegion, clear_frames_of, on_thread, open_pool_region, pin_staging
 from node.spill import HostMemory, SpillConfig, open_host_memory
 
