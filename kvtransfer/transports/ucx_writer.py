@@ -198,7 +198,7 @@ class UcxWriterLink(ChainLink):
             self._hang_up(None)
             self._finish()
             return
-        drained = not self._queue.on_the_way  # else some are in doubt, and each grant is reported
+        drained = not self._queue.on_the_way  # else some are in doubt, and the queue reports each grant
         self._lanes.lose()
         self._hang_up(wire.Bye(epoch=self._epoch, drained=drained))
         self._finish_soon()
