@@ -180,7 +180,7 @@ class Reach:
 
 
 def doubt_pause_ms(doubts: int) -> int:
-    """Before a peer is tried again that was lost so many times in a row for ending every call at once."""
+    """Pause before trying a peer again that was lost this often in a row for ending every call at once."""
     return min(DOUBT_PAUSE_MS << min(doubts - 1, 16), DOUBT_PAUSE_MS_MAX) if doubts else 0
 
 
