@@ -34,7 +34,7 @@ from typing import Any
 
 from baton.rpc_client import ChannelLimits, Channels
 from benchmarks.interference_report import LONG_PROMPT, best_chunk, draw, report
-from cli.bench_targets import OpenAiTarget, RouterTarget, Target, TargetError
+from cli.bench_load import OpenAiTarget, RouterTarget, Target, TargetError
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterSpec
 from engine.demo_model import DemoModelParams, write_demo_model

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.rpc_client import ChannelLimits, Channels
-from cli.bench_targets import RouterTarget, TargetError
+from cli.bench_load import RouterTarget, TargetError
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterSpec
 from engine.build import EngineKind

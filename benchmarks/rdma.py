@@ -27,13 +27,12 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.rdma_connect import RdmaLinkLimits
+from kvtransfer.transports.chain_link import ChainLanes, QueueLimits, SealPart
 from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaMemory
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
-from kvtransfer.transports.rdma_poster import Addresses, NativePoster, rdma_library
-from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits, SealPart
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.rdma_verbs import Addresses, Poster, rdma_library
+from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
@@ -174,7 +173,7 @@ def poster(rounds: int) -> dict[str, object]:
     qp, cq = library.null_qp(ctypes.addressof(memory)), library.null_cq(ctypes.addressof(memory))
     wake = os.eventfd(0)
     addresses = Addresses(src_base=0, lkey=1, dst_base=0, rkey=2)
-    native = NativePoster(library, qps=[qp], cq=cq, channel_fd=wake, addresses=addresses)
+    native = Poster(library, qps=[qp], cq=cq, channel_fd=wake, addresses=addresses, take_event=lambda: None)
     ops = scattered(16 << 10, POSTER_REQUESTS, POSTER_REGION_BYTES, 1)
     found: dict[str, object] = {}
     for chain in (32, 128):
@@ -186,7 +185,7 @@ def poster(rounds: int) -> dict[str, object]:
     return found
 
 
-def _post_alone(native: NativePoster, ops: WriteOps, chain: int) -> float:
+def _post_alone(native: Poster, ops: WriteOps, chain: int) -> float:
     began = time.thread_time()
     for start in range(0, POSTER_REQUESTS, chain):
         end = start + chain
@@ -194,7 +193,7 @@ def _post_alone(native: NativePoster, ops: WriteOps, chain: int) -> float:
     return time.thread_time() - began
 
 
-def _post_queued(native: NativePoster, ops: WriteOps, chain: int) -> float:
+def _post_queued(native: Poster, ops: WriteOps, chain: int) -> float:
     """As a link's thread does it, of one large batch; the device completes at once."""
     loop = asyncio.new_event_loop()
     limits = QueueLimits(

@@ -1,14 +1,237 @@
-"""What `baton bench` keeps of a run: histograms, counts, a timeline. Pure; of the same size however long it runs."""
+"""What `baton bench` keeps of a run: histograms, counts, a timeline, of the same size however long it runs.
+
+And how it shows them: a line while it runs, the figures at the end, the same as data, and a picture, for which alone
+matplotlib is imported.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from baton.errors import BatonError, Reason
+from cli.output import format_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUFFIXES: Final = (".png", ".svg", ".pdf")
+_LABELS: Final = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E"}
+
+
+def check_plot(path: Path) -> None:
+    """Refuse before the run what could not be drawn after it. Raises BatonError BAD_CONFIG."""
+    if path.suffix not in SUFFIXES:
+        raise BatonError(Reason.BAD_CONFIG, f"--plot {path}: the name must end in {', '.join(SUFFIXES)}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            "--plot needs matplotlib, which is not installed: pip install 'baton-serve[plot]', or use --json and draw "
+            "it elsewhere.",
+        )
+
+
+def draw(data: Mapping[str, Any], path: Path, *, title: str) -> None:
+    """Draw what `cli.bench_stats.report_data` made. Raises OSError where `path` cannot be written."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(2, 2)
+    _curves(axes[0][0], data["curves"], ("ttft", "e2e"), "share of requests")
+    _curves(axes[0][1], data["curves"], ("itl", "tpot"), "share of gaps (ITL), requests (TPOT)")
+    _rates(axes[1][0], data["timeline"])
+    _worst(axes[1][1], data["timeline"])
+    figure.savefig(path, dpi=130)
+
+
+def _curves(axes: Axes, curves: Mapping[str, Any], names: tuple[str, ...], label: str) -> None:
+    for name in names:
+        points = curves[name]
+        if points:
+            values, counts = zip(*points, strict=True)
+            axes.step(values, [count / counts[-1] for count in counts], where="post", label=_LABELS[name])
+    axes.set(xscale="log", xlabel="ms", ylabel=label, ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(loc="lower right")
+
+
+def _times(timeline: Mapping[str, Any]) -> list[float]:
+    return [(i + 0.5) * timeline["bucket_s"] for i in range(len(timeline["tokens"]))]
+
+
+def _rates(axes: Axes, timeline: Mapping[str, Any]) -> None:
+    times, width = _times(timeline), timeline["bucket_s"]
+    axes.plot(times, [tokens / width for tokens in timeline["tokens"]], label="output tokens/s")
+    axes.set(xlabel="s", ylabel="output tokens/s", xlim=(0, None), ylim=(0, None))
+    axes.grid(alpha=0.3)
+    if any(timeline["failed"]):
+        right = axes.twinx()
+        right.bar(times, timeline["failed"], width=width, color="tab:red", alpha=0.4)
+        right.set(ylabel="requests failed", ylim=(0, None))
+
+
+def _worst(axes: Axes, timeline: Mapping[str, Any]) -> None:
+    times = _times(timeline)
+    for name, label in (("ttft_ms_max", "longest TTFT"), ("gap_ms_max", "longest gap")):
+        axes.plot(times, [value or math.nan for value in timeline[name]], ".", label=label, markersize=4)
+    axes.set(xlabel="s", ylabel="ms", yscale="log", xlim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+
+
+FORMAT: Final = 1
+"""Of the data; raised when a field changes its meaning."""
+PROGRESS_LINE_S: Final = 10.0
+"""Between two lines of progress where stderr is no terminal."""
+LATE_MS_MAX: Final = 10.0
+"""A loader that is later than this, one time in a hundred, is told of."""
 PERCENTILES: Final = (50, 90, 95, 99)
+_HEADER: Final = ("ms", "mean", *(f"p{percent}" for percent in PERCENTILES), "max")
+_RIGHT: Final = frozenset(range(1, len(_HEADER)))
+_NAMES: Final = {
+    "ttft": "TTFT  first token",
+    "itl": "ITL   gap between messages",
+    "tpot": "TPOT  mean for each token",
+    "e2e": "E2E   whole answer",
+}
+
+
+def histograms(measured: Measured) -> Mapping[str, Histogram]:
+    return {name: getattr(measured, name) for name in _NAMES}
+
+
+class Progress:
+    """One line: rewritten in place on a terminal, else a new one every PROGRESS_LINE_S."""
+
+    def __init__(self, stream: TextIO, requests: int | None) -> None:
+        """`requests` is how many there will be, where that is known."""
+        self._stream = stream
+        self._requests = requests
+        self._terminal = stream.isatty()
+        self._told_s = 0.0
+
+    def show(self, measured: Measured, elapsed_s: float) -> None:
+        if self._terminal:
+            self._stream.write(f"\r\x1b[K{self._text(measured, elapsed_s)}")
+        elif elapsed_s - self._told_s >= PROGRESS_LINE_S:
+            self._told_s = elapsed_s
+            self._stream.write(self._text(measured, elapsed_s) + "\n")
+        self._stream.flush()
+
+    def end(self) -> None:
+        if self._terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _text(self, measured: Measured, elapsed_s: float) -> str:
+        of = "" if self._requests is None else f" of {self._requests}"
+        failed = f", {measured.failed} failed" if measured.failed else ""
+        return (
+            f"{elapsed_s:.0f} s: {measured.sent}{of} sent, {measured.in_flight} under way, {measured.answered} answered"
+            f"{failed}, TTFT p50 {measured.ttft.percentile(50):.0f} ms, ITL p99 {measured.itl.percentile(99):.0f} ms"
+        )
+
+
+def report_text(measured: Measured, *, what: str, complete: bool) -> str:
+    """The figures, for people. `what` says what was sent to whom."""
+    rows = []
+    for name, histogram in histograms(measured).items():
+        figures = histogram.figures()
+        shown = [f"{figures[key]:.1f}" if histogram.count else "-" for key in _HEADER[1:]]
+        rows.append([_NAMES[name], *shown])
+    return "\n".join([
+        what,
+        _counts(measured, complete=complete),
+        "",
+        format_table(_HEADER, rows, right=_RIGHT),
+        "",
+        *_throughput_lines(measured),
+        *_error_lines(measured),
+        *_loader_lines(measured),
+    ])  # fmt: skip
+
+
+def _counts(measured: Measured, *, complete: bool) -> str:
+    parts = [f"{measured.answered} answered in {measured.seconds:.1f} s"]
+    if measured.failed:
+        parts.append(f"{measured.failed} failed")
+    if measured.warm_up:
+        parts.append(f"{measured.warm_up} before them left out as warm-up")
+    if not complete:
+        parts.append(f"{measured.in_flight} given up unfinished")
+    elif not measured.sent:
+        return "Nothing was sent: no request was due before the end of the run's time (--duration)."
+    return ", ".join(parts) + "."
+
+
+def _throughput_lines(measured: Measured) -> list[str]:
+    rates = measured.throughput()
+    lines = [
+        f"throughput  {rates['requests_per_s']:.2f} requests/s, {rates['prompt_tokens_per_s']:.0f} prompt tokens/s, "
+        f"{rates['output_tokens_per_s']:.0f} output tokens/s"
+    ]
+    if measured.slo.asked:
+        limits = {"TTFT": measured.slo.ttft_ms, "every gap": measured.slo.itl_ms, "TPOT": measured.slo.tpot_ms}
+        kept = ", ".join(f"{name} at most {limit:g} ms" for name, limit in limits.items() if limit is not None)
+        lines.append(
+            f"goodput     {rates['goodput_requests_per_s']:.2f} requests/s, {100 * measured.good_share():.1f}% of all "
+            f"({kept})"
+        )
+    return lines
+
+
+def _error_lines(measured: Measured) -> list[str]:
+    return [
+        f"error       {count} x {kind}: {measured.error_texts[kind]}" for kind, count in measured.errors.most_common()
+    ]
+
+
+def _loader_lines(measured: Measured) -> list[str]:
+    shown = f"event loop late by p99 {measured.loop_late.percentile(99):.1f} ms, max {measured.loop_late.most:.1f} ms"
+    if measured.late.count:
+        late = measured.late
+        shown = f"requests sent late by p99 {late.percentile(99):.1f} ms, max {late.most:.1f} ms; {shown}"
+    lines = [f"loader      {shown}"]
+    if max(measured.late.percentile(99), measured.loop_late.percentile(99)) > LATE_MS_MAX:
+        lines.append("            It is too late for these figures to be the server's alone: give it a free core.")
+    return lines
+
+
+def report_data(measured: Measured, *, config: Mapping[str, object], complete: bool) -> dict[str, Any]:
+    """The figures, for programs; latencies in milliseconds. `curves` has (value, requests or gaps not above it)."""
+    return {
+        "format": FORMAT,
+        "config": dict(config),
+        "complete": complete,
+        "seconds": measured.seconds,
+        "requests": {
+            "sent": measured.sent,
+            "warm_up": measured.warm_up,
+            "answered": measured.answered,
+            "failed": measured.failed,
+            "unfinished": measured.in_flight,
+            "good": measured.good if measured.slo.asked else None,
+        },
+        "errors": {
+            kind: {"count": count, "example": measured.error_texts[kind]} for kind, count in measured.errors.items()
+        },
+        "tokens": {"prompt": measured.prompt_tokens, "output": measured.output_tokens},
+        "throughput": measured.throughput(),
+        "good_share": measured.good_share() if measured.slo.asked else None,
+        "latency_ms": {name: histogram.figures() for name, histogram in histograms(measured).items()},
+        "loader_ms": {"sent_late": measured.late.figures(), "event_loop_late": measured.loop_late.figures()},
+        "timeline": measured.timeline.data(),
+        "curves": {name: histogram.curve() for name, histogram in histograms(measured).items()},
+    }
+
+
 VALUE_MIN_MS: Final = 1e-3
 VALUE_MAX_MS: Final = 1e9
 BUCKET_RATIO: Final = 1.005

@@ -7,24 +7,181 @@ import io
 import json
 import signal
 import sys
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from enum import Enum
+from typing import Any, Final, Protocol
 
 import click
 from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
 from baton.rpc_client import ChannelLimits, Channels
-from cli.answers import StreamPrinter, answer_data, logprobs_text, stats_line, stats_text
-from cli.client import Answer, AnswerBuilder, InferenceClient, answer_timeout_option, no_router, router_option
-from cli.conversation import ORDERS_HELP, Conversation, Order, UnknownOrder, parse_line
+from cli.client import (
+    Answer,
+    AnswerBuilder,
+    InferenceClient,
+    StreamPrinter,
+    answer_data,
+    answer_timeout_option,
+    logprobs_text,
+    no_router,
+    router_option,
+    stats_line,
+    stats_text,
+)
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
-from cli.line_input import LineSource, open_lines
 from cli.output import Output, output_option
-from cli.parameters import check_utf8
+from cli.parameters import check_utf8, not_utf8
 from cli.sampling import sampling_choice, sampling_options
 from cli.signals import StopSignals
+
+LINE_BYTES_MAX: Final = 8 * 1024 * 1024
+"""One message; four times as many characters as routers take by default."""
+PROMPT: Final = "> "
+
+
+class LineSource(Protocol):
+    """Where messages come from."""
+
+    interactive: bool
+    """A user sits there."""
+
+    def next(self) -> str | None:
+        """The next line without its end, None at the end of input. Blocks. Raises KeyboardInterrupt, UsageError."""
+
+
+class TypedLines:
+    """From a terminal, with line editing and earlier lines where Python has readline."""
+
+    interactive = True
+
+    def __init__(self) -> None:
+        with suppress(ImportError):
+            import readline  # noqa: F401  (`input` uses it once it is there)
+
+    def next(self) -> str | None:
+        try:
+            return input(PROMPT)
+        except EOFError:
+            return None
+        except UnicodeDecodeError:
+            raise not_utf8("the line") from None
+
+
+class PipedLines:
+    """From stdin that is no terminal, or whose output is none: nothing but the lines is read, and no prompt shown."""
+
+    def __init__(self, *, interactive: bool) -> None:
+        self.interactive = interactive
+        self._read = 0
+
+    def next(self) -> str | None:
+        assert sys.stdin is not None
+        raw = sys.stdin.buffer.readline(LINE_BYTES_MAX + 1)
+        if not raw:
+            return None
+        self._read += 1
+        if len(raw) > LINE_BYTES_MAX:
+            raise click.UsageError(f"line {self._read} of stdin is longer than {LINE_BYTES_MAX} bytes.")
+        try:
+            return raw.decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise not_utf8(f"line {self._read} of stdin") from None
+
+
+def open_lines() -> LineSource:
+    """Raises UsageError where stdin is closed."""
+    if sys.stdin is None:
+        raise click.UsageError("stdin is closed; messages were to come from there.")
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return TypedLines()
+    return PipedLines(interactive=sys.stdin.isatty())
+
+
+MARK: Final = "/"
+"""A line that begins with it is an order to the command; twice, and it is a message that begins with it."""
+
+
+class Order(Enum):
+    """What a line orders."""
+
+    HELP = "help"
+    RESET = "reset"
+    SYSTEM = "system"
+    STATS = "stats"
+    EXIT = "exit"
+
+
+ORDERS_HELP: Final = (
+    "/reset        begin again; the system message stays\n"
+    "/system TEXT  set the system message; without TEXT there is none\n"
+    "/stats        what happened to the last request\n"
+    "/help         this list\n"
+    "/exit         end (or Ctrl-D)\n"
+    "//...         a message that begins with /\n"
+    "Ctrl-C stops an answer and keeps the conversation; a second one ends it."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A line of input: an order with its text, or a message to the model (`order` None)."""
+
+    order: Order | None
+    text: str
+
+
+class UnknownOrder(ValueError):
+    """The line orders something that there is not; the message says so."""
+
+
+def parse_line(line: str) -> Line | None:
+    """None for a line with nothing in it. Raises UnknownOrder."""
+    text = line.strip()
+    if not text:
+        return None
+    if text.startswith(MARK * 2):
+        return Line(order=None, text=text.removeprefix(MARK))
+    if not text.startswith(MARK):
+        return Line(order=None, text=text)
+    word, _, rest = text.removeprefix(MARK).partition(" ")
+    if word not in {order.value for order in Order}:
+        raise UnknownOrder(f"There is no {MARK}{word[:40]}; {MARK}help lists what there is.")
+    return Line(order=Order(word), text=rest.strip())
+
+
+class Conversation:
+    """The system message, and the turns that were answered. Bounded by the model's context, which the router checks."""
+
+    def __init__(self, system: str = "") -> None:
+        self.system = system
+        """Empty: none."""
+        self._turns: list[tuple[str, str]] = []
+
+    def __len__(self) -> int:
+        """Turns."""
+        return len(self._turns)
+
+    def messages(self, said: str) -> inference_pb2.Chat:
+        """All of it, with `said` as the user's next message."""
+        chat = inference_pb2.Chat()
+        if self.system:
+            chat.messages.add(role="system", content=self.system)
+        for user, assistant in self._turns:
+            chat.messages.add(role="user", content=user)
+            chat.messages.add(role="assistant", content=assistant)
+        chat.messages.add(role="user", content=said)
+        return chat
+
+    def keep(self, said: str, answer: str) -> None:
+        """The turn belongs to the conversation from now on."""
+        self._turns.append((said, answer))
+
+    def reset(self) -> None:
+        """Forget all turns; the system message stays."""
+        self._turns.clear()
+
 
 _LEFT_OUT: Final = "The message is left out of the conversation."
 _HINTS: Final = {

@@ -1,4 +1,7 @@
-"""`baton demo`: a cluster on this machine, some prompts, and a check of every answer and every block."""
+"""`baton demo`: a cluster on this machine, some prompts, and a check of every answer and every block.
+
+The answers are compared with those of one process, and the nodes must hold nothing afterwards.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
@@ -17,21 +21,193 @@ from batonpb import inference_pb2
 from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc_client import ChannelLimits, Channels
-from cli.answers import answer_data
-from cli.client import Answer, InferenceClient
-from cli.demo_check import IDLE_MS_MAX, Mismatch, find_mismatches, wait_idle
+from cli.client import Answer, InferenceClient, answer_data
+from cli.cluster_view import NodeView, view_nodes
 from cli.demo_model import FAMILIES
-from cli.demo_prompts import FIRST_WAVE, SECOND_WAVE, DemoRequest
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
-from cli.output import Output, output_option, print_json
+from cli.output import Output, format_table, output_option, print_json
+from cli.reference import Reference
+from cli.sampling import SamplingChoice
 from cli.services import Service
 from cli.signals import StopSignals
 from cli.supervisor import Cluster, ClusterSpec
-from cli.table import format_table
 from cli.up import StartBoard
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ModelError
+from engine.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoRequest:
+    name: str
+    prompt: str
+    sampling: SamplingChoice
+    unary: bool = False
+
+
+_TALE: Final = " ".join([
+    "The runner carries a wooden baton along the river, and nobody is surprised.",
+    "The teacher reads aloud the second letter before breakfast, because there is still time.",
+    "The sailor repairs a broken clock during the storm, although it begins to rain.",
+    "The gardener gathers a hundred stones behind the station, so that nothing is lost.",
+    "The librarian returns the morning paper without a word, until the others arrive.",
+    "The carpenter measures the narrow bridge in the middle of the night, while the whole village sleeps.",
+    "The grandmother remembers a forgotten song beside the lighthouse, and then everything starts again.",
+])  # fmt: skip
+"""A beginning of several blocks that some requests share."""
+_LONG_TALE: Final = " ".join([_TALE] * 6)
+"""More tokens than one step takes: its prefill is in chunks."""
+
+FIRST_WAVE: Final = (
+    DemoRequest(
+        name="greedy",
+        prompt="Tell me a short story about a relay race.",
+        sampling=SamplingChoice(temperature=0, max_tokens=64),
+    ),
+    DemoRequest(
+        name="shared-1",
+        prompt=f"{_TALE} Where does the road lead?",
+        sampling=SamplingChoice(temperature=0, max_tokens=24),
+    ),
+    DemoRequest(
+        name="shared-2",
+        prompt=f"{_TALE} Who invented the wheel, and when?",
+        sampling=SamplingChoice(temperature=0.8, seed=7, max_tokens=24),
+    ),
+    DemoRequest(
+        name="seeded-top-p",
+        prompt="Give three reasons for planting trees.",
+        sampling=SamplingChoice(temperature=1.0, top_p=0.9, seed=42, max_tokens=32),
+    ),
+    DemoRequest(
+        name="seeded-top-k",
+        prompt="Why is the sky blue in the afternoon and red in the evening?",
+        sampling=SamplingChoice(temperature=0.7, top_k=20, seed=2024, max_tokens=32),
+    ),
+    DemoRequest(
+        name="unary",
+        prompt="Good morning! Could you please explain how a computer works?",
+        sampling=SamplingChoice(temperature=0, max_tokens=16),
+        unary=True,
+    ),
+    DemoRequest(
+        name="long",
+        prompt=f"{_LONG_TALE} Summarise the following paragraph in one sentence.",
+        sampling=SamplingChoice(temperature=0, max_tokens=16),
+    ),
+)
+SECOND_WAVE: Final = (
+    DemoRequest(
+        name="shared-3",
+        prompt=f"{_TALE} What is the capital of that country?",
+        sampling=SamplingChoice(temperature=0, max_tokens=24),
+    ),
+    DemoRequest(
+        name="long-again",
+        prompt=f"{_LONG_TALE} Which of these numbers is the smallest?",
+        sampling=SamplingChoice(temperature=0.5, seed=11, max_tokens=16),
+    ),
+)
+
+
+IDLE_MS_MAX: Final = 5_000
+"""How long after the last answer the nodes may take to let go of everything."""
+IDLE_POLL_MS: Final = 100
+STATUS_CALL_MS_MAX: Final = 2_000
+_REFERENCE_BLOCKS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """An answer that is not what one process computes."""
+
+    name: str
+    what: str
+
+
+async def find_mismatches(
+    answers: Sequence[tuple[DemoRequest, Answer]], *, model: Path, compute_threads: int
+) -> list[Mismatch]:
+    """Compute every request again in this process. Raises BatonError where the model cannot be loaded."""
+    reference = await asyncio.to_thread(Reference, model, num_blocks=_REFERENCE_BLOCKS, compute_threads=compute_threads)
+    found = []
+    for request, answer in answers:
+        mismatch = _compare(request, answer, reference)
+        if mismatch is not None:
+            found.append(mismatch)
+        await asyncio.sleep(0)  # let Ctrl-C in
+    return found
+
+
+def _compare(request: DemoRequest, answer: Answer, reference: Reference) -> Mismatch | None:
+    prompt = reference.encode(request.prompt)
+    if answer.stats.prompt_tokens != len(prompt):
+        what = f"the prompt has {len(prompt)} tokens, the router counted {answer.stats.prompt_tokens}"
+        return Mismatch(name=request.name, what=what)
+    expected = reference.answer(prompt, _params(request))
+    for index, (token, right) in enumerate(zip_longest(answer.ids, expected)):
+        if token != right:
+            what = f"output token {index} is {token}, one process draws {right}"
+            return Mismatch(name=request.name, what=what)
+    if answer.text != (text := reference.decode(expected)):
+        return Mismatch(name=request.name, what=f"the text is {answer.text!r}, its tokens say {text!r}")
+    return None
+
+
+def _params(request: DemoRequest) -> SamplingParams:
+    """What the router makes of the request, by the defaults that the interface states."""
+    sampling = request.sampling
+    assert sampling.max_tokens is not None and (sampling.seed is not None or sampling.temperature == 0), request.name
+    return SamplingParams(
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        seed=sampling.seed or 0,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+async def wait_idle(directory: str, *, channels: Channels, nodes_expected: int) -> list[str]:
+    """Ask the nodes until none holds anything, for at most IDLE_MS_MAX; then what is still held, a line for each node.
+
+    Raises BatonError where the directory does not answer.
+    """
+    loop = asyncio.get_running_loop()
+    give_up_s = loop.time() + IDLE_MS_MAX / 1e3
+    while True:
+        views = await view_nodes(directory, channels=channels, call_ms_max=STATUS_CALL_MS_MAX)
+        leftovers = [f"{view.record.name}: {what}" for view in views if (what := held_by(view))]
+        if len(views) != nodes_expected:
+            leftovers.append(f"the directory knows {len(views)} nodes instead of {nodes_expected}")
+        if not leftovers or loop.time() >= give_up_s:
+            return leftovers
+        await asyncio.sleep(IDLE_POLL_MS / 1e3)
+
+
+def held_by(view: NodeView) -> str:
+    """What the node holds that an idle one does not; empty for nothing."""
+    status = view.status
+    if status is None:
+        return f"does not answer: {view.problem}"
+    load = status.record.load
+    counts = {
+        "requests": status.requests,
+        "waiting requests": load.waiting_requests,
+        "running requests": load.running_requests,
+        "grants received": status.grants_received,
+        "grants written": status.grants_written,
+        "unacknowledged writes": status.unacknowledged_writes,
+        "blocks held": load.blocks.held,
+        "blocks owned by a writer": load.blocks.writer_owned,
+        "blocks quarantined": load.blocks.quarantined,
+        "blocks promised": load.blocks.promised,
+        "conservation errors": status.conservation_errors,
+    }
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
 
 ANSWER_S_MAX: Final = 120.0
 NODE_BLOCKS: Final = 512

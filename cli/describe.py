@@ -16,14 +16,16 @@ from cli.cluster_view import (
     complete_node,
     directory_option,
     find_record,
+    hit_percent,
+    left_text,
+    node_data,
     run_with_channels,
+    state_name,
     view_node,
 )
 from cli.invocation import EXIT_ERROR
-from cli.node_data import hit_percent, left_text, node_data, state_name
-from cli.output import Output, output_option, print_json
+from cli.output import Output, format_table, output_option, print_json
 from cli.parameters import timeout_option
-from cli.table import format_table
 
 _PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "LINK", "EPOCH", "BYTES MOVED", "GB/S", "GB/S 10 S",
                        "LINK FAILURES", "GIVEN UP", "CORRUPT", "INSTEAD OF")  # fmt: skip

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from cli.invocation import EXIT_ERROR
-from cli.output import Output, output_option, print_json
-from cli.table import format_table
+from cli.output import Output, format_table, output_option, print_json
 from cli.transport_checks import Finding, Machine, Verdict, check_rdma, check_ucx, works
 from kvtransfer.transports.settings import UcxConfig
 

@@ -16,9 +16,19 @@ from baton.errors import BatonError, Reason
 from baton.pod import COST_GIVEN_UP
 from baton.rpc_client import Channels, rpc_errors
 from baton.wire import NodeRecord
-from cli.cluster_view import NodeView, complete_node, directory_option, find_record, get_status, run_with_channels
+from cli.cluster_view import (
+    NodeView,
+    complete_node,
+    directory_option,
+    find_record,
+    get_status,
+    left_behind,
+    left_text,
+    node_data,
+    run_with_channels,
+    state_name,
+)
 from cli.invocation import EXIT_ERROR
-from cli.node_data import left_behind, left_text, node_data, state_name
 from cli.output import Output, output_option, print_json
 from cli.parameters import timeout_option
 

@@ -86,7 +86,7 @@ _OTHERS: Final[Mapping[str, float]] = {
     "staging.chunk_bytes": 1 << 20,
     "staging.link_chunks": 8,
     "staging.stream_chunks": 4,
-    "engine.overtakes_max": 32,
+    "engine.overtakes_max=bypasses_max": 32,
     "engine.pins.lease_ms_max": 600_000,
     "writer.retry_ms_min": 20,
     "writer.retry_ms_max": 1_000,

@@ -14,15 +14,18 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError
 from baton.rpc_client import ChannelLimits, Channels
-from cli.answers import StreamPrinter, answer_data, logprobs_text, stats_text
 from cli.client import (
     Answer,
     AnswerBuilder,
     InferenceClient,
+    StreamPrinter,
+    answer_data,
     answer_timeout_option,
     broken_off,
+    logprobs_text,
     no_router,
     router_option,
+    stats_text,
 )
 from cli.invocation import EXIT_INTERRUPTED
 from cli.output import Output, output_option, print_json
@@ -31,7 +34,7 @@ from cli.sampling import sampling_choice, sampling_options
 from cli.signals import StopSignals
 from router.choices import Answer as Events
 from router.choices import run_choices
-from router.openai_requests import CHOICES_MAX
+from router.openai import CHOICES_MAX
 
 
 @click.command()

@@ -9,11 +9,18 @@ import click
 
 from baton.directory_setting import describe_directory
 from baton.wire import Role
-from cli.cluster_view import UNREACHABLE_HINT, NodeView, directory_option, run_with_channels, view_nodes
-from cli.node_data import hit_percent, node_data, state_name
-from cli.output import Output, output_option, print_json
+from cli.cluster_view import (
+    UNREACHABLE_HINT,
+    NodeView,
+    directory_option,
+    hit_percent,
+    node_data,
+    run_with_channels,
+    state_name,
+    view_nodes,
+)
+from cli.output import Output, format_table, output_option, print_json
 from cli.parameters import timeout_option
-from cli.table import format_table
 
 _HEADER: Final = (
     "NAME", "ROLE", "STATE", "ENDPOINT", "INCARNATION", "WAITING", "RUNNING", "HITS",

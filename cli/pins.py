@@ -15,9 +15,8 @@ from baton.rpc_client import Channels, rpc_errors
 from baton.wire import NodeRecord, Role
 from cli.cluster_view import directory_option, list_records, run_with_channels
 from cli.invocation import EXIT_ERROR
-from cli.output import Output, output_option, print_json
+from cli.output import Output, format_table, output_option, print_json
 from cli.parameters import IntegerList, Seconds, check_utf8, read_stdin, timeout_option
-from cli.table import format_table
 
 _T = TypeVar("_T")
 _HEADER: Final = ("NAME", "TOKENS", "SALT", "ENDS IN", "FROM", "ROUTER", "NODES")

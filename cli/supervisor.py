@@ -2,6 +2,8 @@
 
 async with Cluster(ClusterSpec(prefill=2, decode=2, engine=EngineKind.MOCK)) as cluster:
     ... cluster.router, cluster.endpoints["decode-1"], cluster.send_signal("prefill-0", signal.SIGSTOP) ...
+
+Where they are to listen is checked before any of them is started.
 """
 
 from __future__ import annotations
@@ -20,13 +22,55 @@ from typing import Any, Final, Self
 
 from baton.config import ConfigError, ConfigProblem, env_name, flag_name
 from baton.cores import own_cores
-from baton.endpoint import from_here
+from baton.endpoint import from_here, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
 from cli.child import Child, ChildProgress, describe_exit, stop_children
-from cli.listening import listen_places, listen_problems, router_address
 from cli.services import Service, load_config
 from engine.build import EngineKind
+
+
+def listen_problems(places: Mapping[str, str]) -> list[ConfigProblem]:
+    """Processes, by name, that could not listen where they are told to: no endpoint, or that of an earlier one."""
+    problems = []
+    taken: dict[tuple[str, int], str] = {}
+    for name, place in places.items():
+        source = f"listen of {name}"
+        try:
+            host, port = split_endpoint(place)
+        except BatonError as error:
+            problems.append(ConfigProblem(source=source, problem=error.message))
+            continue
+        holder = taken.setdefault((host, port), name) if port else name
+        if holder != name:
+            problems.append(ConfigProblem(source=source, problem=f"{place} is where {holder} is to listen"))
+    return problems
+
+
+def listen_places(name: str, config: Any) -> dict[str, str]:
+    """Where the process of this name listens by its configuration, by what is to be told of each place."""
+    places = {name: config.listen}
+    if (http := getattr(config, "http_listen", None)) is not None:
+        places[f"{name} over HTTP"] = http
+    return places
+
+
+def router_address(listen: str, toml_path: Path | None, env: Mapping[str, str]) -> str | None:
+    """What a router that listens on all addresses advertises to the processes of its own machine; None where it need
+    not be told: it listens on one address, takes any port, or is set up with what it advertises by file or environment,
+    to which `env` is added.
+
+    Raises ConfigError.
+    """
+    try:
+        here = from_here(listen)
+        if here == listen or split_endpoint(listen)[1] == 0:
+            return None
+    except BatonError:
+        return None  # `listen_problems` tells
+    set_up = load_config(Service.ROUTER, toml_path=toml_path, env={**os.environ, **env}, flags={})
+    return None if set_up.advertise is not None else here
+
 
 NODES_MAX: Final = 64
 """Engine processes that one supervisor starts."""

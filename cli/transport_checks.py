@@ -16,8 +16,7 @@ from pathlib import Path
 from baton.native import load
 from kvtransfer.transports.rdma_device import WHAT_GPUS_NEED
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
-from kvtransfer.transports.rdma_poster import SOURCE
-from kvtransfer.transports.rdma_verbs import DISTRIBUTION_FOLDERS, RdmaUnavailable, load_verbs
+from kvtransfer.transports.rdma_verbs import DISTRIBUTION_FOLDERS, SOURCE, RdmaUnavailable, load_verbs
 from kvtransfer.transports.ucx import try_ucx
 from kvtransfer.transports.ucx_nixl import UcxUnavailable, destruction_fences, installed
 
@@ -131,9 +130,7 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
         yield Finding(what="poster", verdict=Verdict.GOOD, text=library.status)
     else:
         todo = "apt-get install gcc libibverbs-dev, then start again: it is built at its first use"
-        yield Finding(
-            what="poster", verdict=Verdict.SLOWER, text=f"requests go one by one: {library.status}", todo=todo
-        )
+        yield Finding(what="poster", verdict=Verdict.MISSING, text=library.status, todo=todo)
 
 
 def _memory(machine: Machine, region_bytes: int) -> Finding:

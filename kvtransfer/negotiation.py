@@ -46,7 +46,7 @@ where the card can register it (`rdma_device`), tcp through pinned memory of the
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, silently where there is no device,
-and with a warning where one cannot be used for the region (`rdma_memory`). ucx is used where a configuration names it
+and with a warning where one cannot be used for the region (`rdma_device`). ucx is used where a configuration names it
 (docs/transports.md says why)."""
 
 

@@ -1,5 +1,10 @@
-"""What the writers' links of rdma and ucx have in common: a queue of chains that a thread of the link's own posts,
-seals of which only so many may be on their way, and a connection for words."""
+"""What the writers' links of rdma and ucx have in common: chains of work requests that a thread of their own posts, as
+queue pairs have room for them, seals of which only so many may be on their way, and a control channel.
+
+Nothing here knows a device: the thread takes chains, and reports what the device has completed.
+
+Shape suffixes: W = work requests; Q = queue pairs.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,13 @@ import asyncio
 import socket
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
 
 from baton.ids import GrantId, Pair
-from kvtransfer.transport import DataEndpoint, Seal, WriterEvents
+from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.control_channel import (
     RECV_BYTES,
     Codec,
@@ -21,9 +29,190 @@ from kvtransfer.transports.control_channel import (
     close_politely,
 )
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.post_queue import OpsPart, PostQueue
-from kvtransfer.transports.rdma_queue import ChainLanes, QueueLimits
+from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
 from kvtransfer.transports.writer_link import BaseWriterLink, Mark
+
+Chain = Taken[OpsPart]
+"""Work requests for one queue pair (`lane`), to be posted at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SealPart:
+    """The immediate that goes down one queue pair for one seal."""
+
+    number: int
+    lane: int
+    seal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueLimits:
+    """`send_wrs_max`: work requests on their way on each queue pair, one of them kept for a seal."""
+
+    qps: int
+    send_wrs_max: int
+    chain_wrs_max: int
+    chain_bytes_max: int
+    wr_bytes_max: int
+    on_the_way_bytes_max: int
+    abandoned_grants_max: int
+
+
+class ChainLanes:
+    """`take` and `completed` from the posting thread; the rest from the loop's, but for `queue.post`: any thread."""
+
+    def __init__(
+        self,
+        *,
+        limits: QueueLimits,
+        src_nbytes: int,
+        dst_nbytes: int,
+        loop: asyncio.AbstractEventLoop,
+        completed: Completed,
+        in_doubt: Callable[[GrantId], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake` is called, from any thread and under the queue's lock, when there is something to take; `in_doubt`:
+        see `PostQueue`."""
+        assert limits.send_wrs_max > 1 and limits.chain_wrs_max > 0
+        self.queue: PostQueue[OpsPart, None] = PostQueue(
+            self._cut,
+            self,
+            src_nbytes=src_nbytes,
+            dst_nbytes=dst_nbytes,
+            loop=loop,
+            completed=completed,
+            in_doubt=in_doubt,
+            abandoned_grants_max=limits.abandoned_grants_max,
+        )
+        self._limits = limits
+        # A doorbell for each free place would cost more than waiting for a few.
+        self._chain_wrs = min(limits.chain_wrs_max, limits.send_wrs_max - 1)
+        self._wake = wake
+        self._out: dict[int, Chain | SealPart] = {}
+        self._seals: deque[SealPart] = deque()
+        self._seal_parts = 0
+        self._wrs_out_Q = [0] * limits.qps
+        self._bytes_out = 0
+        self.chains = self.requests = 0
+
+    def offer(self, batch: Batch[OpsPart]) -> None:
+        """See `Lanes.offer`."""
+        del batch
+        self._wake()
+
+    def stop(self) -> None:
+        """See `Lanes.stop`. Seals still go."""
+        self._wake()
+
+    # Posting thread.
+
+    def take(self) -> Chain | SealPart | None:
+        """What to post next; None: nothing to do, or no room. Seals first, for what they seal has completed."""
+        with self.queue.lock:
+            if self._seals and self._wrs_out_Q[self._seals[0].lane] < self._limits.send_wrs_max:
+                part = self._seals.popleft()
+                self._wrs_out_Q[part.lane] += 1
+                self._out[part.number] = part
+                return part
+            if self._bytes_out >= self._limits.on_the_way_bytes_max:
+                return None
+            qp = min(range(self._limits.qps), key=self._wrs_out_Q.__getitem__)
+            if self._limits.send_wrs_max - 1 - self._wrs_out_Q[qp] < self._chain_wrs and self._wrs_out_Q[qp]:
+                return None
+            chain = self.queue.take(qp)
+            if chain is None:
+                return None
+            wrs = len(chain.part.ops.src)
+            self._wrs_out_Q[qp] += wrs
+            self._bytes_out += chain.part.nbytes
+            self._out[chain.number] = chain
+            self.chains += 1
+            self.requests += wrs
+            return chain
+
+    @property
+    def on_the_way(self) -> bool:
+        """Something has been taken that the device has not completed."""
+        with self.queue.lock:
+            return bool(self._out)
+
+    def completed(self, number: int) -> None:
+        """The device has completed what was taken under this number: it has landed."""
+        with self.queue.lock:
+            taken = self._out.pop(number)
+            if isinstance(taken, SealPart):
+                self._wrs_out_Q[taken.lane] -= 1
+                self.queue.moved += 1
+                return
+            self._wrs_out_Q[taken.lane] -= len(taken.part.ops.src)
+            self._bytes_out -= taken.part.nbytes
+            self.queue.finished(taken, copied=True)
+
+    # Loop's thread.
+
+    def seal(self, number: int, grant: GrantId) -> int:
+        """Queue the immediates of a seal, whose batches have completed: the mask of the queue pairs that they take."""
+        with self.queue.lock:
+            assert not self.queue.uncompleted(grant), "a seal before the grant's writes have completed"
+            mask = self.queue.lanes_to_seal(grant)
+            for qp in range(self._limits.qps):
+                if mask >> qp & 1:
+                    self._seal_parts += 1
+                    # Below 0: the chains have the numbers above.
+                    self._seals.append(SealPart(number=-self._seal_parts, lane=qp, seal=number))
+            self._wake()
+            return mask
+
+    def lose(self) -> None:
+        """The queue pairs are gone: see `PostQueue.lose`.
+
+        The device asks nobody before it writes what comes for a queue pair that is still open over there, and a switch
+        may hold a packet back for longer than our end has lived. Hence such writes are in doubt.
+        """
+        with self.queue.lock:
+            self._seals.clear()
+            self._out.clear()
+            self.queue.lose()
+
+    @property
+    def drained(self) -> bool:
+        """Nothing waits, and nothing is on its way."""
+        with self.queue.lock:
+            return self.queue.drained and not (self._out or self._seals)
+
+    def _cut(self, ops: WriteOps) -> Iterator[OpsPart]:
+        return cut_chains(cut_requests(ops, self._limits.wr_bytes_max), self._chain_wrs, self._limits.chain_bytes_max)
+
+
+def cut_chains(ops: WriteOps, wrs_max: int, bytes_max: int) -> Iterator[OpsPart]:
+    """Work requests in order, in chains of at most so many, and of at most so many bytes unless one alone is more."""
+    start, count = 0, len(ops.src)
+    while start < count:
+        nbytes_W = ops.nbytes[start : start + wrs_max]
+        fit = int(np.searchsorted(np.cumsum(nbytes_W), bytes_max, side="right"))
+        end = start + max(1, min(fit, len(nbytes_W)))
+        chain = WriteOps(src=ops.src[start:end], dst=ops.dst[start:end], nbytes=ops.nbytes[start:end])
+        yield OpsPart(ops=chain, nbytes=chain.total_bytes)
+        start = end
+
+
+def cut_requests(ops: WriteOps, wr_bytes_max: int) -> WriteOps:
+    """The same copies with none longer than `wr_bytes_max`, empty ones left out, each array contiguous."""
+    some_W = ops.nbytes > 0
+    src_W, dst_W, nbytes_W = ops.src, ops.dst, ops.nbytes
+    if not some_W.all():
+        src_W, dst_W, nbytes_W = src_W[some_W], dst_W[some_W], nbytes_W[some_W]
+    if len(nbytes_W) and int(nbytes_W.max()) > wr_bytes_max:
+        parts_W = -(-nbytes_W // wr_bytes_max)
+        # How far into its write each part begins.
+        first_W = np.repeat(np.cumsum(parts_W) - parts_W, parts_W)
+        into_W = (np.arange(len(first_W), dtype=np.int64) - first_W) * wr_bytes_max
+        src_W, dst_W = np.repeat(src_W, parts_W) + into_W, np.repeat(dst_W, parts_W) + into_W
+        nbytes_W = np.minimum(np.repeat(nbytes_W, parts_W) - into_W, wr_bytes_max)
+    return WriteOps(
+        src=np.ascontiguousarray(src_W), dst=np.ascontiguousarray(dst_W), nbytes=np.ascontiguousarray(nbytes_W)
+    )
 
 
 class ChainLink(BaseWriterLink):
@@ -142,7 +331,7 @@ class ChainLink(BaseWriterLink):
         self._wake()
 
     def _stop_watching(self) -> None:
-        """The thread has left: no timer and no word any more. The socket is still open."""
+        """The thread has ended: stop the timer and read nothing more. The socket is still open."""
         if self._closing_timer is not None:
             self._closing_timer.cancel()
         self._loop.remove_reader(self._sock)

@@ -2,7 +2,7 @@
 
 Here is what its HELLO and WELCOME carry. `rdma_ports` finds devices, `rdma_device` has the opened device, the
 registered region, the queue pairs, and what happens when the device goes and comes back, `rdma_receiver` the port,
-`rdma_writer` the link, `rdma_verbs` pyverbs.
+`rdma_writer` the writer's handshake and link, `rdma_verbs` pyverbs and the posting by C.
 
 Data goes by RDMA WRITE on the queue pairs alone. A probe is a WRITE_WITH_IMM of one whole packet to a place that nobody
 reads, with the index of its queue pair as immediate. The receiver sends READY when all have come; the link is made

@@ -28,15 +28,19 @@ from kvtransfer.transport import TransportName
 from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.rdma import GID_BYTES, PROBE_BYTES, LinkEnds, ProbePlace, QpAddress
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports, why_lost
-from kvtransfer.transports.rdma_poster import (
+from kvtransfer.transports.rdma_verbs import (
     Addresses,
-    PlainPoster,
+    DeviceBroken,
     Poster,
-    VerbsNativePoster,
-    rdma_library,
+    RdmaUnavailable,
+    Verbs,
+    channel_fd,
+    cq_address,
+    load_verbs,
+    need_library,
+    qp_address,
     take_event,
 )
-from kvtransfer.transports.rdma_verbs import LayoutUnknown, RdmaUnavailable, Verbs, channel_fd, load_verbs
 from kvtransfer.transports.settings import RdmaConfig
 
 log = get_log("rdma")
@@ -281,6 +285,7 @@ class RdmaDevice:
         self.port = port
         self.config = config
         self.verbs = load_verbs()
+        need_library()
         self.nbytes = region.nbytes
         self._probe_U8 = np.zeros(PROBE_BYTES, np.uint8)
         self.probe_base = int(self._probe_U8.ctypes.data)
@@ -381,7 +386,7 @@ class QueuePairs:
                             self._post_receive(index)
                     self._cq.req_notify()
                 self.fd = channel_fd(self._channel)
-            except (verbs.error, LayoutUnknown) as error:
+            except (verbs.error, RdmaUnavailable) as error:
                 raise QueuePairFailed(f"no queue pair: {error}") from error
             opened.pop_all()
         self._index = {int(qp.qp_num): index for index, qp in enumerate(self._qps)}
@@ -408,17 +413,19 @@ class QueuePairs:
             raise QueuePairFailed(f"a queue pair cannot be connected: {error}") from error
 
     def poster(self, *, dst_base: int, rkey: int) -> Poster:
-        """What posts on these queue pairs: by C if there is the library, else through pyverbs."""
-        device, library = self._device, rdma_library()
-        addresses = Addresses(src_base=device.base, lkey=device.lkey, dst_base=dst_base, rkey=rkey)
-        if library is not None:
-            try:
-                return VerbsNativePoster(
-                    library, self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses
-                )
-            except LayoutUnknown as error:
-                log.warning("RDMA requests are posted one by one", reason=str(error))
-        return PlainPoster(self._verbs, qps=self._qps, cq=self._cq, channel=self._channel, addresses=addresses)
+        """What posts on these queue pairs. Raises QueuePairFailed."""
+        device = self._device
+        try:
+            return Poster(
+                need_library(),
+                qps=[qp_address(qp) for qp in self._qps],
+                cq=cq_address(self._cq),
+                channel_fd=self.fd,
+                addresses=Addresses(src_base=device.base, lkey=device.lkey, dst_base=dst_base, rkey=rkey),
+                take_event=self._take_event,
+            )
+        except RdmaUnavailable as error:
+            raise QueuePairFailed(str(error)) from error
 
     def post_probes(self, peer: LinkEnds, place: ProbePlace) -> None:
         """On each a packet as large as the path takes, for some paths lose large ones alone; then `take_probes`.
@@ -467,6 +474,13 @@ class QueuePairs:
             self._cq.req_notify()
         except self._verbs.error as error:
             raise QueuePairFailed(f"the completion queue is gone: {error}") from error
+
+    def _take_event(self) -> None:
+        """For the poster."""
+        try:
+            take_event(self._channel, self._cq)
+        except self._verbs.error as error:
+            raise DeviceBroken(str(error)) from error
 
     def take_immediates(self) -> list[tuple[int, int]]:
         """(index of the queue pair, immediate) of what has come; a receive is posted again for each.
@@ -787,7 +801,6 @@ def register_if_usable(
         # On a machine without any such device that is nothing to warn of.
         (log.warning if find_ports() else log.debug)("rdma is not offered", reason=str(error))
         return None
-    rdma_library()  # built now if it has to be, and not by the first link, with everything else waiting
     device = memory.device
     assert device is not None
     # That there is no dma-buf is nothing to warn of: peer memory moves the same bytes the same way.

@@ -1,7 +1,16 @@
-"""The verbs library through pyverbs: imported when first used, from where the distribution keeps it if need be.
+"""The verbs library: set up through pyverbs, and work requests posted by C (`native/rdma_poster.c`).
 
 pyverbs is part of rdma-core and is built for the distribution's own Python. A virtual environment of the same Python
-does not see it; so it is looked for beside it, and that one package alone is taken from there.
+does not see it; so it is looked for beside it, and that one package alone is taken from there. It is imported when
+first used.
+
+C posts on the structures of libibverbs that pyverbs' objects wrap (struct ibv_qp, ibv_cq, ibv_comp_channel). pyverbs
+has no way to ask for them, neither by a property nor by a function for C. Each of these classes of Cython declares the
+pointer as its first member, so it lies right after what the base class holds. C reads it from there by a call of the
+kernel, for which a wrong address is an error and not the end of the process, and uses it only if what it points to
+agrees with what the object says of itself.
+
+Shape suffix: W = one entry per write.
 """
 
 from __future__ import annotations
@@ -11,17 +20,31 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import socket
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
+
+from baton.log import get_log
+from baton.native import load
+
+log = get_log("rdma")
+
+SOURCE = Path(__file__).parents[1] / "native" / "rdma_poster.c"
+IMMEDIATE_MASK = 0xFFFF_FFFF
+_CHANNEL_READABLE = 1
 
 DISTRIBUTION_FOLDERS = (Path("/usr/lib/python3/dist-packages"), Path("/usr/lib64/python3/site-packages"))
 
 
 class RdmaUnavailable(Exception):
-    """RDMA does not work here, or not any more: what is missing, and what to do. `baton doctor` tells more."""
+    """RDMA does not work here, or not any more: what is missing, and what to do. `baton doctor` has details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,56 +113,79 @@ class LayoutUnknown(RdmaUnavailable):
     """This pyverbs keeps its structures elsewhere than where they were looked for. Nothing was taken from there."""
 
 
-def _address_of(wrapper: Any) -> int:
-    """Where the C structure is (struct ibv_qp, ibv_cq, ibv_comp_channel) that an object of pyverbs wraps, probably.
+class DeviceBroken(Exception):
+    """The driver refused a call: the queue pair, or the device, is of no use any more."""
 
-    pyverbs has no way to ask for it. Each of these classes declares the pointer as its first member, so it comes right
-    after what the base class holds. What is there must agree with what the object tells of itself before it is used.
-    """
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Where both regions are, as the device addresses them, with their keys."""
+
+    src_base: int
+    lkey: int
+    dst_base: int
+    rkey: int
+
+
+class RdmaLibrary:
+    """`rdma_poster.c`, with its types."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            return ctypes.CFUNCTYPE(result, *arguments)((f"baton_rdma_{name}", handle))
+
+        p, u32, u64, i32 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
+        self.chain_wrs_max = int(function("chain_wrs_max", i32)())
+        self.poll_max = int(function("poll_max", i32)())
+        self.qp_behind = function("qp_behind", p, p, u32)
+        self.cq_behind = function("cq_behind", p, p, i32)
+        self.channel_fd_behind = function("channel_fd_behind", i32, p)
+        self.post_writes = function("post_writes", i32, p, u64, u32, u64, u32, p, p, p, i32, u64)
+        self.post_seal = function("post_seal", i32, p, u64, u32, u32, u64)
+        self.wait = function("wait", i32, p, i32, i32, i32, i32, p, p, p, p)
+        self.null_bytes = function("null_bytes", ctypes.c_size_t)
+        self.null_init = function("null_init", None, p, p, i32, u32)
+        self.null_qp = function("null_qp", p, p)
+        self.null_cq = function("null_cq", p, p)
+        self.null_logged = function("null_logged", i32, p)
+
+
+@cache
+def rdma_library() -> RdmaLibrary | None:
+    """None: it could not be built, which is logged once. The first call may take a second."""
+    library = load(SOURCE)
+    if library.handle is None:
+        log.warning("rdma does not work: no native library", reason=library.status)
+        return None
+    return RdmaLibrary(library.handle)
+
+
+def need_library() -> RdmaLibrary:
+    """Raises RdmaUnavailable: there is none, nor a way to build it."""
+    library = rdma_library()
+    if library is None:
+        raise RdmaUnavailable(
+            f"its native library is {load(SOURCE).status}; install a C compiler and libibverbs-dev (rdma-core-devel)"
+        )
+    return library
+
+
+def posts_by() -> str:
+    """How work requests are posted in this process, for people."""
+    return "nothing: no native library" if rdma_library() is None else Poster.name
+
+
+def _pointer_in(wrapper: Any) -> int:
+    """Where an object of pyverbs keeps its pointer, probably. Raises LayoutUnknown."""
     base = type(wrapper).__base__
     if base is None or type(wrapper).__basicsize__ < base.__basicsize__ + ctypes.sizeof(ctypes.c_void_p):
         raise LayoutUnknown(f"pyverbs' {type(wrapper).__name__} has no structure where one was expected")
-    return ctypes.c_void_p.from_address(id(wrapper) + base.__basicsize__).value or 0
-
-
-_Head = TypeVar("_Head", bound=ctypes.Structure)
-
-
-def _peek(address: int, kind: type[_Head]) -> _Head:
-    """A copy of what is at this address of our own memory, read by way of the kernel: a wrong address is an error
-    there, and not the end of the process. Raises LayoutUnknown."""
-    nbytes = ctypes.sizeof(kind)
-    try:
-        with open("/proc/self/mem", "rb", buffering=0) as memory:
-            found = os.pread(memory.fileno(), nbytes, address)
-    except (OSError, OverflowError) as error:
-        raise LayoutUnknown(f"pyverbs has no {kind.__name__} where one was expected: {error}") from error
-    if len(found) < nbytes:
-        raise LayoutUnknown(f"pyverbs has no {kind.__name__} where one was expected")
-    return kind.from_buffer_copy(found)
-
-
-class _CompChannelHead(ctypes.Structure):
-    """The beginning of struct ibv_comp_channel."""
-
-    _fields_ = (("context", ctypes.c_void_p), ("fd", ctypes.c_int), ("refcnt", ctypes.c_int))
-
-
-class _QpHead(ctypes.Structure):
-    """The beginning of struct ibv_qp."""
-
-    _fields_ = (("pointers", ctypes.c_void_p * 6), ("handle", ctypes.c_uint32), ("qp_num", ctypes.c_uint32))
-
-
-class _CqHead(ctypes.Structure):
-    """The beginning of struct ibv_cq."""
-
-    _fields_ = (("pointers", ctypes.c_void_p * 3), ("handle", ctypes.c_uint32), ("cqe", ctypes.c_int))
+    return id(wrapper) + base.__basicsize__
 
 
 def channel_fd(channel: Any) -> int:
-    """The descriptor of a completion channel, which stays the channel's. Raises LayoutUnknown."""
-    fd = int(_peek(_address_of(channel), _CompChannelHead).fd)
+    """The descriptor of a completion channel, which stays the channel's. Raises RdmaUnavailable."""
+    fd = int(need_library().channel_fd_behind(_pointer_in(channel)))
     try:
         kind = os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -150,16 +196,82 @@ def channel_fd(channel: Any) -> int:
 
 
 def qp_address(qp: Any) -> int:
-    """Where the struct ibv_qp is. Raises LayoutUnknown."""
-    address = _address_of(qp)
-    if _peek(address, _QpHead).qp_num != qp.qp_num:
+    """Where the struct ibv_qp is. Raises RdmaUnavailable."""
+    address = need_library().qp_behind(_pointer_in(qp), qp.qp_num)
+    if not address:
         raise LayoutUnknown("pyverbs' queue pair is laid out in another way")
-    return address
+    return int(address)
 
 
 def cq_address(cq: Any) -> int:
-    """Where the struct ibv_cq is. Raises LayoutUnknown."""
-    address = _address_of(cq)
-    if _peek(address, _CqHead).cqe != cq.cqe:
+    """Where the struct ibv_cq is. Raises RdmaUnavailable."""
+    address = need_library().cq_behind(_pointer_in(cq), cq.cqe)
+    if not address:
         raise LayoutUnknown("pyverbs' completion queue is laid out in another way")
-    return address
+    return int(address)
+
+
+class Poster:
+    """Posts on the queue pairs of one link, and takes their completions, without the interpreter's lock. One thread."""
+
+    name = "native"
+
+    def __init__(
+        self, library: RdmaLibrary, *, qps: list[int], cq: int, channel_fd: int, addresses: Addresses,
+        take_event: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`qps` and `cq` are where the structures of libibverbs are; they outlive the poster. `take_event` takes the
+        event off the completion channel; it raises DeviceBroken."""
+        self._library = library
+        self._qps = qps
+        self._cq = cq
+        self._channel_fd = channel_fd
+        self._at = addresses
+        self._take_event = take_event
+        self.chain_wrs_max = library.chain_wrs_max
+        self._wr_ids = np.zeros(library.poll_max, np.uint64)
+        self._statuses = np.zeros(library.poll_max, np.uint32)
+        self._events = ctypes.c_int(0)
+        self._waited_us = ctypes.c_int64(0)
+
+    def post_writes(self, qp: int, src_W: np.ndarray, dst_W: np.ndarray, nbytes_W: np.ndarray, wr_id: int) -> None:
+        """Post 1 to `chain_wrs_max` writes as one chain; its last completes as `wr_id`. Raises DeviceBroken."""
+        assert src_W.flags.c_contiguous and dst_W.flags.c_contiguous and nbytes_W.flags.c_contiguous
+        at = self._at
+        error = self._library.post_writes(
+            self._qps[qp], at.src_base, at.lkey, at.dst_base, at.rkey,
+            src_W.ctypes.data, dst_W.ctypes.data, nbytes_W.ctypes.data, len(src_W), wr_id,
+        )  # fmt: skip
+        if error:
+            raise DeviceBroken(f"posting failed with errno {error}")
+
+    def post_seal(self, qp: int, number: int, wr_id: int) -> None:
+        """Post an empty write with `number` as its immediate. Raises DeviceBroken."""
+        immediate_be = socket.htonl(number & IMMEDIATE_MASK)
+        error = self._library.post_seal(self._qps[qp], self._at.dst_base, self._at.rkey, immediate_be, wr_id)
+        if error:
+            raise DeviceBroken(f"posting failed with errno {error}")
+
+    def wait(self, wake_fd: int, spin_us: int, timeout_ms: int) -> tuple[list[tuple[int, int]], int]:
+        """(wr_id, status) of completions, and microseconds waited. Status 0 is success.
+
+        Polls for `spin_us`, then sleeps until a completion comes or `wake_fd` is readable. May come back empty.
+        Raises DeviceBroken.
+        """
+        found = self._library.wait(
+            self._cq, self._channel_fd, wake_fd, spin_us, timeout_ms,
+            self._wr_ids.ctypes.data, self._statuses.ctypes.data,
+            ctypes.addressof(self._events), ctypes.addressof(self._waited_us),
+        )  # fmt: skip
+        if found < 0:
+            raise DeviceBroken(f"polling failed with errno {-found}")
+        pairs = list(zip(self._wr_ids[:found].tolist(), self._statuses[:found].tolist(), strict=True))
+        if self._events.value & _CHANNEL_READABLE:
+            self._take_event()
+        return pairs, self._waited_us.value
+
+
+def take_event(channel: Any, cq: Any) -> None:
+    """Take one event off a readable completion channel."""
+    channel.get_cq_event(cq)
+    cq.ack_events(1)

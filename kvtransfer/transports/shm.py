@@ -1,7 +1,7 @@
 """Transport between processes of one machine: the receiver's region is a memfd, the writer maps it and copies into it.
 
 Here are what its WELCOME carries and the writer's handshake up to the mapped region; `shm_receiver` has the port,
-`shm_writer` the link and `shm_copy` its copying threads. The control channel is a Unix SOCK_SEQPACKET connection, with
+`shm_writer` the link and its copying threads. The control channel is a Unix SOCK_SEQPACKET connection, with
 one message in each packet. The region's descriptor comes with the WELCOME. BYE says that the writer has unmapped the
 region, and takes no descriptor any more; a BYE whose socket broke first is sent as LATE_BYE, the only message of a new
 connection.

@@ -15,8 +15,7 @@ import baton.liveness
 from baton.errors import BatonError, Reason
 from cli.supervisor import ROUTER_NAME, ClusterSpec
 from decode_node.service import DecodeService
-from router.decode_streams import DecodeStreams
-from router.subscriptions import DecodeSubscription
+from router.decode_streams import DecodeStreams, DecodeSubscription
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 

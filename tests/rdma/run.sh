@@ -86,7 +86,7 @@ stdlib=$("$python" -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 "$python" -c 'from kvtransfer.transports.rdma_verbs import load_verbs; load_verbs()' ||
     give_up "pyverbs does not load in $python: it has to be the distribution's version of Python"
 pyverbs=$(dirname "$("$python" -c 'from kvtransfer.transports.rdma_verbs import load_verbs; print(load_verbs().qp.__file__)')")
-"$python" -c 'from kvtransfer.transports.rdma_poster import rdma_library; assert rdma_library()' ||
+"$python" -c 'from kvtransfer.transports.rdma_verbs import rdma_library; assert rdma_library()' ||
     give_up "the native poster was not built"
 say "making the image"
 make_image

@@ -22,7 +22,6 @@ from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import ConnectError, Seal
 from kvtransfer.transports.rdma import LinkEnds
-from kvtransfer.transports.rdma_connect import RdmaUnproved
 from kvtransfer.transports.rdma_device import (
     RDMA_LIMITS,
     DeviceBytes,
@@ -30,15 +29,14 @@ from kvtransfer.transports.rdma_device import (
     ProbeLost,
     QueuePairFailed,
     QueuePairs,
-    RdmaDevice,
     RdmaMemory,
     RegisteredAs,
     mtu_bytes,
     open_device,
 )
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
-from kvtransfer.transports.rdma_poster import PlainPoster, Poster, rdma_library
-from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.rdma_verbs import Poster, RdmaUnavailable
+from kvtransfer.transports.rdma_writer import RdmaUnproved
 from kvtransfer.transports.settings import RdmaConfig
 from tests.conformance.transport_kits import RDMA_KITS, OwningLink
 from tests.conformance.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
@@ -202,30 +200,19 @@ def test_a_write_outside_the_region_is_refused_by_the_device() -> None:
         two.close()
 
 
-def test_without_the_native_library_the_same_bytes_land() -> None:
-    """The plain poster, object by object: a chain with one completion, and a seal with its immediate."""
+def test_the_structures_of_pyverbs_are_found() -> None:
+    """C posts on what it has found behind pyverbs' objects: a chain with one completion, and a seal."""
     two = Two()
     try:
-        native = two.poster
-        assert native.name == "native", rdma_library()
-        device: RdmaDevice = two.receiver_device
-        poster = plain_poster(two, device)
+        assert two.poster.name == "native"
         ops = record_ops(3, 20)
-        poster.post_writes(0, ops.src, ops.dst, ops.nbytes, 4)
-        poster.post_seal(0, 0x12345678, 5)
-        assert completed(poster, 2) == [(4, 0), (5, 0)]
+        two.poster.post_writes(0, ops.src, ops.dst, ops.nbytes, 4)
+        two.poster.post_seal(0, 0x12345678, 5)
+        assert completed(two.poster, 2) == [(4, 0), (5, 0)]
         assert two.receiver.take_immediates() == [(0, socket.htonl(0x12345678))]
         assert np.array_equal(two.region_U8, expected_region(two.source_U8, ops))
     finally:
         two.close()
-
-
-def plain_poster(two: Two, device: RdmaDevice) -> PlainPoster:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvtransfer.transports.rdma_device.rdma_library", lambda: None)
-        poster = two.writer.poster(dst_base=device.base, rkey=device.rkey)
-    assert isinstance(poster, PlainPoster)
-    return poster
 
 
 def test_what_is_written_moves_the_device_counters() -> None:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvtransfer.transports import rdma_connect, rdma_device, rdma_receiver
+from kvtransfer.transports import rdma_device, rdma_receiver, rdma_writer
 from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress
 from kvtransfer.transports.rdma_device import (
     Keys,
@@ -28,7 +28,6 @@ from kvtransfer.transports.rdma_device import (
     RegistrationRefused,
 )
 from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
-from kvtransfer.transports.rdma_poster import Poster
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.settings import RdmaConfig
 
@@ -116,7 +115,7 @@ class DoubleQueuePairs:
     def connect(self, peer: LinkEnds) -> None:
         self.peer = peer
 
-    def poster(self, *, dst_base: int, rkey: int) -> Poster:
+    def poster(self, *, dst_base: int, rkey: int) -> DoublePoster:
         return DoublePoster(self, dst_base, rkey)
 
     def post_probes(self, peer: LinkEnds, place: ProbePlace) -> None:
@@ -240,7 +239,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(rdma_device, "open_device", open_device)
     monkeypatch.setattr(rdma_device, "why_lost", lambda _: state["lost"])
     monkeypatch.setattr(rdma_device, "find_ports", find)
-    monkeypatch.setattr(rdma_connect, "QueuePairs", DoubleQueuePairs)
+    monkeypatch.setattr(rdma_writer, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)
     monkeypatch.setattr(DoubleQueuePairs, "on_the_way", None)

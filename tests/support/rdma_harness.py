@@ -18,10 +18,9 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import rdma_receiver
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.rdma import CODEC, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_connect import RdmaLinkLimits
 from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaMemory, RdmaRegion
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig
 from tests.support.rdma_double import DoubleDevice, DoubleQueuePairs, install
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of

@@ -16,9 +16,19 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import InvalidField
-from baton.kubernetes_api import KubernetesError, PodAddress, patch_annotations
 from baton.lifecycle import Lifecycle
-from baton.pod import ANNOTATION, COST_FAILURES, COST_GIVEN_UP, COST_LOWERED, FIRST_TO_GO, DeletionCost, PodConfig
+from baton.pod import (
+    ANNOTATION,
+    COST_FAILURES,
+    COST_GIVEN_UP,
+    COST_LOWERED,
+    FIRST_TO_GO,
+    DeletionCost,
+    KubernetesError,
+    PodAddress,
+    PodConfig,
+    patch_annotations,
+)
 from tests.support.kube_api_double import OK, SILENCE, TOKEN, Call, kube_api, status_body
 
 WAIT_S_MAX: Final = 60.0

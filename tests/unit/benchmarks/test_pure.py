@@ -15,7 +15,7 @@ from benchmarks.engine_cases import DECODES, Steps, full_steps, kv_bytes, measur
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from benchmarks.interference import LOAD, STREAMS, Load, Run
 from benchmarks.interference_report import LONG_PROMPT, best_chunk, by_system, report
-from cli.bench_targets import Message
+from cli.bench_load import Message
 
 MIB = 1 << 20
 

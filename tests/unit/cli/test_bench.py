@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.bench import unwritable
-from cli.bench_plot import check_plot, draw
-from cli.bench_report import report_data
-from cli.bench_stats import Measured, Slo
+from cli.bench_stats import Measured, Slo, check_plot, draw, report_data
 from cli.supervisor import ClusterSpec
 from engine.demo_model import DemoModelParams, write_demo_model
 from tests.support.cli_harness import Foreground, free_endpoint, run_baton

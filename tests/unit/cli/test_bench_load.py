@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 import pytest
 
 from baton.errors import InvalidField
-from cli.bench_load import IN_FLIGHT_FULL, NO_TOKENS, LoadConfig, Loader
+from cli.bench_load import IN_FLIGHT_FULL, NO_TOKENS, LoadConfig, Loader, Message, Messages, TargetError, _message
 from cli.bench_plan import Caps, Fixed, Planned, at_times, drawn_requests
-from cli.bench_report import report_data, report_text
-from cli.bench_stats import Slo
-from cli.bench_targets import Message, Messages, TargetError, _message
+from cli.bench_stats import Slo, report_data, report_text
 
 _T = TypeVar("_T")
 

@@ -21,15 +21,18 @@ from cli.bench_plan import (
     Lengths,
     Lognormal,
     Planned,
+    TraceError,
+    TraceScale,
     Uniform,
     arrival_times,
     at_times,
+    check_trace,
     drawn_requests,
     parse_lengths,
     prompt_ids,
+    trace_requests,
     without_times,
 )
-from cli.bench_trace import TraceError, TraceScale, check_trace, trace_requests
 
 numbers = st.integers(1, LENGTH_MAX)
 distributions: st.SearchStrategy[Lengths] = st.one_of(

@@ -17,10 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, Reason
-from cli.answers import answer_data, logprobs_text
-from cli.chat import ChatSession, Screen
-from cli.client import Answer
-from cli.conversation import Conversation, Line, Order, UnknownOrder, parse_line
+from cli.chat import ChatSession, Conversation, Line, Order, Screen, UnknownOrder, parse_line
+from cli.client import Answer, answer_data, logprobs_text
 from cli.sampling import SamplingChoice, sampling_choice, sampling_options
 
 

@@ -11,9 +11,7 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason
 from cli.client import Answer, InferenceClient, Show
-from cli.demo import _send_wave
-from cli.demo_check import find_mismatches
-from cli.demo_prompts import FIRST_WAVE, SECOND_WAVE, DemoRequest
+from cli.demo import FIRST_WAVE, SECOND_WAVE, DemoRequest, _send_wave, find_mismatches
 from cli.reference import Reference
 from cli.sampling import SamplingChoice
 from engine.demo_model import DemoModelParams, write_demo_model

@@ -13,15 +13,14 @@ from batonpb import common_pb2, directory_pb2, inference_pb2, node_pb2
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
-from cli.answers import StreamPrinter, answer_data
 from cli.child import ChildProgress
-from cli.client import Answer
+from cli.client import Answer, StreamPrinter, answer_data
 from cli.cluster_view import NodeView
-from cli.demo_check import held_by
+from cli.demo import held_by
 from cli.describe import figure_text
+from cli.output import format_table
 from cli.parameters import IntegerList
 from cli.service import ProgressPrinter
-from cli.table import format_table
 from cli.up import StartBoard
 from tests.support.cli_harness import run_baton
 

@@ -17,11 +17,10 @@ from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, PairBeingFenced, Seal, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.rdma import CODEC, ProbePlace, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_connect import RdmaLinkLimits
 from kvtransfer.transports.rdma_device import HostBytes, RdmaMemory, register_if_usable
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from tests.conformance.transport_suite import expected_region, record_ops
 from tests.support.rdma_double import Deliver, DoubleQueuePairs
 from tests.support.rdma_harness import (

@@ -7,6 +7,7 @@ import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from cli import transport_checks
 from cli.transport_checks import Machine, Verdict, check_rdma, works
+from kvtransfer.transports import rdma_verbs
 from kvtransfer.transports.control_channel import MalformedMessage
 from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_connect import RdmaLinkLimits
 from kvtransfer.transports.rdma_device import RdmaLimits
 from kvtransfer.transports.rdma_ports import GidKind, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
@@ -28,6 +29,7 @@ from kvtransfer.transports.rdma_verbs import (
     load_verbs,
     qp_address,
 )
+from kvtransfer.transports.rdma_writer import RdmaLinkLimits
 from kvtransfer.transports.settings import QPS_MAX, UNANSWERED_MS_MAX, RdmaConfig
 from tests.support.cli_harness import run_baton
 
@@ -338,3 +340,11 @@ def test_structures_of_pyverbs_are_looked_at_before_they_are_used(look: Callable
 def test_an_object_without_room_for_a_pointer_is_no_wrapper() -> None:
     with pytest.raises(LayoutUnknown, match="object has no structure"):
         qp_address(object())
+
+
+def test_rdma_is_unavailable_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No C compiler and nothing built: the reason, and what to install."""
+    monkeypatch.setattr(rdma_verbs, "rdma_library", lambda: None)
+    monkeypatch.setattr(rdma_verbs, "load", lambda _: SimpleNamespace(status="not built: no C compiler was found"))
+    with pytest.raises(RdmaUnavailable, match=r"not built: no C compiler was found; install a C compiler"):
+        qp_address(Wrapper())

@@ -12,8 +12,8 @@ import pytest
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.rdma import CODEC, ProbePlace, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_connect import RdmaUnproved
 from kvtransfer.transports.rdma_device import HostBytes
+from kvtransfer.transports.rdma_writer import RdmaUnproved
 from tests.conformance.transport_kits import RDMA_KITS
 from tests.conformance.transport_suite import record_ops
 from tests.conformance.transport_suite_more import a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transport import ConnectError, WriteOutOfBounds
-from kvtransfer.transports import shm_copy, shm_writer
+from kvtransfer.transports import shm_writer
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm_writer import ShmLinkLimits
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Gate, grant_of, linked, ops_of, pair_of, receiver, run
@@ -139,7 +139,7 @@ def test_a_failed_copy_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(shm_copy, "copy_checked", fail)
+    monkeypatch.setattr(shm_writer, "copy_checked", fail)
 
     async def test() -> None:
         async with receiver() as r, linked(r, config=ShmConfig(copy_threads=2)) as (link, events):

@@ -18,8 +18,15 @@ from baton.ids import GrantId
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.post_queue import Taken
 from kvtransfer.transports.tcp import FRAME_BYTES_MAX
-from kvtransfer.transports.tcp_frames import SHARED_BYTES_MIN, SHARES_OF_A_STREAM, SealToSend, frame_starts
-from kvtransfer.transports.tcp_queue import AT_ONCE_OPS_MAX, StreamLanes, ToSend
+from kvtransfer.transports.tcp_lanes import (
+    AT_ONCE_OPS_MAX,
+    SHARED_BYTES_MIN,
+    SHARES_OF_A_STREAM,
+    SealToSend,
+    StreamLanes,
+    ToSend,
+    frame_starts,
+)
 from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
 from tests.support.tcp_harness import EPOCH
 

@@ -6,9 +6,9 @@ import pytest
 
 from kvtransfer.native.copy import copies_by
 from kvtransfer.transport import RegionKind, TransportName
-from kvtransfer.transports import rdma_poster
-from kvtransfer.transports.rdma_poster import posts_by
-from kvtransfer.transports.tcp_payload import moved_by
+from kvtransfer.transports import rdma_verbs
+from kvtransfer.transports.rdma_verbs import posts_by
+from kvtransfer.transports.tcp import moved_by
 from node.pool import transport_facts
 
 IPC, SHM, RDMA, UCX, TCP = (
@@ -35,7 +35,7 @@ def test_a_region_on_a_device_is_reached_in_other_ways() -> None:
     }
 
 
-@pytest.mark.parametrize(("library", "told"), [(object(), "native"), (None, "pyverbs, one by one: no native library")])
+@pytest.mark.parametrize(("library", "told"), [(object(), "native"), (None, "nothing: no native library")])
 def test_rdma_without_its_library_says_so(monkeypatch: pytest.MonkeyPatch, library: object, told: str) -> None:
-    monkeypatch.setattr(rdma_poster, "rdma_library", lambda: library)
+    monkeypatch.setattr(rdma_verbs, "rdma_library", lambda: library)
     assert posts_by() == told
