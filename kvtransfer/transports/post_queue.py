@@ -155,7 +155,7 @@ class PostQueue(Generic[PartT, LoanT]):
     ) -> None:
         """From now on batches wait for the device that computes their sources. Before the first post.
 
-        For lanes that know of no stream: an RDMA card reads memory when it is told to, whatever a stream has queued.
+        For lanes that know of no stream: an RDMA card reads memory at once, whatever a stream has queued.
         `after` is `EventPoster.after`; a batch is taken once that has called back. If it never will, `uncomputed` gets
         the grant, on the loop's thread, and abandons it.
         """
@@ -166,7 +166,7 @@ class PostQueue(Generic[PartT, LoanT]):
     def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> LoanT | None:
         """Queue one batch; returns at once. The arrays belong to the queue until it is complete.
 
-        What is returned the caller carries, as its lanes say.
+        The caller carries what is returned, as its lanes define.
 
         Raises:
             WriteOutOfBounds: the batch is not taken, and not completed either.
@@ -439,7 +439,7 @@ class PostQueue(Generic[PartT, LoanT]):
 
 
 def parts_left(batch: Batch[Any]) -> int:
-    """How many threads a batch can use, at least 1; a lazy cut says 1."""
+    """How many threads a batch can use, at least 1; for a lazy cut it is 1."""
     return max(1, length_hint(batch.parts))
 
 

@@ -1,4 +1,4 @@
-"""The writing side of tcp: sends straight from the source region over one or several connections, until told to stop.
+"""The writing side of tcp: sends straight from the source region over one or several connections.
 
 A sending thread for each stream; acknowledgements are read on the control thread. A frame goes from the region to the
 kernel by one native call. What is small is sent by whoever posts it, without waiting, while no thread sends on that
@@ -107,7 +107,7 @@ class _Stream:
     received: bytes = b""
     """The beginning of a message."""
     sending: bool = False
-    """Its thread has begun, and not told of its end yet."""
+    """Its thread has started and has not reported its end."""
     reading: bool = False
     """Its socket is watched: no EOF yet."""
 
@@ -169,7 +169,7 @@ class TcpWriterLink(BaseWriterLink):
     ) -> TcpWriterLink:
         """Connect every stream and prove the pair's secret on each.
 
-        `source_region_U8` is the caller's; the link lets go of it at its end.
+        `source_region_U8` is the caller's; the link releases it at its end.
 
         Raises:
             ConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
@@ -210,7 +210,7 @@ class TcpWriterLink(BaseWriterLink):
     def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
 
-        `completed` is told of it in the place of the link's events.
+        `completed` is called in place of the link's events.
 
         Raises:
             WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
@@ -364,7 +364,7 @@ class TcpWriterLink(BaseWriterLink):
     def _sender_left(self, stream: _Stream, failure: str) -> None:
         stream.sending = False
         if failure:
-            # The receiver's word, if it left one, says more than the error of a send.
+            # The receiver's last message, if there is one, explains more than the error of a send.
             while stream.reading and not self._ending and self._has_input(stream):
                 self._read(stream)
             self._end(failure)
