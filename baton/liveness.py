@@ -162,7 +162,6 @@ class Reach:
     @property
     def _pause_s(self) -> float:
         """One failed stream may be a link that broke twice; from the third on the pauses grow."""
-        failed = self._failed_streams
         pause_s = self._config.reconnect_pause_ms / 1000
         return max(
             min(pause_s, self._left_s), pause_s * (1 << (self._failed_streams - 2)) if self._failed_streams > 2 else 0.0
