@@ -3,10 +3,13 @@
     python -m benchmarks.answer_limit --json answer_limit.json         # about four minutes
 
 One router, one prefill and one decode node of the small model, with the default region. `--requests` clients at a time
-(32) ask one after another for `--answers` answers in all, drawn to their end: in one half of the rounds they name
-`max_tokens` 256, in the other none, so that the router decides (`docs/openai.md`). The growth of an answer is promised
-whole, so a limit that takes too much of the region leaves places empty. The two kinds of round alternate. Exit status 1
-where the median of the ratios, output tokens a second without a limit over those with one, is below `--ratio-min`.
+(32) ask one after another for `--answers` answers in all: in one half of the rounds they name `max_tokens` 256, in the
+other none, so that the router decides (`docs/openai.md`). Answers end by themselves, as most do: each token is a stop
+token with a chance of about one in a hundred, and both kinds of round ask for the same answers from the same seeds. The
+growth of an answer is promised whole, so a limit that takes too much of the region leaves places empty. With
+`--to-the-end` all answers go to their limits instead: the longer ones then attend over longer contexts, which costs
+time of its own. The two kinds of round alternate. Exit status 1 where the median of the ratios, output tokens a second
+without a limit over those with one, is below `--ratio-min`.
 """
 
 from __future__ import annotations
@@ -30,9 +33,11 @@ from cli.supervisor import Cluster, ClusterSpec
 from engine.demo_model import DemoModelParams, write_demo_model
 
 CONTEXT = 4_096
+VOCABULARY = 2_048
 LIMIT = 256
 PROMPT_TOKENS_MAX = 64
 ANSWER_S_MAX = 300.0
+STOP_TOKEN_IDS = 20
 KINDS: dict[str, int | None] = {"limit named": LIMIT, "no limit": None}
 
 
@@ -40,11 +45,14 @@ async def round_of(client: InferenceClient, limit: int | None, args: argparse.Na
     """Output tokens, seconds, and tokens a second of one round."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(1, PROMPT_TOKENS_MAX))] for _ in range(args.answers)]
+    stops = [] if args.to_the_end else rng.sample(range(3, VOCABULARY), STOP_TOKEN_IDS)
     lengths: list[int] = []
 
     async def worker() -> None:
         while prompts:
-            sampling = inference_pb2.Sampling(temperature=0.8, ignore_eos=True, max_tokens=limit)
+            sampling = inference_pb2.Sampling(
+                temperature=1.5, seed=len(prompts), ignore_eos=True, stop_token_ids=stops, max_tokens=limit
+            )
             request = inference_pb2.GenerateRequest(
                 token_ids=inference_pb2.TokenIds(ids=prompts.pop()), sampling=sampling
             )
@@ -81,11 +89,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32, help="at a time")
     parser.add_argument("--answers", type=int, default=96, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--to-the-end", action="store_true")
     parser.add_argument("--ratio-min", type=float, default=0.9)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not (args.model_dir / "config.json").exists():
-        write_demo_model(args.model_dir, DemoModelParams(context_len_max=CONTEXT))
+        write_demo_model(args.model_dir, DemoModelParams(context_len_max=CONTEXT, vocab_size=VOCABULARY))
     rounds = asyncio.run(measure(args))
     ratios = [own["no limit"]["tokens_per_s"] / own["limit named"]["tokens_per_s"] for own in rounds]
     outcome: dict[str, Any] = {"rounds": rounds, "ratio": statistics.median(ratios), "ratios": ratios}

@@ -1,4 +1,4 @@
-"""Where each record of a region lies, and what two regions must agree on (DESIGN section 5).
+"""Where each record of a region lies, and what two regions must agree on (docs/memory.md).
 
 Pure. A record is what one block occupies in one layer: its components (K and V; later a latent, scales, states), each
 `[head][slot][bytes of one slot and head]`, one after the other. Nothing outside this module assumes K and V.
@@ -45,7 +45,7 @@ class Layout:
         return self.num_layers * num_blocks * self.record_bytes
 
     def compatibility_hash(self) -> str:
-        """Digest of everything that two regions must share before records are copied between them (DESIGN I9)."""
+        """Digest of everything that two regions must share before records are copied between them (I9)."""
         parts = [f"v{FORMAT_VERSION}", f"layers={self.num_layers}", f"block={self.block_size}", f"dtype={self.dtype}"]
         parts += [f"{c.name}:{c.num_heads}x{c.slot_bytes}" for c in self.components]
         return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()

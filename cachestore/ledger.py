@@ -1,4 +1,4 @@
-"""Who owns each block of one region (DESIGN I1, I4).
+"""Who owns each block of one region (I1, I4 of docs/invariants.md).
 
 Pure and single-threaded: the node's control thread owns it. Every block is in exactly one class, the first that fits:
 quarantined, writer-owned, held, cached, free.
@@ -49,7 +49,7 @@ class Ledger:
     """Ownership of the blocks `0 .. num_blocks-1`. All methods assert on misuse: misuse is our own bug."""
 
     def __init__(self, num_blocks: int, *, on_free: Callable[[BlockId], None] | None = None) -> None:
-        """`on_free` is told of each block that becomes free (tests fill it with poison)."""
+        """`on_free` is called with each block that becomes free (tests fill it with poison)."""
         assert num_blocks > 0, num_blocks
         self.num_blocks = num_blocks
         self._on_free = on_free
@@ -159,7 +159,7 @@ class Ledger:
             self._writer[block] = grant
 
     def writer_gone(self, blocks: Iterable[BlockId], grant: GrantId) -> None:
-        """There is evidence that the writer of `grant` can no longer write (DESIGN I2)."""
+        """There is evidence that the writer of `grant` can no longer write (I2)."""
         for block in blocks:
             assert self._writer[block] == grant, (block, self._writer[block], grant)
             self._writer[block] = None

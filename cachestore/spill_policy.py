@@ -1,4 +1,4 @@
-"""Which running sequences make room for the others, and when they come back (DESIGN I5). Pure.
+"""Which running sequences make room for the others, and when they come back (I5). Pure.
 
     RUNNING    decodes
     SPILLING   swapped out, blocks of it are being copied to host memory

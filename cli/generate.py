@@ -34,7 +34,7 @@ from cli.sampling import sampling_choice, sampling_options
 from cli.signals import StopSignals
 from router.choices import Answer as Events
 from router.choices import run_choices
-from router.openai_requests import CHOICES_MAX
+from router.openai import CHOICES_MAX
 
 
 @click.command()

@@ -296,7 +296,7 @@ class DecodeNode:
             job.output.forgotten.set()
         self.room_changed()
 
-    # What the engine loop tells (StepHost).
+    # What the engine loop calls (StepHost).
 
     def step_begins(self, batch: Batch) -> KvSink:
         del batch

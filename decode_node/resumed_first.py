@@ -1,7 +1,7 @@
 """Room goes to requests in the middle of their answer before new ones. Pure: times are passed in.
 
 A decode node has no queue: whoever it refuses asks again after a pause. Among many new requests, one that has lost its
-node would find the room taken each time, until its wait is over and half an answer lost. So new ones stand back for it,
+node would find the room taken each time, until its wait is over and half an answer lost. So new ones wait for it,
 but not for good: one that is too large for the room that comes would keep a node's memory idle for as long as it asks.
 """
 
@@ -30,7 +30,7 @@ class _Wait:
 
 
 class ResumedFirst:
-    """Which resumed requests were refused here for want of room, and how long new ones stand back. Control thread only.
+    """Which resumed requests were refused here for want of room, and how long new ones wait. Control thread only.
 
     They do for `wait_ms` after each refusal, and no longer than `hold_ms_max` after the first one of a search. A
     request that comes with more of its answer has had a node meanwhile: that is another search.
@@ -45,7 +45,7 @@ class ResumedFirst:
         """The latest of all their `until_s`."""
 
     def refused(self, key: RequestKey, output_tokens: int, now_s: float) -> None:
-        """A resumed request found no room: new ones stand back until it has asked again, or its time is over.
+        """A resumed request found no room: new ones wait until it has asked again, or its time is over.
 
         An attempt asks once: its Reserve may be here twice, and behind that of a later one.
         """
@@ -69,7 +69,7 @@ class ResumedFirst:
             self._forget(key.request)
 
     def waiting(self, now_s: float) -> bool:
-        """Whether new requests are to stand back."""
+        """Whether new requests are to wait."""
         return now_s < self._until_s
 
     def _forget(self, request: RequestId) -> None:

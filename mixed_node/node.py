@@ -62,7 +62,7 @@ class MixedNode:
         loop: asyncio.AbstractEventLoop,
         randomness: Callable[[int], bytes],
     ) -> None:
-        """`granted` is this node, as a router is told of a decode node."""
+        """`granted` names this node to a router, as a decode node is named."""
         self.policy = policy
         self.decode = decode
         self.granted = granted
@@ -146,7 +146,7 @@ class MixedNode:
         if self.decode.receiver.grants.is_over(key):
             raise BatonError(Reason.CANCELLED, f"Attempt {key.attempt} of request {key.request} is over already.")
 
-    # What the engine loop tells (StepHost).
+    # What the engine loop calls (StepHost).
 
     def step_begins(self, batch: Batch) -> KvSink:
         return self.prefill.step_begins(batch)

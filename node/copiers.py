@@ -30,7 +30,7 @@ from kvtransfer.device.region import DeviceMemory
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.native.copy import copy_records
 from kvtransfer.transport import WriteOps, check_ops
-from node.regions import let_go
+from node.regions import clear_frames_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class ThreadCopier:
         """See `BlockCopier.start`. The queue is bounded by the blocks of the tier: each is in one copy at most."""
         loop = asyncio.get_running_loop()
 
-        def tell(error: BaseException | None) -> None:
+        def report(error: BaseException | None) -> None:
             if not self._closed:
                 done(error)
 
@@ -116,9 +116,9 @@ class ThreadCopier:
                 return
             error = future.exception()
             try:
-                loop.call_soon_threadsafe(tell, error)
+                loop.call_soon_threadsafe(report, error)
             except RuntimeError:
-                # At the end of the process the loop may be closed first; then there is nobody left to tell.
+                # At the end of the process the loop may be closed first; then nobody waits for it.
                 if not loop.is_closed():
                     raise
 
@@ -141,7 +141,7 @@ class _Asked:
     copy: BlockCopy
     ready: DeviceEvent
     """What is to be copied has been computed, and what is to be written has been read."""
-    tell: Callable[[BaseException | None], None]
+    report: Callable[[BaseException | None], None]
     """On any thread."""
 
 
@@ -194,23 +194,23 @@ class StreamCopier:
         """
         loop = asyncio.get_running_loop()
 
-        def tell(error: BaseException | None) -> None:
+        def report(error: BaseException | None) -> None:
             if not self._closed:
                 done(error)
 
         try:
             ready = self._streams.current().record()
         except DeviceError as error:
-            loop.call_soon(tell, error)
+            loop.call_soon(report, error)
             return
-        asked = _Asked(copy=copy, ready=ready, tell=lambda error: call_loop(loop, tell, error))
+        asked = _Asked(copy=copy, ready=ready, report=lambda error: call_loop(loop, report, error))
         with self._wake:
             broken = self._broken
             if broken is None:
                 self._waiting.append(asked)
                 self._wake.notify()
         if broken is not None:
-            asked.tell(broken)
+            asked.report(broken)
 
     def close(self) -> None:
         """Wait for what is on the device, without a limit: it writes to both memories, and nothing else ends that.
@@ -258,11 +258,11 @@ class StreamCopier:
         self._flying.append((ended, asked))
 
     def _land(self) -> None:
-        """Tell of the oldest copy on the device if it has ended; else wait for a moment."""
+        """Report the oldest copy on the device if it has ended; else wait for a moment."""
         ended, asked = self._flying[0]
         if ended.done():
             self._flying.popleft()
-            asked.tell(None)
+            asked.report(None)
             return
         with self._wake:
             self._wake.wait(self._poll_interval_s)
@@ -285,12 +285,12 @@ class StreamCopier:
                 time.sleep(self._poll_interval_s)
 
     def _fail(self, error: Exception) -> None:
-        """Tell all whose copy has not been told of, those on the device too: nobody can go on."""
-        let_go(error)
+        """Report the error to all whose copy has not been reported, also of those on the device: nobody can go on."""
+        clear_frames_of(error)
         with self._wake:
             self._broken = error
             untold = [*(asked for _, asked in self._flying), *self._waiting]
             self._flying.clear()
             self._waiting.clear()
         for asked in untold:
-            asked.tell(error)
+            asked.report(error)

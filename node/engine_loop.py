@@ -24,7 +24,7 @@ class StepHost(Protocol):
     """The node around the engine. Called on the control thread."""
 
     def step_begins(self, batch: Batch) -> KvSink:
-        """About to run: the sink is told of each layer, on the engine thread. The step before may not have ended."""
+        """About to run: the sink is called after each layer, on the engine thread. The step before may still run."""
         ...
 
     def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:

@@ -29,8 +29,8 @@ from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MI
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma_verbs import posts_by
-from kvtransfer.transports.tcp_payload import moved_by
-from node.regions import PoolRegion, let_go, on_thread, open_pool_region, pin_staging
+from kvtransfer.transports.tcp import moved_by
+from node.regions import PoolRegion, clear_frames_of, on_thread, open_pool_region, pin_staging
 from node.spill import HostMemory, SpillConfig, open_host_memory
 
 # NumPy has no bfloat16; a transfer needs its size only.
@@ -142,7 +142,7 @@ async def open_device_pool(
         )
         return replace(pool, staged=staged, transports=tuple(transports))
     except BaseException as error:
-        let_go(error)
+        clear_frames_of(error)
         if staged is not None:
             staged.close()
         built.runner.unbind()
@@ -315,6 +315,6 @@ def transport_facts(configured: Sequence[TransportName], region: RegionKind, off
 
 
 def add_fact(message: node_pb2.NodeStatus, name: str, text: str) -> None:
-    """One more line for people, once, though both halves of a node may tell it."""
+    """One more line for people, once, though both halves of a node may add it."""
     if all(fact.name != name for fact in message.engine.facts):
         message.engine.facts.add(name=name, text=text)

@@ -151,12 +151,12 @@ async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        thread.exception()  # told to nobody: whoever asked has been cancelled
+        thread.exception()  # read, so that asyncio does not log it: whoever asked has been cancelled
         raise cancelled
     return thread.result()
 
 
-def let_go(error: BaseException | None) -> None:
+def clear_frames_of(error: BaseException | None) -> None:
     """The frames that an error came through may still look into memory, which then could not be given back."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

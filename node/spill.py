@@ -48,7 +48,7 @@ from kvtransfer.device.driver import DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
 from node.copiers import BlockCopier, BlockCopy, BlockPlaces, RegionCopier, StreamCopier, ThreadCopier
-from node.regions import PoolRegion, let_go, on_thread, open_host_region
+from node.regions import PoolRegion, clear_frames_of, on_thread, open_host_region
 
 HOST_BLOCKS_MAX = 1 << 24
 
@@ -205,7 +205,7 @@ class Spill:
     def state_of(self, key: RequestKey) -> SpillState | None:
         return self._policy.state_of(key)
 
-    # What the engine tells (Overcommit).
+    # What the engine calls (Overcommit).
 
     def before_step(self, runners: Several[Sequence]) -> None:
         """See `Overcommit.before_step`. Raises what a copy broke off with: the device has failed, or it is a bug of
@@ -424,7 +424,7 @@ class Spill:
     def _room(self) -> int:
         return self._host.num_blocks - self._host.filled - self.config.reserve_blocks
 
-    # What the policy is told.
+    # What the policy gets.
 
     def _running(self, seq: Sequence, need: int, pressure: bool) -> Standing:
         spillable = 0
@@ -497,7 +497,7 @@ async def open_host_memory(
             try:
                 pinned, copier = await on_thread(_pin, below, region, places, name, opened)
             except BaseException as error:
-                let_go(error)
+                clear_frames_of(error)
                 raise
             progress("pinning", region.nbytes, region.nbytes)
         else:

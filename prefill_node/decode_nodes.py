@@ -53,7 +53,7 @@ this node's own end."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Nobody has granted: what to tell the router, and all that was answered."""
+    """Nobody has granted: the error for the router, and all that was answered."""
 
     error: BatonError
     reasons: frozenset[Reason]
@@ -166,13 +166,13 @@ class DecodeNodes:
                 refusals.append(_named(record, error))
                 if error.reason is Reason.DECODE_FULL:
                     without_room.append(record)
-        told = most_hopeful(refusals)
-        if told.reason in NOT_REACHED:
-            told = _nobody_reached(told)
-        return Refused(error=told, reasons=frozenset(e.reason for e in refusals), full=without_room)
+        refusal = most_hopeful(refusals)
+        if refusal.reason in NOT_REACHED:
+            refusal = _nobody_reached(refusal)
+        return Refused(error=refusal, reasons=frozenset(e.reason for e in refusals), full=without_room)
 
     def wants_no_more(self, job: Job, full: Sequence[NodeRecord]) -> None:
-        """It has its room elsewhere: where one that is resumed was refused, new requests need not stand back for it."""
+        """It has its room elsewhere: nodes that refused a resumed request need not keep new ones waiting for it."""
         for record in full if job.resumed else ():
             with suppress(BatonError):  # out of reach by now
                 self._peer_for(record).cancel_request(job.key)
@@ -200,7 +200,7 @@ class DecodeNodes:
 
 
 def most_hopeful(refusals: Sequence[BatonError]) -> BatonError:
-    """Of the answers of several decode nodes, at least one, the one to tell.
+    """Of the answers of several decode nodes, at least one, the one for the router.
 
     A full node is worth another try later; of several, the one that expects room first. "Too long" is final, and true
     only where every node has said so: one that did not answer may hold the request.

@@ -1,4 +1,4 @@
-"""One request in a prefill node, what its router is told, and the other half of a mixed node, which may keep it."""
+"""One request in a prefill node, what is sent to its router, and the other half of a mixed node, which may keep it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class LocalRunner(Protocol):
         ...
 
     def yields(self, job: Job) -> bool:
-        """Whether what room there is goes to requests in the middle of their answer before this one. It has an end,
-        which nobody tells: look again every second or so."""
+        """Whether what room there is goes to requests in the middle of their answer before this one. Nobody reports
+        the end of that: look again every second or so."""
         ...
 
     def avoided(self, job: Job) -> bool:
@@ -64,7 +64,7 @@ class LocalRunner(Protocol):
         ...
 
     def granted(self) -> prefill_pb2.Granted:
-        """This node, as a router is told of a decode node."""
+        """This node, as a decode node is named to a router."""
         ...
 
     def start(self, job: Job) -> LocalRun | None:
@@ -125,8 +125,8 @@ class Job:
     grant_slow: bool = False
     """Its grant has been asked for so long that nobody waits for it to be computed first."""
     computed_s: float = 0.0
-    told: bool = False
-    """The router is told that it has failed here, and itself asks the decode node whether it has committed."""
+    failed: bool = False
+    """The router knows that it has failed here, and itself asks the decode node whether it has committed."""
     over: bool = False
     """Its life here went to the end. Otherwise the decode node must not run it."""
 
@@ -150,7 +150,7 @@ class Job:
 
 _END_REASONS: Final = {HandoffEnd.PEER_GONE: Reason.PEER_UNREACHABLE, HandoffEnd.CORRUPT: Reason.DATA_CORRUPT}
 NOBODY: Final = prefill_pb2.Granted()
-"""No decode node is needed. Told before anything is computed, as a grant is: a request whose attempt ends with the
+"""No decode node is needed. Sent before anything is computed, as a grant is: a request whose attempt ends with the
 node's death from here on may be what kills nodes."""
 
 
@@ -195,7 +195,7 @@ def first_logprobs(event: TokenEvent) -> common_pb2.TokenLogprobs | None:
 
 
 def handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:
-    """What the router is told of one that has ended without a commit."""
+    """The router's error for a handoff that has ended without a commit."""
     transport = handoff.peer.link.transport
     return BatonError(
         _END_REASONS.get(end, Reason.HANDOFF_FAILED),

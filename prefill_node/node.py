@@ -119,7 +119,7 @@ class PrefillNode:
                 yield handed_off_event(job, num_layers=self._runner.kv_spec.num_layers, now_s=self._loop.time())
             job.over = True
         except BatonError:
-            job.told = True
+            job.failed = True
             raise
         finally:
             self._give_back(job)
@@ -212,7 +212,7 @@ class PrefillNode:
     async def _place(self, job: Job) -> prefill_pb2.PrefillEvent:
         """Find who writes the answer: this node where it keeps the request, else a decode node that grants.
 
-        Raises the refusal to tell when nobody does.
+        Raises the refusal for the router when nobody does.
         """
         local = self._local
         if local is not None and job.kept and self._keep(job, local):
@@ -365,7 +365,7 @@ class PrefillNode:
         self.ledger.unpromise(job.key)
         if job.handoff is not None:
             job.handoff.cancel()
-            if not job.over and not job.told:
+            if not job.over and not job.failed:
                 # Its Commit may have won, and the router, which is leaving, may not know yet who granted.
                 job.handoff.peer.cancel_request(job.key)
         if job.local is not None and not job.over:

@@ -86,8 +86,8 @@ def order_decode_nodes(
     unfit = {r.name: differences(own, r.model) for r in ready if r.model is not None}
     fit = [r for r in ready if not unfit[r.name]]
     if not fit:
-        told = "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(unfit.items()))
-        raise BatonError(Reason.INCOMPATIBLE_NODE, f"No decode node fits this prefill node. {told}.")
+        differing = "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(unfit.items()))
+        raise BatonError(Reason.INCOMPATIBLE_NODE, f"No decode node fits this prefill node. {differing}.")
     large = [r for r in fit if may_hold(r, blocks)] or fit
     left = [r for r in large if may_place(r)]
     if not left:

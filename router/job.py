@@ -1,19 +1,26 @@
-"""One client request in the router, one try at it, and what its client is told."""
+"""One client request in the router, one attempt at it, what its client receives, and what the log says of it.
+
+The log has how failed requests are tried again, how they end, and which are refused at the door; never their text. One
+line each; where too many have one reason, the others are counted and summed up (`baton.repeats`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 from batonpb import common_pb2, inference_pb2
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Code, Reason
 from baton.ids import Incarnation, RequestId
+from baton.log import get_log
+from baton.repeats import RepeatLimits, RepeatLog
 from baton.tracing import Traceparent
+from router.decode_streams import DecodeSubscription, Inbox
 from router.observer import ObservedRequest
 from router.request import CheckedRequest
-from router.retries import Retries
-from router.subscriptions import DecodeSubscription, Inbox
+from router.retries import Retries, Verdict
 
 TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
 """Index of the first token, token ids, and their log-probabilities (one each, or none at all)."""
@@ -96,3 +103,61 @@ def finished_event(job: Job) -> inference_pb2.GenerateEvent:
     job.stats.ttft_ms = (times[0] - job.began_s) * 1000 if times else 0.0
     job.stats.itl_mean_ms = (times[-1] - times[0]) / (len(times) - 1) * 1000 if len(times) > 1 else 0.0
     return inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=job.finish, stats=job.stats))
+
+
+log = get_log("router")
+
+LIMITS: Final = RepeatLimits(interval_ms=10_000, full_max=20)
+"""For each reason: lines in an interval before the rest is counted."""
+_CLIENTS_OWN_CODES: Final = frozenset({Code.INVALID_ARGUMENT, Code.NOT_FOUND})
+_CLIENTS_OWN_REASONS: Final = frozenset({Reason.NO_TOKENIZER, Reason.NO_CHAT_TEMPLATE})
+"""It asks for what this model or router does not have, whatever state the cluster is in."""
+
+
+class RequestLog:
+    """One router's. Control thread only; `upkeep` every second."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._repeats = RepeatLog(log, now_s, LIMITS, key="reason")
+        self._now_s = now_s
+
+    def tried_again(self, verdict: Verdict, error: BatonError, job: Job, *, attempt: int) -> None:
+        """An attempt has failed, another one follows: the first of those that look for a node, and each resumption."""
+        self._repeats.info(
+            verdict.name.lower(),
+            peer=error.reason.value,
+            request=job.id,
+            attempt=attempt,
+            tokens=len(job.output),
+            why=error.message,
+        )
+
+    def failed(self, error: BatonError, *, request_id: RequestId, job: Job | None, began_s: float) -> None:
+        """The client has this error. `job` is None for a request that was refused before anything was done for it."""
+        fields: dict[str, Any] = {"took_ms": round((self._now_s() - began_s) * 1000)}
+        if job is not None:
+            fields.update(
+                key=job.id,
+                attempts=job.attempts,
+                resumptions=job.stats.resumptions,
+                tokens=len(job.output),
+                nodes=",".join(job.nodes) or "none",
+            )
+        self._tell("request failed", error, request_id, fields)
+
+    def refused(self, error: BatonError, *, door: str, request_id: RequestId | None) -> None:
+        """The client has this error in place of a request: none has begun. `door` is where it came to."""
+        self._tell("request refused", error, request_id, {"door": door})
+
+    def _tell(self, what: str, error: BatonError, request_id: RequestId | None, fields: dict[str, Any]) -> None:
+        clients_own = error.code in _CLIENTS_OWN_CODES or error.reason in _CLIENTS_OWN_REASONS
+        # The message of such an error may quote the request.
+        told = {"field": error.field or "none"} if clients_own else {"why": error.message}
+        tell = self._repeats.info if clients_own else self._repeats.warning
+        tell(what, peer=error.reason.value, request=request_id or "none", **fields, **told)
+
+    def upkeep(self) -> None:
+        self._repeats.upkeep()
+
+    def close(self) -> None:
+        self._repeats.close()

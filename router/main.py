@@ -28,10 +28,8 @@ from engine.model_config import ModelError, SamplingDefaults, load_sampling_defa
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.node import RouterNode
-from router.pin_service import PinsService
-from router.pins import PinKeeper
+from router.pins import PinKeeper, PinsService, PrefixEncoder
 from router.prefill_nodes import NOT_READY_RETRY_MS
-from router.prefix_text import PrefixEncoder
 from router.request import NEUTRAL
 from router.service import InferenceService
 from router.text import TextCodec

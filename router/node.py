@@ -1,47 +1,214 @@
 """Life of a request in this node: `RouterNode.generate`. `_attempt` is one try at it on one prefill and decode node.
 
-`Intake` has made a job of it before. Tokens reach the client from the attempt's inbox, which the prefill call (first
-token; `PrefillCalls`) and the decode node's stream (all of them; `DecodeStreams`) fill; each index is taken once.
+`Intake` first checks the request and makes a job of it. Tokens reach the client from the attempt's inbox, which the
+prefill call (first token; `PrefillCalls`) and the decode node's stream (all of them; `DecodeStreams`) fill; each index
+is taken once. A client that does not read is cut off before its unread tokens take room from others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from types import TracebackType
 
 from batonpb import common_pb2, inference_pb2
 
 from baton.clock import SystemClock
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
 from baton.rpc_client import Channels
 from baton.tasks import Tasks
-from baton.tracing import Traceparent
+from baton.tracing import Traceparent, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from engine.model_config import SamplingDefaults
 from router.chat import ChatEncoder
 from router.config import RouterConfig
-from router.decode_streams import DecodeStreams
-from router.intake import Intake
-from router.job import Job, TokenPart, Try, finished_event, started_event, tokens_event
+from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
+from router.job import Job, RequestLog, TokenPart, Try, finished_event, started_event, tokens_event
 from router.observer import ObservedRequest, RequestObserver
-from router.prefill_calls import PrefillCalls
-from router.prefill_nodes import PrefillNodes
-from router.regions import RegionWatch, tokens_max
-from router.request import NEUTRAL
-from router.request_log import RequestLog
-from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Verdict, pause_ms
-from router.slow_client import unread_limit
-from router.subscriptions import DecodeSubscription, Inbox
-from router.text import TextCodec
+from router.placement import RegionWatch, answer_tokens, tokens_max
+from router.prefill_nodes import PrefillCalls, PrefillNodes
+from router.request import NEUTRAL, CheckedRequest, check_request
+from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
+from router.text import AnswerText, StopStrings, TextCodec
 
 log = get_log("router")
+
+
+def slow_client(unread: int) -> BatonError:
+    return BatonError(
+        Reason.SLOW_CLIENT,
+        f"The client has left {unread} tokens unread, more than are kept for it (client_tokens_unread_max); the "
+        "request was cancelled. Read faster, or ask for fewer tokens at a time.",
+        metadata={"unread": str(unread)},
+    )
+
+
+def unread_limit(
+    config: RouterConfig,
+    loop: asyncio.AbstractEventLoop,
+    observed: ObservedRequest,
+    cut_off: Callable[[BatonError], None],
+    request_id: RequestId,
+) -> Callable[[Inbox], None]:
+    """What looks at an inbox each time that something was put into it, and cuts its client off where it does not read.
+
+    Many tokens may come at once for a client that reads, so that it must have left some for a while, too.
+    """
+
+    def look(inbox: Inbox) -> None:
+        if inbox.unread <= config.client_tokens_unread_max or inbox.writing_s is None:
+            return
+        if (loop.time() - inbox.writing_s) * 1000 > config.client_stall_ms:
+            error = slow_client(inbox.unread)
+            observed.failed(error.reason)
+            log.warning("client cut off", request=request_id, key=inbox.key.request, unread=inbox.unread)
+            cut_off(error)
+
+    return look
+
+
+class ClientGuard:
+    """Around everything that writes to one client: `cut_off` ends it, even in a write that waits for the client.
+
+    Raises the error given to `cut_off` at its end. One event loop; for one task.
+    """
+
+    def __init__(self) -> None:
+        self._scope = asyncio.timeout(None)
+        self._error: BatonError | None = None
+        self._over = False
+
+    def cut_off(self, error: BatonError) -> None:
+        """The first call counts; nothing happens once the block is over."""
+        if self._error is None and not self._over:
+            self._error = error
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def __aenter__(self) -> ClientGuard:
+        await self._scope.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over = True
+        try:
+            await self._scope.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            told, self._error = self._error, None
+            assert told is not None
+            try:
+                raise told from None
+            finally:
+                del told  # or it would refer to itself, by this frame in its traceback
+
+
+def not_taken() -> BatonError:
+    """What a router that drains says at its doors."""
+    return BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
+
+
+class Intake:
+    """Lives on the router's loop."""
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        prefill_nodes: PrefillNodes,
+        codec: TextCodec | None,
+        chats: ChatEncoder | None,
+        loop: asyncio.AbstractEventLoop,
+        rng: random.Random,
+        sampling_defaults: SamplingDefaults,
+        records: Callable[[], Sequence[NodeRecord]],
+        check_known: Callable[[], None],
+        pause: Callable[[int], Awaitable[None]],
+    ) -> None:
+        """`sampling_defaults` are the model's, `records` all known nodes. `check_known` raises BatonError while too
+        little is known of them. `pause(looks)` comes between two looks for a node that is ready."""
+        self._config = config
+        self._prefill_nodes = prefill_nodes
+        self._codec = codec
+        self._chats = chats or ChatEncoder(codec=codec, template=None, chars_max=config.prompt_chars_max)
+        self._loop = loop
+        self._rng = rng
+        self._sampling_defaults = sampling_defaults
+        self._records = records
+        self._check_known = check_known
+        self._pause = pause
+
+    async def job(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        request_id: RequestId,
+        trace: Traceparent,
+        deadline_s: float,
+        choice: int,
+    ) -> Job:
+        """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
+        self._check_known()
+        give_up_s = self._loop.time() + self._config.placement_wait_ms_max / 1000
+        for looks in range(1 << 30):
+            if self._prefill_nodes.ready() or self._loop.time() >= give_up_s:
+                break
+            await self._pause(looks)
+        encoded = await self._encode(request)
+        model = self._prefill_nodes.model()
+        checked = check_request(
+            request,
+            model=model,
+            encode=(lambda _text: encoded) if self._codec is not None else None,
+            chat=encoded,
+            answer_tokens=lambda prompt_tokens: self._answer_tokens(prompt_tokens, model),
+            rng=self._rng,
+            defaults=self._sampling_defaults,
+            choice=choice,
+        )
+        return Job(
+            id=new_request_id(self._rng),
+            client_id=request_id,
+            trace=trace,
+            checked=checked,
+            began_s=self._loop.time(),
+            deadline_s=deadline_s,
+            retries=Retries(config=self._config.retries, give_up_s=give_up_s),
+            stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
+        )
+
+    def _answer_tokens(self, prompt_tokens: int, model: ModelInfo) -> int:
+        default = self._config.max_tokens_default
+        return answer_tokens(prompt_tokens, self._records(), model) if default is None else default
+
+    def answer_text(self, checked: CheckedRequest) -> AnswerText:
+        """What the tokens of its answer go through."""
+        return AnswerText(
+            self._codec.stream() if self._codec is not None else None,
+            StopStrings(checked.stop, include=checked.include_stop),
+            min_tokens=checked.sampling.min_tokens,
+        )
+
+    async def _encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
+        """Token ids of a text or a chat, off the loop: a long one takes seconds, and others' tokens must flow."""
+        if request.WhichOneof("prompt") == "chat":
+            return await asyncio.to_thread(self._chats.encode_proto, request.chat)
+        if self._codec is None or request.WhichOneof("prompt") != "text":
+            return ()
+        if len(request.text) > self._config.prompt_chars_max:
+            raise bad_field(
+                "text",
+                f"The prompt has {len(request.text)} characters; at most {self._config.prompt_chars_max} are taken.",
+                reason=Reason.PROMPT_TOO_LONG,
+            )
+        return await asyncio.to_thread(self._codec.encode, request.text)
 
 
 HANDED_OFF_MS_MAX = 1_000

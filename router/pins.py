@@ -1,7 +1,8 @@
 """Pinned prefixes of this router: kept here, leased to every prefill and decode node, and leased again when one joins.
 
-Two routers may have a pin of one name: the nodes keep the newer one. An operator's pin is always that; which of two
-configured ones is, the routers' wall clocks say.
+Two routers may have a pin of one name. The nodes keep the newer one: an operator's pin always is; of two configured
+ones the routers' wall clocks decide. The text of a prefix is encoded on a thread, since that blocks. `PinsService` is
+the gRPC side.
 """
 
 from __future__ import annotations
@@ -10,18 +11,78 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Final
 
-from batonpb import common_pb2, pins_pb2, pins_pb2_grpc
+from batonpb import common_pb2, inference_pb2, pins_pb2, pins_pb2_grpc
 
 from baton.clock import Clock, wait_s
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc_client import Channels, rpc_errors
-from baton.wire import NodeRecord, Role
+from baton.wire import ModelInfo, NodeRecord, Role
 from router.pin_config import PinKeeperConfig, PinnedPrefix
+from router.request import check_prompt
+from router.text import TextCodec
+
+if TYPE_CHECKING:
+    from router.chat_template import ChatTemplate
+
+_USERS = ("0", "Z")
+"""Two chats that differ from the first character of the user's message on."""
+
+
+class PrefixEncoder:
+    """A tokenizer and a chat template, either of which may be missing. Immutable."""
+
+    def __init__(self, codec: TextCodec | None, template: ChatTemplate | None, *, chars_max: int) -> None:
+        self._codec = codec
+        self._template = template
+        self._chars_max = chars_max
+
+    def encode(self, prefix: PinnedPrefix) -> Sequence[int]:
+        """Raises BatonError NO_TOKENIZER, NO_CHAT_TEMPLATE or PROMPT_TOO_LONG."""
+        if prefix.token_ids is not None:
+            return prefix.token_ids
+        text = prefix.text if prefix.text is not None else prefix.system
+        assert text is not None
+        if self._codec is None:
+            raise BatonError(
+                Reason.NO_TOKENIZER,
+                f"The pin '{prefix.name}' is text and this router was started without a tokenizer: give token_ids, or "
+                "start it with --model.",
+                field="text",
+            )
+        if len(text) > self._chars_max:
+            raise bad_field(
+                "text",
+                f"The pin '{prefix.name}' has {len(text)} characters; at most {self._chars_max} are taken.",
+                reason=Reason.PROMPT_TOO_LONG,
+            )
+        return self._codec.encode(text) if prefix.text is not None else self._system(self._codec, text)
+
+    def _system(self, codec: TextCodec, system: str) -> Sequence[int]:
+        """What all chats with this system message begin with, whatever the template puts around it."""
+        template = self._template
+        if template is None:
+            raise BatonError(
+                Reason.NO_CHAT_TEMPLATE,
+                "The model has no chat template: pin the start of the prompt as text or token ids.",
+                field="system",
+            )
+        chats = [
+            template.render(
+                [{"role": "system", "content": system}, {"role": "user", "content": user}],
+                {"add_generation_prompt": True},
+            )
+            for user in _USERS
+        ]
+        first, second = (codec.encode_rendered(chat) for chat in chats)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        return [token for token, _ in same]
+
 
 log = get_log("pins")
 
@@ -289,3 +350,65 @@ def _node_errors(node: NodeName) -> Iterator[None]:
         if task is None or task.cancelling():
             raise
         raise BatonError(Reason.PEER_UNREACHABLE, f"{node} has left the cluster.") from None
+
+
+class PinsService(pins_pb2_grpc.PinsServicer):
+    """baton.v1.Pins, for operators."""
+
+    def __init__(
+        self, keeper: PinKeeper, encoder: PrefixEncoder, *, model: Callable[[], ModelInfo], clock: Clock
+    ) -> None:
+        self._keeper = keeper
+        self._encoder = encoder
+        self._model = model
+        self._clock = clock
+
+    async def Pin(self, request: pins_pb2.PinRequest, context: Any) -> pins_pb2.PinReply:
+        prefix = _prefix(request)
+        tokens = await asyncio.to_thread(self._encoder.encode, prefix)
+        # The same refusals as for a prompt, before any node is asked.
+        prompt = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=tokens))
+        tokens = check_prompt(prompt, self._model(), None)
+        pin = await self._keeper.pin(prefix, tokens, warm=request.warm)
+        return pins_pb2.PinReply(pin=self._message(pin))
+
+    async def Unpin(self, request: pins_pb2.UnpinRequest, context: Any) -> pins_pb2.UnpinReply:
+        return pins_pb2.UnpinReply(known=await self._keeper.unpin(request.name))
+
+    async def ListPins(self, request: pins_pb2.ListPinsRequest, context: Any) -> pins_pb2.ListPinsReply:
+        return pins_pb2.ListPinsReply(pins=[self._message(pin) for pin in self._keeper.pins()])
+
+    def _message(self, pin: KeptPin) -> pins_pb2.PinnedPrefix:
+        ttl_left_s = pin.ttl_left_s(self._clock.monotonic_s())
+        return pins_pb2.PinnedPrefix(
+            name=pin.name,
+            tokens=len(pin.tokens),
+            has_cache_salt=pin.prefix.cache_salt is not None,
+            ttl_left_ms=None if ttl_left_s is None else int(ttl_left_s * 1e3),
+            from_config=pin.from_config,
+            nodes=[
+                pins_pb2.PinOnNode(
+                    node=on.node,
+                    blocks=on.blocks,
+                    blocks_pinned=on.blocks_pinned,
+                    problem="" if on.problem is None else on.problem.message,
+                )
+                for on in sorted(pin.on_nodes.values(), key=lambda on: on.node)
+            ],
+        )
+
+
+def _prefix(request: pins_pb2.PinRequest) -> PinnedPrefix:
+    """Raises BatonError BAD_FIELD."""
+    kind = request.WhichOneof("prefix")
+    try:
+        return PinnedPrefix(
+            name=request.name,
+            text=request.text if kind == "text" else None,
+            token_ids=tuple(request.token_ids.ids) if kind == "token_ids" else None,
+            system=request.system if kind == "system" else None,
+            cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+            ttl_ms=request.ttl_ms if request.HasField("ttl_ms") else None,
+        )
+    except InvalidField as error:
+        raise bad_field(error.field, f"{error.field}: {error.args[0]}.") from error

@@ -14,9 +14,7 @@ from baton.errors import BatonError
 from baton.ids import RequestId
 from baton.rpc import RpcLimits, time_left_s
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
-from router.intake import not_taken
-from router.node import RouterNode
-from router.slow_client import ClientGuard
+from router.node import ClientGuard, RouterNode, not_taken
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):

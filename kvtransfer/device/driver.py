@@ -51,7 +51,7 @@ class DeviceDriver(Protocol):
     def streams(self) -> DeviceStreams: ...
 
     def allocate(self, nbytes: int) -> int:
-        """Zeroed memory -> its address, which is also the one that a card is told of peer memory."""
+        """Zeroed memory -> its address, which is also the one to register with a card as peer memory."""
         ...
 
     def free(self, address: int) -> None: ...
@@ -126,7 +126,7 @@ class CudaDriver:
         self.streams: DeviceStreams = CudaStreams(self.device)
 
     def allocate(self, nbytes: int) -> int:
-        # What torch has let go of it keeps for itself, and a region is most of the memory.
+        # torch keeps memory that it has freed, and a region is most of the memory.
         self._torch.cuda.empty_cache()
         # A dma-buf is whole pages of the host.
         address = int(self._call("cudaMalloc", page_span(0, nbytes, mmap.PAGESIZE).nbytes))

@@ -1,6 +1,6 @@
 """Posting what a device is still computing, over a transport that no stream can order: when it has been computed.
 
-An RDMA card reads memory when it is told to, whatever a stream has queued. So a post waits for an event, and a thread
+An RDMA card reads memory at once, whatever a stream has queued. So a post waits for an event, and a thread
 polls for that: neither the compute stream nor the engine waits for a transfer.
 """
 

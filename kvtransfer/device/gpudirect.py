@@ -1,4 +1,4 @@
-"""What a device's driver says of network cards that read and write its memory (GPUDirect RDMA). Pure.
+"""What a device's driver reports about network cards that read and write its memory (GPUDirect RDMA). Pure.
 
 Numbers are those of CUDA's driver API: CUGPUDirectRDMAWritesOrdering and CUflushGPUDirectRDMAWritesOptions.
 """
@@ -18,7 +18,7 @@ class GpuDirect:
     """What one device allows."""
 
     peer_memory: bool
-    """Its pages can be told to a card's driver by their addresses, where a module of the kernel does so."""
+    """A card's driver can get its pages by their addresses, where a module of the kernel provides them."""
     dma_buf: bool
     """Its driver makes dma-bufs of it."""
     ordered: bool

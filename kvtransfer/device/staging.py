@@ -217,7 +217,7 @@ class StagingShare(Generic[Tag]):
 
     @property
     def flying(self) -> int:
-        """Copies whose end `finished` has not told yet."""
+        """Copies that `finished` has not returned yet."""
         with self._lock:
             return len(self._flying)
 
@@ -235,7 +235,7 @@ class StagingShare(Generic[Tag]):
     def to_host(self, start: int, src_S: np.ndarray, nbytes_S: np.ndarray, *, behind: DeviceEvent, tag: Tag) -> None:
         """Queue a copy of these segments of the region, one after the other, into a chunk, behind an event.
 
-        The segments stay as they are until `finished` has told the tag. Raises DeviceError.
+        The segments stay as they are until `finished` has returned the tag. Raises DeviceError.
         """
         self._side.wait(behind)
         ops = WriteOps(src=src_S, dst=places(start, nbytes_S), nbytes=nbytes_S)
@@ -247,7 +247,7 @@ class StagingShare(Generic[Tag]):
         self._copy(self._region_memory, self._pinned_memory, ops, tag)
 
     def finished(self) -> Tag | None:
-        """The oldest copy, if the device is through with it; each is told once. Raises DeviceError."""
+        """The oldest copy, if the device has finished it; each is returned once. Raises DeviceError."""
         with self._lock:
             if not self._flying:
                 return None

@@ -39,7 +39,7 @@ class NativeCopy:
     def __call__(
         self, dst_U8: np.ndarray, src_U8: np.ndarray, dst_B: np.ndarray, src_B: np.ndarray, nbytes_B: np.ndarray
     ) -> None:
-        """Copy every record and fence the stores; the interpreter's lock is let go of meanwhile.
+        """Copy every record and fence the stores; without the interpreter's lock.
 
         The caller has checked all of it against both regions, which do not overlap.
         """

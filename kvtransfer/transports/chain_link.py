@@ -138,7 +138,7 @@ class ChainLanes:
             return bool(self._out)
 
     def completed(self, number: int) -> None:
-        """The device has let go of what was taken under this number: it has landed."""
+        """The device has completed what was taken under this number: it has landed."""
         with self.queue.lock:
             taken = self._out.pop(number)
             if isinstance(taken, SealPart):
@@ -331,7 +331,7 @@ class ChainLink(BaseWriterLink):
         self._wake()
 
     def _stop_watching(self) -> None:
-        """The thread has left: no timer and no word any more. The socket is still open."""
+        """The thread has ended: stop the timer and read nothing more. The socket is still open."""
         if self._closing_timer is not None:
             self._closing_timer.cancel()
         self._loop.remove_reader(self._sock)

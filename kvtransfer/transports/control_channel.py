@@ -32,9 +32,9 @@ import hmac
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError
@@ -127,19 +127,24 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What every message has: its kind, the layout of its body, and whether bytes of any length follow that."""
+    """What every message has: its kind, the layout of its body, which has its fields in order where it does not say
+    otherwise, and whether bytes of any length follow that."""
 
     KIND: ClassVar[Kind]
     LAYOUT: ClassVar[struct.Struct]
     HAS_PAYLOAD: ClassVar[bool] = False
 
     def body(self) -> bytes:
-        raise NotImplementedError
+        values = tuple(getattr(self, each.name) for each in fields(self))
+        body = self.LAYOUT.pack(*values)
+        assert self.LAYOUT.unpack(body) == values, self
+        return body
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Message:
+    def of(cls, values: tuple[Any, ...]) -> Self:
         """From what `LAYOUT` unpacks, and what follows, if anything may. Raises MalformedMessage."""
-        raise NotImplementedError
+        names = (each.name for each in fields(cls))
+        return cls(**dict(zip(names, values, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +163,8 @@ class Hello(Message):
         return self.LAYOUT.pack(self.pair.receiver, self.pair.writer, self.epoch, self.link) + self.payload
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Hello:
-        receiver, writer, epoch, link, payload = fields
+    def of(cls, values: tuple[Any, ...]) -> Hello:
+        receiver, writer, epoch, link, payload = values
         pair = Pair(receiver=Incarnation(receiver), writer=Incarnation(writer))
         return cls(pair=pair, epoch=Epoch(epoch), link=link, payload=payload)
 
@@ -170,28 +175,12 @@ class Challenge(Message):
     LAYOUT = struct.Struct(f"<{NONCE_BYTES}s")
     nonce: bytes
 
-    def body(self) -> bytes:
-        assert len(self.nonce) == NONCE_BYTES, len(self.nonce)
-        return self.nonce
-
-    @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Challenge:
-        return cls(nonce=fields[0])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Message):
     KIND = Kind.ANSWER
     LAYOUT = struct.Struct(f"<{PROOF_BYTES}s")
     proof: bytes
-
-    def body(self) -> bytes:
-        assert len(self.proof) == PROOF_BYTES, len(self.proof)
-        return self.proof
-
-    @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Answer:
-        return cls(proof=fields[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +198,8 @@ class Welcome(Message):
         return self.proof + self.payload
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Welcome:
-        return cls(proof=fields[0], payload=fields[1])
+    def of(cls, values: tuple[Any, ...]) -> Welcome:
+        return cls(proof=values[0], payload=values[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +212,11 @@ class Refused(Message):
         return self.LAYOUT.pack(self.reason.value)
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Refused:
+    def of(cls, values: tuple[Any, ...]) -> Refused:
         try:
-            return cls(reason=RefusalReason(fields[0]))
+            return cls(reason=RefusalReason(values[0]))
         except ValueError as error:
-            raise MalformedMessage(f"refusal reason {fields[0]}") from error
+            raise MalformedMessage(f"refusal reason {values[0]}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,8 +236,8 @@ class SealSent(Message):
         return self.LAYOUT.pack(self.number, seal.epoch, seal.grant, seal.writes, seal.bytes_written, self.ways_mask)
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> SealSent:
-        number, epoch, grant, writes, bytes_written, ways_mask = fields
+    def of(cls, values: tuple[Any, ...]) -> SealSent:
+        number, epoch, grant, writes, bytes_written, ways_mask = values
         seal = Seal(grant=GrantId(grant), epoch=Epoch(epoch), writes=writes, bytes_written=bytes_written)
         return cls(number=number, seal=seal, ways_mask=ways_mask)
 
@@ -259,26 +248,12 @@ class Sealed(Message):
     LAYOUT = struct.Struct("<Q")
     number: int
 
-    def body(self) -> bytes:
-        return self.LAYOUT.pack(self.number)
-
-    @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Sealed:
-        return cls(number=fields[0])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence(Message):
     KIND = Kind.FENCE
     LAYOUT = struct.Struct("<Q")
     epoch: Epoch
-
-    def body(self) -> bytes:
-        return self.LAYOUT.pack(self.epoch)
-
-    @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Fence:
-        return cls(epoch=Epoch(fields[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,12 +266,9 @@ class Bye(Message):
     sequence: int = 0
     drained: bool = True
 
-    def body(self) -> bytes:
-        return self.LAYOUT.pack(self.epoch, self.sequence, self.drained)
-
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Bye:
-        return cls(epoch=Epoch(fields[0]), sequence=fields[1], drained=bool(at_most(fields[2], 1)))
+    def of(cls, values: tuple[Any, ...]) -> Bye:
+        return cls(epoch=Epoch(values[0]), sequence=values[1], drained=bool(at_most(values[2], 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,14 +278,6 @@ class Ready(Message):
     KIND = Kind.READY
     LAYOUT = struct.Struct("<")
 
-    def body(self) -> bytes:
-        return b""
-
-    @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Ready:
-        assert not fields
-        return cls()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateBye(Message):
@@ -322,14 +286,6 @@ class LateBye(Message):
     KIND = Kind.LATE_BYE
     LAYOUT = struct.Struct(f"<{NONCE_BYTES}s")
     nonce: bytes
-
-    def body(self) -> bytes:
-        assert len(self.nonce) == NONCE_BYTES, len(self.nonce)
-        return self.nonce
-
-    @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> LateBye:
-        return cls(nonce=fields[0])
 
 
 _COMMON: Final[tuple[type[Message], ...]] = (
@@ -388,10 +344,10 @@ class Codec:
         elif packet[end:] != self._zeros[end:]:
             raise MalformedMessage(f"{message.__name__} with bytes after its end")
         layout = message.LAYOUT
-        fields = layout.unpack_from(packet, HEAD_BYTES)
+        values = layout.unpack_from(packet, HEAD_BYTES)
         if message.HAS_PAYLOAD:
-            fields = (*fields, bytes(packet[HEAD_BYTES + layout.size : end]))
-        return message.of(fields)
+            values = (*values, bytes(packet[HEAD_BYTES + layout.size : end]))
+        return message.of(values)
 
     def whole_bytes(self, received: bytearray) -> int | None:
         """Size of the message that `received` begins with; None: the rest of it is still to come. Raises

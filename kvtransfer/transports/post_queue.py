@@ -103,7 +103,7 @@ class Lanes(Protocol[LoanT_co]):
 class PostQueue(Generic[PartT, LoanT]):
     """Batches of one link, first in first out. Each that is posted ends in one `completed`.
 
-    `post` from any thread; `take` and `finished` from the lanes' threads, `finished_here` and the rest from the loop's.
+    `post` from any thread, `finished` from the lanes' threads, `finished_here` and the rest from the loop's.
     The queue has no limit of its own: whoever posts bounds the bytes that are not complete. After `stop`, or for an
     abandoned grant, what was not taken completes uncopied, and what was taken completes when its lane is through.
 
@@ -155,7 +155,7 @@ class PostQueue(Generic[PartT, LoanT]):
     ) -> None:
         """From now on batches wait for the device that computes their sources. Before the first post.
 
-        For lanes that know of no stream: an RDMA card reads memory when it is told to, whatever a stream has queued.
+        For lanes that know of no stream: an RDMA card reads memory at once, whatever a stream has queued.
         `after` is `EventPoster.after`; a batch is taken once that has called back. If it never will, `uncomputed` gets
         the grant, on the loop's thread, and abandons it.
         """
@@ -166,7 +166,7 @@ class PostQueue(Generic[PartT, LoanT]):
     def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> LoanT | None:
         """Queue one batch; returns at once. The arrays belong to the queue until it is complete.
 
-        What is returned the caller carries, as its lanes say.
+        The caller carries what is returned, as its lanes define.
 
         Raises:
             WriteOutOfBounds: the batch is not taken, and not completed either.
@@ -200,42 +200,15 @@ class PostQueue(Generic[PartT, LoanT]):
         return None
 
     @property
-    def waits(self) -> bool:
-        """`take` would give something."""
-        with self.lock:
-            return bool(self._waiting) and self._waiting[0].computed
-
-    @property
     def batches_waiting(self) -> int:
         """Of which something has not been taken."""
         with self.lock:
             return len(self._waiting)
 
-    def waits_alone(self, batch: Batch[PartT]) -> bool:
-        """Nothing has been taken of this batch, and no other waits. With the lock held."""
-        return len(self._waiting) == 1 and self._waiting[0] is batch and not batch.parts_out
-
     def gives_up(self, grant: GrantId) -> bool:
         """Nothing of this grant need be carried any more."""
         with self.lock:
             return self.stopped or grant in self._abandoned
-
-    def take(self, lane: int) -> Taken[PartT] | None:
-        """The next part, for this lane to carry until `finished`; None: nothing waits."""
-        with self.lock:
-            if not self._waiting or not self._waiting[0].computed:
-                return None
-            batch = self._waiting[0]
-            part = next(batch.parts)
-            batch.parts_out += 1
-            batch.left_bytes -= part.nbytes
-            if not batch.left_bytes:
-                self._waiting.popleft()
-            self._next_number += 1
-            taken = Taken(number=self._next_number, lane=lane, batch=batch, part=part)
-            self._out[taken.number] = taken
-            self._lanes_used[batch.grant] = self._lanes_used.get(batch.grant, 0) | 1 << lane
-            return taken
 
     def finished(self, taken: Taken[PartT], *, copied: bool) -> None:
         """The lane reads nothing of it any more. `copied`: it has landed."""
@@ -255,6 +228,33 @@ class PostQueue(Generic[PartT, LoanT]):
         with self.lock:
             return not (self._out or self._waiting)
 
+    # For the lanes, with the lock held.
+
+    @property
+    def waits(self) -> bool:
+        """`take` would give something."""
+        return bool(self._waiting) and self._waiting[0].computed
+
+    def waits_alone(self, batch: Batch[PartT]) -> bool:
+        """Nothing has been taken of this batch, and no other waits."""
+        return len(self._waiting) == 1 and self._waiting[0] is batch and not batch.parts_out
+
+    def take(self, lane: int) -> Taken[PartT] | None:
+        """The next part, for this lane to carry until `finished`; None: nothing waits."""
+        if not self._waiting or not self._waiting[0].computed:
+            return None
+        batch = self._waiting[0]
+        part = next(batch.parts)
+        batch.parts_out += 1
+        batch.left_bytes -= part.nbytes
+        if not batch.left_bytes:
+            self._waiting.popleft()
+        self._next_number += 1
+        taken = Taken(number=self._next_number, lane=lane, batch=batch, part=part)
+        self._out[taken.number] = taken
+        self._lanes_used[batch.grant] = self._lanes_used.get(batch.grant, 0) | 1 << lane
+        return taken
+
     # Loop's thread.
 
     def finished_here(self, takens: Iterable[Taken[PartT]], *, copied: bool) -> None:
@@ -266,6 +266,9 @@ class PostQueue(Generic[PartT, LoanT]):
                     self._count(taken.batch, copied=taken.batch.copied)
                     self._discount(taken.batch)
                     over.append(taken.batch)
+        if len(over) == 1:
+            self._report(over[0], over[0].copied)
+            return
         with contextlib.ExitStack() as every:  # each is reported, whatever another's completion raises
             for batch in reversed(over):
                 every.callback(self._report, batch, batch.copied)
@@ -436,7 +439,7 @@ class PostQueue(Generic[PartT, LoanT]):
 
 
 def parts_left(batch: Batch[Any]) -> int:
-    """How many threads a batch can use, at least 1; a lazy cut says 1."""
+    """How many threads a batch can use, at least 1; for a lazy cut it is 1."""
     return max(1, length_hint(batch.parts))
 
 

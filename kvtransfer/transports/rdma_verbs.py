@@ -44,7 +44,7 @@ DISTRIBUTION_FOLDERS = (Path("/usr/lib/python3/dist-packages"), Path("/usr/lib64
 
 
 class RdmaUnavailable(Exception):
-    """RDMA does not work here, or not any more: what is missing, and what to do. `baton doctor` tells more."""
+    """RDMA does not work here, or not any more: what is missing, and what to do. `baton doctor` has details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -387,7 +387,7 @@ class RdmaWriterLink(ChainLink):
 
     def _thread_left(self, failure: str) -> None:
         if failure and not self._ending:
-            # The receiver's word, if it left one, says more than the error of a write.
+            # The receiver's last message, if there is one, explains more than the error of a write.
             self._read()
             self._end(failure)
         self._thread.join()
@@ -395,7 +395,7 @@ class RdmaWriterLink(ChainLink):
         self._destroy(say_bye=not failure and not self._cut)
 
     def _destroy(self, *, say_bye: bool) -> None:
-        """Only when no queue pair is left has the device let go of the source: until then nothing completes."""
+        """The device reads the source until the last queue pair is destroyed: nothing completes before that."""
         try:
             self._qps.destroy()
         except QueuePairFailed as error:

@@ -1,4 +1,4 @@
-"""The writing side of shm: maps the receiver's region and copies into it, until told to stop.
+"""The writing side of shm: maps the receiver's region and copies into it until the link ends.
 
 Visibility of the copies to whoever has read the seal: the copying thread hands its completion to the loop's thread
 through a lock, and that thread passes the seal through the kernel's socket locks; each is a release on one side and an
@@ -270,7 +270,7 @@ class CopyingLanes(Protocol):
     def queue(self) -> PostQueue[Any, None]: ...
 
     def join(self) -> None:
-        """Let go of both regions. Called after `drained`, which says that nothing will touch them any more."""
+        """Release both regions. Called after `drained`: nothing touches them any more."""
         ...
 
 
@@ -375,7 +375,7 @@ class ShmWriterLink(BaseWriterLink):
         """Connect, prove the pair's secret and map the receiver's region.
 
         `source_region_U8` is the caller's: a uint8 array, unless `open_region` opens something else than host memory.
-        The link lets go of it at its end. `turns` is the semaphore of `copy_turns` that all links of a process share;
+        The link releases it at its end. `turns` is the semaphore of `copy_turns` that all links of a process share;
         without it this link has one of its own.
 
         Raises:
@@ -485,7 +485,7 @@ class ShmWriterLink(BaseWriterLink):
         try:
             self._mapping.close()
         except BaseException:
-            # Somebody still sees the region, a bug of ours, or the device refuses to let go of it. BYE would be a lie:
+            # Somebody still sees the region, a bug of ours, or the device refuses to close it. BYE would be a lie:
             # the receiver keeps waiting.
             self._finish()
             raise

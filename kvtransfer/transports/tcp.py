@@ -1,7 +1,7 @@
 """Transport for any network: the writer sends records from its region, the receiver takes them into its own.
 
 Here are the messages that only tcp has, what its HELLO and WELCOME carry, and the writer's handshake. `tcp_receiver`
-has the port and `tcp_receiver` its receive threads, `tcp_writer` the link, `tcp_payload` what calls the kernel.
+has the port and its receive threads, `tcp_writer` the link.
 
     writer                                        receiver
       DATA(sequence, epoch, grant) ...     ->
@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from baton.errors import BatonError
 from baton.ids import Epoch, GrantId
+from kvtransfer.native.sockets import native_sockets
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import GRANT_BYTES, Kind, MalformedMessage, WriterChannel, at_most
@@ -36,6 +37,10 @@ SEGMENT_BYTES: Final = 16
 FRAME_BYTES_MAX: Final = 1 << 25
 """A frame's payload, which takes several system calls: what a frame costs beside them is to be little."""
 FRAME_SEGMENTS_MAX: Final = 4096
+CALL_SEGMENTS_MAX: Final = 1024
+"""Of one system call in Python: IOV_MAX of Linux."""
+CALL_BYTES_MAX: Final = 1 << 20
+"""Of one system call in Python, as of a native one: who wants the landing lock waits for one call."""
 _HELLO: Final = struct.Struct("<Q")
 _WELCOME: Final = struct.Struct("<QQQ")
 _I64_MAX: Final = (1 << 63) - 1
@@ -61,8 +66,8 @@ class Data(wire.Message):
         return self.LAYOUT.pack(self.sequence, self.epoch, self.grant, self.segments, self.payload_nbytes)
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Data:
-        sequence, epoch, grant, segments, nbytes = fields
+    def of(cls, values: tuple[Any, ...]) -> Data:
+        sequence, epoch, grant, segments, nbytes = values
         return cls(
             sequence=sequence, epoch=Epoch(epoch), grant=GrantId(grant), segments=segments, payload_nbytes=nbytes
         )
@@ -81,8 +86,8 @@ class Ack(wire.Message):
         return self.LAYOUT.pack(self.sequence, self.landed)
 
     @classmethod
-    def of(cls, fields: tuple[Any, ...]) -> Ack:
-        return cls(sequence=fields[0], landed=bool(at_most(fields[1], 1)))
+    def of(cls, values: tuple[Any, ...]) -> Ack:
+        return cls(sequence=values[0], landed=bool(at_most(values[1], 1)))
 
 
 CODEC: Final = wire.Codec(TransportName.TCP, Data, Ack, payload_bytes_max=_WELCOME.size, message_bytes=MESSAGE_BYTES)
@@ -167,3 +172,19 @@ def acknowledged_bytes(sock: socket.socket) -> int:
     """What the peer's kernel has acknowledged. 0 where ours does not count it (Linux before 4.1)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return int.from_bytes(info[_BYTES_ACKED_AT : _BYTES_ACKED_AT + 8], sys.byteorder)
+
+
+def moved_by() -> str:
+    """How payload is sent and received in this process, for people."""
+    return "Python: no native library" if native_sockets() is None else "native"
+
+
+def of_one_call(views: list[memoryview], first: int = 0) -> list[memoryview]:
+    """The views from `first` on that one system call moves; the last of them may be the beginning of one."""
+    taken, left = [], CALL_BYTES_MAX
+    for view in views[first : first + CALL_SEGMENTS_MAX]:
+        taken.append(view[:left])
+        left -= taken[-1].nbytes
+        if not left:
+            break
+    return taken

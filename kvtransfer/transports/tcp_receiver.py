@@ -65,10 +65,13 @@ from kvtransfer.transports.tcp import (
     Data,
     TcpHello,
     TcpWelcome,
+    of_one_call,
 )
-from kvtransfer.transports.tcp_payload import SMALL_BYTES_MAX, of_one_call
 
 log = get_log("tcp")
+
+SMALL_BYTES_MAX = 1 << 16
+"""A single segment of at most so many bytes takes longer to prepare for a native call than to receive in Python."""
 
 SCRATCH_BYTES = 1 << 16
 """Where dropped payload goes; each stream has its own."""

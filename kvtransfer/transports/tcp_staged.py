@@ -6,7 +6,7 @@ compute stream waits for nothing. A chunk is used again when its piece has compl
 posted waits on the device, without a limit here: whoever posts bounds what is not completed.
 
 A batch completes with its last piece, so when the receiver has acknowledged all of it. The device is through with its
-sources earlier; but a completion also says that the bytes have landed, on which the seal relies.
+sources earlier; but a completion also means that the bytes have landed, on which the seal relies.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class StagedTcpLink:
             try:
                 made._thread.start()
             except RuntimeError as error:
-                ends.told = None
+                ends.lost = None
                 await made._link.close()
                 raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
         except BaseException:
@@ -150,7 +150,7 @@ class StagedTcpLink:
         self._queue.post(grant, ops)
 
     def seal(self, seal: Seal) -> None:
-        """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` tells."""
+        """See `WriterLink.seal`. Dropped when the link is ending: `link_lost` follows."""
         assert self._queue.uncompleted(seal.grant) == 0, "a seal before the grant's writes have completed"
         self._queue.lanes_to_seal(seal.grant)
         self._link.seal(seal)
@@ -319,8 +319,8 @@ class StagedTcpLink:
 class _LinkEvents:
     """Of the link below: its batches are pieces, which have their own way back."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
-        self.told: Callable[[str], None] | None = told
+    def __init__(self, lost: Callable[[str], None]) -> None:
+        self.lost: Callable[[str], None] | None = lost
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         raise AssertionError((grant, writes, bytes_written, copied))
@@ -330,5 +330,5 @@ class _LinkEvents:
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         del pair
-        if self.told is not None:
-            self.told(reason)
+        if self.lost is not None:
+            self.lost(reason)

@@ -1,4 +1,4 @@
-"""The writing side of tcp: sends straight from the source region over one or several connections, until told to stop.
+"""The writing side of tcp: sends straight from the source region over one or several connections.
 
 A sending thread for each stream; acknowledgements are read on the control thread. A frame goes from the region to the
 kernel by one native call. What is small is sent by whoever posts it, without waiting, while no thread sends on that
@@ -24,6 +24,7 @@ import numpy as np
 
 from baton.ids import GrantId, Pair
 from baton.tasks import call_loop
+from kvtransfer.native.sockets import native_sockets
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import RECV_BYTES, close_politely
@@ -40,13 +41,62 @@ from kvtransfer.transports.tcp import (
     acknowledged_bytes,
     connect_stream,
     leave_stream,
+    moved_by,
+    of_one_call,
 )
 from kvtransfer.transports.tcp_lanes import Frame, StreamLanes, ToSend
-from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
 from kvtransfer.transports.writer_link import BaseWriterLink, Mark
 
 AT_ONCE_BYTES_MAX: Final = 1 << 16
 """The posting thread itself sends batches up to this size, as far as the socket takes them."""
+
+
+def send_frame(
+    sock: socket.socket, head: bytes, frame: Frame | None, source_U8: np.ndarray, sent_nbytes: int = 0
+) -> None:
+    """Send head, table and payload of a frame over a blocking socket, from byte `sent_nbytes` on. Raises OSError.
+
+    Without a frame the head is all there is.
+    """
+    native = native_sockets()
+    if native is None:
+        send_by_python(sock, head, frame, source_U8, sent_nbytes)
+    elif frame is None:
+        sock.sendall(memoryview(head)[sent_nbytes:])
+    else:
+        native.send(sock.fileno(), head, frame.table_S2, source_U8, frame.src_S, frame.nbytes_S, sent_nbytes)
+
+
+def send_by_python(
+    sock: socket.socket, head: bytes, frame: Frame | None, source_U8: np.ndarray, sent_nbytes: int = 0
+) -> None:
+    """What `send_frame` does where there is no native library."""
+    views = _views(head, frame, source_U8)
+    first, sent = 0, sent_nbytes
+    while True:
+        while first < len(views) and sent >= views[first].nbytes:
+            sent -= views[first].nbytes
+            first += 1
+        if first == len(views):
+            return
+        views[first] = views[first][sent:]
+        sent = sock.sendmsg(of_one_call(views, first))
+
+
+def send_at_once(sock: socket.socket, head: bytes, frame: Frame | None, source_U8: np.ndarray) -> int:
+    """Send what one call takes without waiting; how many bytes that was. An error will come again: 0 for now."""
+    try:
+        return sock.sendmsg(of_one_call(_views(head, frame, source_U8)), (), socket.MSG_DONTWAIT)
+    except OSError:
+        return 0
+
+
+def _views(head: bytes, frame: Frame | None, source_U8: np.ndarray) -> list[memoryview]:
+    if frame is None:
+        return [memoryview(head)]
+    source = source_U8.data
+    payload = [source[s : s + n] for s, n in zip(frame.src_S.tolist(), frame.nbytes_S.tolist(), strict=True)]
+    return [memoryview(head + frame.table_S2.tobytes()), *payload]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,7 +107,7 @@ class _Stream:
     received: bytes = b""
     """The beginning of a message."""
     sending: bool = False
-    """Its thread has begun, and not told of its end yet."""
+    """Its thread has started and has not reported its end."""
     reading: bool = False
     """Its socket is watched: no EOF yet."""
 
@@ -119,7 +169,7 @@ class TcpWriterLink(BaseWriterLink):
     ) -> TcpWriterLink:
         """Connect every stream and prove the pair's secret on each.
 
-        `source_region_U8` is the caller's; the link lets go of it at its end.
+        `source_region_U8` is the caller's; the link releases it at its end.
 
         Raises:
             ConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
@@ -160,7 +210,7 @@ class TcpWriterLink(BaseWriterLink):
     def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> None:
         """See `WriterLink.post`. Figures of a completion are those of the batch as posted, copied or not.
 
-        `completed` is told of it in the place of the link's events.
+        `completed` is called in place of the link's events.
 
         Raises:
             WriteOutOfBounds: an op leaves one of the regions; the batch is not taken.
@@ -314,7 +364,7 @@ class TcpWriterLink(BaseWriterLink):
     def _sender_left(self, stream: _Stream, failure: str) -> None:
         stream.sending = False
         if failure:
-            # The receiver's word, if it left one, says more than the error of a send.
+            # The receiver's last message, if there is one, explains more than the error of a send.
             while stream.reading and not self._ending and self._has_input(stream):
                 self._read(stream)
             self._end(failure)

@@ -103,7 +103,7 @@ class UcxWriterLink(ChainLink):
         config: UcxConfig | None = None,
         limits: LinkLimits = UCX_LINK_LIMITS,
     ) -> UcxWriterLink:
-        """Connect, prove the pair's secret, register the source for this link, which lets go of it at its end.
+        """Connect, prove the pair's secret, register the source for this link, which releases it at its end.
 
         Raises:
             ConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
@@ -175,7 +175,7 @@ class UcxWriterLink(ChainLink):
             case wire.Sealed(number=number) if number in self._seals_out:
                 self._sealed(number)
             case wire.Fence(epoch=epoch):
-                # The receiver may need our word that all has arrived; where it does not it closes the connection.
+                # The receiver may need our BYE that all has arrived; otherwise it closes the connection.
                 self._seals_out.clear()
                 if not self._ending:
                     self._fenced_by_receiver(epoch, orderly=True)
@@ -187,7 +187,7 @@ class UcxWriterLink(ChainLink):
 
     def _thread_left(self, failure: str, destroyed: bool) -> None:
         if failure and not self._ending:
-            # The receiver's word, if it left one, says more than the error of a write.
+            # The receiver's last message, if there is one, explains more than the error of a write.
             self._read()
             self._end(failure)
         self._thread.join()
@@ -198,7 +198,7 @@ class UcxWriterLink(ChainLink):
             self._hang_up(None)
             self._finish()
             return
-        drained = not self._queue.on_the_way  # else some are adrift, as it tells of each grant
+        drained = not self._queue.on_the_way  # else some are in doubt, and the queue reports each grant
         self._lanes.lose()
         self._hang_up(wire.Bye(epoch=self._epoch, drained=drained))
         self._finish_soon()

@@ -14,7 +14,7 @@ from batonpb import node_pb2
 from baton.endpoint import split_endpoint
 from kvtransfer.native.copy import copies_by
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.tcp_payload import moved_by
+from kvtransfer.transports.tcp import moved_by
 from tests.support.broken_sockets import break_connections
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import (

@@ -26,7 +26,7 @@ SPEC = mock_spec(both={"transports": "rdma"}, decode_flags={"receiver.lease_ms":
 
 def test_nothing_lands_late_and_nothing_waits_for_a_lease_when_the_link_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer's link ends in mid-handoff with writes on their way, and the receiver hears nothing of it but the
-    writer's let-go. Not a block is freed before its own queue pairs are gone, so that what the network held back comes
+    writer's Release. Not a block is freed before its own queue pairs are gone, so that what the network held back comes
     to nothing; then all are, in far less than a lease, and the answer comes from a second attempt."""
     install(monkeypatch)
     freed: list[tuple[GrantId, bool]] = []

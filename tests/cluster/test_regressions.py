@@ -22,7 +22,7 @@ from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
 from kvtransfer.native import copy as native_copies
 from kvtransfer.transports import shm_writer
-from router.prefill_calls import PrefillCalls
+from router.prefill_nodes import PrefillCalls
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     Answer,

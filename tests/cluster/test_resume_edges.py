@@ -11,7 +11,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import RequestKey
 from cli.services import Service
 from decode_node.node import DecodeNode
-from router.subscriptions import DecodeSubscription
+from router.decode_streams import DecodeSubscription
 from tests.cluster.test_resume import FAST, kill
 from tests.support.cluster_harness import (
     RunningCluster,

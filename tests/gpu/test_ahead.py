@@ -154,6 +154,7 @@ def jobs_of(seed: int, names: list[str]) -> dict[str, tuple[int, list[int], Samp
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph_rows_max", [0, 4], ids=["kernel by kernel", "graphs"])
 def test_answers_are_those_of_the_plain_engine_over_the_torch_runner(graph_rows_max: int) -> None:
     """Requests of every kind arrive while others decode, some end early: chunks, mixed and decode steps ahead."""

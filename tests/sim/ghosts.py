@@ -61,7 +61,7 @@ def watch_receiver(process: Process, receiver: Receiver) -> None:
     def watched_reserve(event: ReserveAsked) -> AnswerGranted | AnswerRefused:
         answer = reserve(event)
         if isinstance(answer, AnswerGranted) and (event.pair, event.number) in released:
-            process.cluster.violation(f"{process.name}: number {event.number} is granted after its let-go was answered")
+            process.cluster.violation(f"{process.name}: {event.number} is granted after its Release was answered")
         return answer
 
     replaced: Any = receiver

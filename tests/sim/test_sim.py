@@ -25,7 +25,7 @@ from tests.sim.run import (
 )
 
 BATCH = 20
-QUICK_SEEDS = 40
+QUICK_SEEDS = 20
 """How many of the seeds `make test` plays."""
 ROOT = Path(__file__).parents[2]
 

@@ -22,9 +22,9 @@ from cachestore.prefix_cache import IndexCursor
 from engine.sequence import Sequence
 from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job as PrefillJob
+from router.decode_streams import Inbox
 from router.job import Job, Try
 from router.request import CheckedRequest
-from router.subscriptions import Inbox
 from tests.support.cluster_harness import (
     assert_conserved,
     error_of,

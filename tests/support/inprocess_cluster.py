@@ -39,8 +39,8 @@ from mixed_node.node import MixedNode
 from node.peers import Peers
 from prefill_node.node import PrefillNode, StepSink
 from prefill_node.service import PrefillService
+from router.decode_streams import DecodeSubscription
 from router.node import RouterNode
-from router.subscriptions import DecodeSubscription
 from tests.support.cluster_harness import (
     Answer,
     Client,

@@ -12,21 +12,28 @@ import numpy as np
 import pytest
 
 from kvtransfer.native.sockets import Received, native_sockets
-from kvtransfer.transports import tcp_payload
+from kvtransfer.transports import tcp, tcp_receiver, tcp_writer
+from kvtransfer.transports.tcp import CALL_BYTES_MAX, moved_by
 from kvtransfer.transports.tcp_lanes import Frame, cut_frames
-from kvtransfer.transports.tcp_payload import moved_by, send_at_once, send_frame
 from kvtransfer.transports.tcp_receiver import Scatter
+from kvtransfer.transports.tcp_writer import send_at_once, send_frame
 from tests.support.shm_harness import DEADLINE_S, ops_of
 
 REGION_NBYTES = 1 << 17
 HEAD = bytes(range(64))
 
 
+def without_native_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For both directions."""
+    for module in (tcp, tcp_receiver, tcp_writer):
+        monkeypatch.setattr(module, "native_sockets", lambda: None)
+
+
 @pytest.fixture(params=["native", "python"])
 def sockets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, ...]]:
     """A connected pair, the second end not waiting."""
     if request.param == "python":
-        monkeypatch.setattr(tcp_payload, "native_sockets", lambda: None)
+        without_native_sockets(monkeypatch)
     else:
         assert native_sockets() is not None, "the tests need a C compiler (gcc or clang)"
     assert moved_by().lower().startswith(request.param)
@@ -175,8 +182,8 @@ def test_python_moves_no_more_in_a_call_than_c_does(
 ) -> None:
     """Whoever wants the landing lock waits for one system call: a segment of 3 MiB goes and comes in several."""
     ours, theirs = sockets
-    nbytes = 3 * tcp_payload.CALL_BYTES_MAX
-    monkeypatch.setattr(tcp_payload, "native_sockets", lambda: None)
+    nbytes = 3 * CALL_BYTES_MAX
+    without_native_sockets(monkeypatch)
     called: list[int] = []
 
     class Counting(socket.socket):
@@ -205,4 +212,4 @@ def test_python_moves_no_more_in_a_call_than_c_does(
         receive_all(Scatter(receiving, region_U8, frame.table_S2, ctypes.c_int32(0)), receiving)
         sender.join(DEADLINE_S)
     assert np.array_equal(region_U8, source_U8)
-    assert max(called) == tcp_payload.CALL_BYTES_MAX
+    assert max(called) == CALL_BYTES_MAX

@@ -8,7 +8,7 @@ from kvtransfer.native.copy import copies_by
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports import rdma_verbs
 from kvtransfer.transports.rdma_verbs import posts_by
-from kvtransfer.transports.tcp_payload import moved_by
+from kvtransfer.transports.tcp import moved_by
 from node.pool import transport_facts
 
 IPC, SHM, RDMA, UCX, TCP = (

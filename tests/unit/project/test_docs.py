@@ -18,7 +18,7 @@ from baton.wire import NodeRecord, Role
 from cli.options import config_flags, config_path
 from cli.services import Service, load_config
 from router.metrics import RouterMetrics
-from router.openai_replies import error_status
+from router.openai import error_status
 from tests.support.docs_view import (
     PAGES,
     ROOT,

@@ -19,11 +19,10 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
 from router.choices import run_choices
-from router.http_reply import CallReply, CutOff, Events
-from router.openai_replies import Replies
-from router.openai_requests import parse_completion
+from router.http_server import CallReply, CutOff, Events
+from router.node import ClientGuard
+from router.openai import Replies, parse_completion
 from router.retries import Retries, RetryConfig
-from router.slow_client import ClientGuard
 
 Make = Callable[[], BatonError]
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
-import router.prefill_calls
+import router.prefill_nodes
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
@@ -22,9 +22,9 @@ from baton.rpc_client import ChannelLimits, Channels, begun
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
+from router.decode_streams import Inbox
 from router.node import RouterNode
 from router.retries import Retries, RetryConfig, Verdict
-from router.subscriptions import Inbox
 from tests.support.cluster_harness import wait_for
 from tests.support.router_records import MODEL
 
@@ -209,7 +209,7 @@ def test_a_node_that_has_the_request_in_its_queue_says_so() -> None:
         server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, node)
         port = await server.start("127.0.0.1:0")
         try:
-            with patch.object(router.prefill_calls, "begun", seen):
+            with patch.object(router.prefill_nodes, "begun", seen):
                 await scene.ask(port)
         finally:
             await server.stop(0)

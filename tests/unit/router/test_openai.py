@@ -16,8 +16,18 @@ from hypothesis import strategies as st
 from baton.errors import BatonError, Code, Reason
 from engine.demo_model import CHAT_TEMPLATE, DemoModelParams, write_demo_model
 from router.chat_template import ChatTemplate
-from router.openai_replies import Replies, Usage, error_headers, error_json, error_status
-from router.openai_requests import CHOICES_MAX, OpenAiCall, parse_body, parse_chat, parse_completion
+from router.openai import (
+    CHOICES_MAX,
+    OpenAiCall,
+    Replies,
+    Usage,
+    error_headers,
+    error_json,
+    error_status,
+    parse_body,
+    parse_chat,
+    parse_completion,
+)
 from router.text import TextCodec
 
 FIELDS = [

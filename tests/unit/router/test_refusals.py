@@ -21,9 +21,9 @@ from baton.tracing import REQUEST_ID_KEY
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.http_server import HttpServer, OpenAiApp
+from router.job import LIMITS, RequestLog
 from router.metrics import RouterMetrics
 from router.node import RouterNode
-from router.request_log import LIMITS, RequestLog
 from router.service import InferenceService
 from tests.support.cluster_harness import wait_for
 

@@ -15,8 +15,8 @@ from baton.lifecycle import Lifecycle
 from baton.tracing import Traceparent
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
 from router.job import Job
+from router.placement import ANSWER_TOKENS_MIN, Outgrown, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.prefill_nodes import PrefillNodes
-from router.regions import ANSWER_TOKENS_MIN, Outgrown, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
 from tests.support.router_records import MODEL

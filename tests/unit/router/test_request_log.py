@@ -20,10 +20,10 @@ from baton.rpc_client import ChannelLimits, Channels
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
+from router.job import LIMITS, RequestLog
 from router.metrics import RouterMetrics
 from router.node import RouterNode
 from router.observer import RequestObserver
-from router.request_log import LIMITS, RequestLog
 from tests.support.router_records import MODEL
 
 WAIT_S_MAX = 30.0

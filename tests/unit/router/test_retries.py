@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Attempt, RequestId, RequestKey
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
+from router.decode_streams import Inbox
 from router.job import Try
 from router.retries import (
     DEATHS,
@@ -25,7 +26,6 @@ from router.retries import (
     Verdict,
     pause_ms,
 )
-from router.subscriptions import Inbox
 
 CLIENTS_OWN = frozenset(
     {

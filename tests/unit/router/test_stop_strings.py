@@ -1,4 +1,4 @@
-"""router.stop_strings: any way of cutting the text into pieces gives what looking at the whole text gives."""
+"""router.text: any way of cutting the text into pieces gives what looking at the whole text gives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stop_strings import StopStrings
+from router.text import StopStrings
 
 LETTERS = "ab"
 stops_lists = st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=4)

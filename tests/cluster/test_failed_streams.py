@@ -15,15 +15,14 @@ import baton.liveness
 from baton.errors import BatonError, Reason
 from cli.supervisor import ROUTER_NAME, ClusterSpec
 from decode_node.service import DecodeService
-from router.decode_streams import DecodeStreams
-from router.subscriptions import DecodeSubscription
+from router.decode_streams import DecodeStreams, DecodeSubscription
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 
 BROKEN = "decode-0"
 """It has so much more room that every request goes there by itself."""
 OTHER = "decode-1"
-ROUTER = {"liveness.barren_ms_max": 300, "liveness.reconnect_pause_ms": 5, "retries.resume_jitter_ms_max": 0}
+ROUTER = {"liveness.failed_stream_ms_max": 300, "liveness.reconnect_pause_ms": 5, "retries.resume_jitter_ms_max": 0}
 SPEC = mock_spec(
     decode=2,
     blocks=1_000,
