@@ -1,4 +1,4 @@
-"""Whether a process can listen where it is told to, and what it says where it cannot."""
+"""Whether a process can listen at its address, and the error where it cannot."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ConfigProblem:
 
 
 class ConfigError(BatonError):
-    """Everything that is wrong with a configuration, or with those of several processes: what is told twice is once."""
+    """All problems of one configuration, or of those of several processes, each of them once."""
 
     def __init__(self, problems: Iterable[ConfigProblem]) -> None:
         self.problems = tuple(dict.fromkeys(problems))

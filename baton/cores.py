@@ -30,7 +30,7 @@ class Cores:
 
     @property
     def usable(self) -> int:
-        """For so many threads there is work, a part of a core counted as one: at least 1."""
+        """How many threads can run at the same time; a part of a core counts as one. At least 1."""
         return self.allowed if self.quota is None else max(1, min(self.allowed, math.ceil(self.quota)))
 
     def __str__(self) -> str:

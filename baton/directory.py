@@ -39,7 +39,7 @@ class DirectoryLimits:
 class PushOutcome(Enum):
     ADDED = "added"
     CHANGED = "changed"
-    RENEWED = "renewed"  # nothing new but the time: watchers are not told
+    RENEWED = "renewed"  # nothing new but the time: watchers get no event
     REPLACED = "replaced"  # another incarnation at the same endpoint took over
     STALE = "stale"  # overtaken by a later push of the same incarnation; ignored
 
@@ -156,7 +156,7 @@ class DirectoryState:
     def remove(self, *, name: str, incarnation: int, now_s: float) -> bool:
         """The node leaves. False where the name is not held, or is held by another incarnation.
 
-        Watchers are told of a name that is not held too: they may know the node from before a restart of the directory.
+        Watchers get an event for a name that is not held too: they may know the node from before a restart.
         """
         self.expire(now_s=now_s)
         # Remembered in any case: the Remove may have overtaken the Push.

@@ -62,7 +62,7 @@ class RedisDirectoryConfig:
     call_ms_max: int = 1_000
     """For one operation, connecting included."""
     watch_interval_ms: int = 100
-    """Between two looks of a watcher. A look without news is one small call; being told by Redis instead (PUBLISH)
+    """Between two looks of a watcher. A look without news is one small call; notifications by Redis instead (PUBLISH)
     would need the same look for records that run out and messages that are lost."""
     connections_max: int = 8
     limits: DirectoryLimits = field(default_factory=DirectoryLimits)

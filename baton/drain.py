@@ -46,7 +46,7 @@ class Holdings:
 
 
 def node_draining(own: Incarnation) -> BatonError:
-    """What a node says that takes no new requests; `refused_by` tells whether it comes from the node that was asked."""
+    """The error of a node that takes no new requests; `refused_by` says whether the node that was asked sent it."""
     return BatonError(
         Reason.NODE_DRAINING,
         "This node takes no new requests: it is cordoned, draining or about to end.",
@@ -96,7 +96,7 @@ class NodeDrain:
         if self._stopping and event is not LifecycleEvent.DRAIN:
             raise BatonError(
                 Reason.BAD_LIFECYCLE,
-                f"Cannot {event.value}: the process was told to end. Start the node again instead. "
+                f"Cannot {event.value}: the process is stopping. Start the node again instead. "
                 f"So far: {self._lifecycle.story()}.",
                 metadata={"state": self._lifecycle.state.name, "event": event.name},
             )

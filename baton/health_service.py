@@ -29,7 +29,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
         self._changed = asyncio.Event()
 
     def set_ready(self, ready: bool) -> None:
-        """Set readiness and tell the watchers."""
+        """Set readiness and notify the watchers."""
         self._ready = ready
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -17,7 +17,7 @@ from typing import Final
 from baton.errors import BatonError, Reason
 
 HISTORY_MAX: Final = 16
-"""Changes of state that a node remembers, the last ones, to tell in an error."""
+"""How many of the last changes of state a node remembers, to show in an error."""
 
 
 class Lifecycle(IntEnum):

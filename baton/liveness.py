@@ -28,7 +28,7 @@ REFUSALS_MAX: Final = 3
 DOUBT_PAUSE_MS: Final = 1_000
 """After a peer was lost for ending every call at once: until it is tried again, doubled with each time."""
 DOUBT_PAUSE_MS_MAX: Final = 5_000
-"""A peer that heals in place is tried this much later at most, and is of use again `barren_ms_max` after that."""
+"""A peer that recovers is tried again at most this much later, and is of use `failed_stream_ms_max` after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +50,14 @@ class LivenessConfig:
     )
     reconnect_pause_ms: int = fixed(50)
     """Pause between two tries to reach it again."""
-    barren_ms_max: int = fixed(1_000)
+    failed_stream_ms_max: int = fixed(1_000)
     """A long call that ends before this, with nothing of use received on it, was of no use."""
-    barren_max: int = fixed(6)
+    failed_streams_max: int = fixed(6)
     """Such calls in a row, with longer and longer pauses, before the peer is lost."""
 
     def __post_init__(self) -> None:
         check_positive(self, "heartbeat_ms", "answer_ms_max", "reconnect_ms_max", "reconnect_pause_ms")
-        check_positive(self, "barren_ms_max", "barren_max")
+        check_positive(self, "failed_stream_ms_max", "failed_streams_max")
 
     @property
     def noticed_ms_max(self) -> int:
@@ -94,7 +94,7 @@ class Reach:
         self._broken_s: float | None = None
         self._refusals = 0
         self._connected_s: float | None = None
-        self._barren = 0
+        self._failed_streams = 0
         self._doubts = 0
         """Times in a row that it was lost for calls that came to nothing."""
         self.why = ""
@@ -124,7 +124,7 @@ class Reach:
     def heard(self) -> None:
         """The peer has said something of use on the call, or has kept it long enough: it is of use."""
         self._connected_s = None
-        self._barren = 0
+        self._failed_streams = 0
         self._doubts = 0
 
     @property
@@ -136,7 +136,7 @@ class Reach:
     async def lost(self) -> bool:
         """The call has ended, or could not be made. True: the peer is lost, `why` says how that is known, and the next
         call has all the time again. Pauses where it is not."""
-        self._count_barren()
+        self._count_failed_stream()
         if self._broken_s is None:
             self._broken_s = self._clock.monotonic_s()
         if await nobody_listens(self._endpoint, timeout_s=self._left_s):
@@ -146,8 +146,8 @@ class Reach:
         if self._refusals >= REFUSALS_MAX:
             self.why = "nobody listens at its address"
             self._doubts = 0
-        elif self._barren >= (1 if self.doubted else self._config.barren_max):
-            self.why = f"it took {self._barren} calls in a row and ended each at once"
+        elif self._failed_streams >= (1 if self.doubted else self._config.failed_streams_max):
+            self.why = f"it took {self._failed_streams} calls in a row and ended each at once"
             self._doubts += 1
         elif self._left_s == 0.0:
             self.why = f"it was not reached again for {self._config.reconnect_ms_max} ms"
@@ -155,22 +155,24 @@ class Reach:
         else:
             await self._clock.sleep_s(self._pause_s)
             return False
-        self._barren = 0
+        self._failed_streams = 0
         self._begin()
         return True
 
     @property
     def _pause_s(self) -> float:
-        """One barren call may be a link that broke twice; from the third on the pauses grow."""
+        """One failed stream may be a link that broke twice; from the third on the pauses grow."""
         pause_s = self._config.reconnect_pause_ms / 1000
-        return max(min(pause_s, self._left_s), pause_s * (1 << (self._barren - 2)) if self._barren > 2 else 0.0)
+        return max(
+            min(pause_s, self._left_s), pause_s * (1 << (self._failed_streams - 2)) if self._failed_streams > 2 else 0.0
+        )
 
-    def _count_barren(self) -> None:
+    def _count_failed_stream(self) -> None:
         connected_s, self._connected_s = self._connected_s, None
         if connected_s is None:
             return
-        if (self._clock.monotonic_s() - connected_s) * 1000 < self._config.barren_ms_max:
-            self._barren += 1
+        if (self._clock.monotonic_s() - connected_s) * 1000 < self._config.failed_stream_ms_max:
+            self._failed_streams += 1
         else:
             self.heard()
 
@@ -180,7 +182,7 @@ class Reach:
 
 
 def doubt_pause_ms(doubts: int) -> int:
-    """Before a peer is tried again that was lost so many times in a row for ending every call at once."""
+    """Pause before trying a peer again that was lost this often in a row for ending every call at once."""
     return min(DOUBT_PAUSE_MS << min(doubts - 1, 16), DOUBT_PAUSE_MS_MAX) if doubts else 0
 
 

@@ -1,4 +1,4 @@
-"""One node's place in the cluster: it tells the directory of itself and keeps what the directory tells of the others.
+"""One node's place in the cluster: it reports itself to the directory and keeps the directory's records of the others.
 
 The directory gives hints. When it is lost, the last known records stay, marked stale, and nothing else happens.
 """
@@ -35,7 +35,7 @@ class MembershipConfig:
     heartbeat_ms: int = setting(
         500,
         "time between two reports of the own record to the directory; a change that matters is sent at once",
-        "The directory serves so many nodes that their heartbeats load it. Keep ttl_ms at twice this or more.",
+        "The heartbeats of many nodes load the directory. Keep ttl_ms at twice this or more.",
     )
     ttl_ms: int = setting(
         2_500,

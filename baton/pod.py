@@ -213,7 +213,7 @@ class DeletionCost:
             self._working.add_done_callback(_log_failure)
 
     def retry(self, state: Lifecycle) -> None:
-        """As `follow`, on an operator's order: what has been given up is tried again."""
+        """As `follow`, on an operator's order: tries again what has been given up."""
         self._given_up = None
         self.follow(state)
 
@@ -228,7 +228,7 @@ class DeletionCost:
         }
 
     async def close(self) -> None:
-        """Break off what is under way: the pod is about to go, or the next process here begins anew. Idempotent."""
+        """Cancel the call that is running: the pod is about to go, or the next process here starts over. Idempotent."""
         self._closed = True
         if self._working is not None:
             self._working.cancel()

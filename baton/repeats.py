@@ -1,4 +1,4 @@
-"""Log lines about a trouble that comes again and again: the first is told, repeats are counted and summed up in one.
+"""Log lines about a problem that repeats: the first is logged, repeats are counted and summed up in one line.
 
 repeats = RepeatLog(log, clock.monotonic_s)
 repeats.warning("revoke unanswered", peer="prefill-0", number=7)      # the first of them; the others are counted
@@ -29,7 +29,7 @@ class RepeatLimits:
     full_max: int = 1
     """Told one by one in an interval before the others are counted. More than that in an interval stay counted."""
     pause_ms: int = 1_000
-    """A trouble whose last line is younger than this is not told to be over yet: it may come and go very fast."""
+    """A problem is reported as over only this long after its last line: it may come and go very fast."""
     kept_max: int = 4_096
     """Troubles known at a time."""
 
@@ -76,7 +76,7 @@ class _Trouble:
 
 
 class Repeats:
-    """The books of it: pure, but for the clock that it asks. What is returned is to be told, at once."""
+    """The counts: pure, except for the clock that it reads. The caller logs what is returned at once."""
 
     def __init__(self, now_s: Callable[[], float], limits: RepeatLimits | None = None) -> None:
         """`now_s` never goes back."""
@@ -86,7 +86,7 @@ class Repeats:
         self._kept = 0
 
     def seen(self, what: str, peer: str, fields: Mapping[str, Any]) -> bool:
-        """It has happened (again). True: tell it by itself; False: it is counted."""
+        """It has happened (again). True: log it by itself; False: it is counted."""
         now_s, limits = self._now_s(), self._limits
         trouble = self._peers.get(peer, {}).get(what)
         if trouble is None and self._kept >= limits.kept_max:
@@ -120,7 +120,7 @@ class Repeats:
         return told
 
     def due(self) -> list[Summary]:
-        """Those whose interval has passed, and those that are over and have not been told of."""
+        """Those whose interval has passed, and those that are over and not logged yet."""
         now_s, limits, told = self._now_s(), self._limits, []
         for peer, known in list(self._peers.items()):
             for what, trouble in list(known.items()):
@@ -133,7 +133,7 @@ class Repeats:
         return told
 
     def close(self) -> list[Summary]:
-        """All that has been counted and not told."""
+        """Everything counted and not logged yet."""
         now_s = self._now_s()
         kept = [(peer, what) for peer, known in self._peers.items() for what in known]
         return [summary for peer, what in kept for summary in self._forget(peer, what, now_s)]

@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 
 RETRY_MS_MAX = 30_000
-"""No client is told to wait longer: what is known of the load says little about a later time."""
+"""The longest retry time that a client gets: the present load says little about a later time."""
 ROOM_SHARE = 0.125
 """Of a full queue, what is to have left when those come back that were refused: they come together."""
 SPREAD = 0.5
@@ -19,7 +19,7 @@ RESUMED_WAIT_MS_MIN = 2 * RESUMED_PAUSE_MS_MAX
 
 
 def retry_after_ms(wait_s: float | None, *, ms_min: int, spread: float) -> int:
-    """The time to tell, from `ms_min` to RETRY_MS_MAX (or `ms_min`, where that is larger).
+    """The retry time to return, from `ms_min` to RETRY_MS_MAX (or `ms_min`, where that is larger).
 
     `wait_s` is the time expected, None where nothing is known yet; `spread` is the asker's place from 0 to 1.
     """

@@ -8,7 +8,7 @@ have the machine, these are four seconds: it has lost everybody, and is lost to 
 once.
 
 A few are left to be read one by one, as gRPC has it: where an event belongs to a loop that is closed, the turn ends
-before the events behind it are told, and each byte that is left is another turn. Measured with gRPC 1.74.
+before the events behind it are delivered, and each byte that is left is another turn. Measured with gRPC 1.74.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class NodeRuntime:
         )
 
     async def check_listen(self) -> None:
-        """Fail early where the port is taken, or peers are told no address, before a model is loaded."""
+        """Fail before a model is loaded where the port is taken, or peers would get no usable address."""
         self._check_advertised()
         await check_can_bind(self.config.listen)
 
@@ -176,7 +176,7 @@ class NodeRuntime:
         self.endpoint = self.config.advertise or join_endpoint(host, port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")
         self.loop_lag.start()
-        # Registered as ready, not made ready later: whoever is told "ready" finds the node in the directory.
+        # Registered as ready, not made ready later: whoever sees "ready" finds the node in the directory.
         self._become(LifecycleEvent.STARTED, "ready")
         await self.membership.start()
         self._lifecycle_seen()

@@ -64,6 +64,6 @@ def call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *a
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
-        # At the end of the process the loop may be closed first; then there is nobody left to tell.
+        # At the end of the process the loop may be closed first; then nobody is left to call.
         if not loop.is_closed():
             raise

@@ -69,7 +69,7 @@ class BlockLoad:
 
     @property
     def total(self) -> int:
-        """Blocks of the region; 0 in a record that tells of none."""
+        """Blocks of the region; 0 in a record without this figure."""
         return self.quarantined + self.writer_owned + self.held + self.cached + self.free
 
 

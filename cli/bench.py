@@ -221,7 +221,7 @@ _WHERE: Final = (
 _WHEN: Final = (
     _option(
         "--concurrency", type=click.IntRange(1, CONCURRENCY_MAX), metavar="N",
-        help=f"Closed loop: so many requests at a time.  [default: {CONCURRENCY_DEFAULT}, without --rate and --trace]",
+        help=f"Closed loop: so many at a time.  [default: {CONCURRENCY_DEFAULT}, without --rate and --trace]",
     ),
     _option("--rate", type=Above0(), metavar="PER_S", help="Open loop: requests a second."),
     _option(
@@ -237,16 +237,16 @@ _WHEN: Final = (
     ),
     _option(
         "--requests", type=click.IntRange(min=1), metavar="N",
-        help=f"End after so many requests.  [default: {REQUESTS_DEFAULT}, without --duration and --trace]",
+        help=f"End after this many requests.  [default: {REQUESTS_DEFAULT}, without --duration and --trace]",
     ),
     _option("--duration", type=Above0(), metavar="SECONDS", help="Send nothing later than this."),
     _option(
         "--warm-up", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-        help="The first so many requests count for nothing.",
+        help="The first requests of this number are warm-up and do not count.",
     ),
     _option(
         "--in-flight-max", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N",
-        help="Open loop: a request beyond so many under way is not sent, and counts as failed.",
+        help="Open loop: a request is not sent, and counts as failed, while this many are running.",
     ),
     answer_timeout_option,
 )  # fmt: skip

@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
     tokens: int
     timed: bool
-    """They came now. False: a server told at the end only how many there were."""
+    """They arrived now. False: a server reported only their number, at the end."""
 
 
 Messages = AsyncGenerator[Message, None]
@@ -105,12 +105,12 @@ class RouterTarget:
 class OpenAiTarget:
     """`POST {url}/v1/completions` as a stream, each request on a connection of its own.
 
-    Servers that do not tell the number of tokens with each chunk (`continuous_usage_stats`) tell it at the end; until
+    Servers that do not report the number of tokens in each chunk (`continuous_usage_stats`) report it at the end; until
     then a chunk counts as one token.
     """
 
     def __init__(self, url: str, *, model: str | None, timeout_s: float, temperature: float) -> None:
-        """Raises ValueError where `url` is none."""
+        """Raises ValueError if `url` is not a URL."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -241,7 +241,7 @@ def _why(error: Exception) -> str:
 
 
 def _message(chunk: dict[str, Any], told: int) -> Message | None:
-    """What a chunk adds to the tokens told so far."""
+    """What a chunk adds to the tokens received so far."""
     usage, choices = chunk.get("usage"), chunk.get("choices") or []
     total = usage.get("completion_tokens") if isinstance(usage, dict) else None
     if isinstance(total, int):
@@ -275,7 +275,7 @@ class LoadConfig:
     duration_s_max: float | None
     """Nothing is sent later than this; what is under way is waited for."""
     warm_up: int
-    """The first so many requests count for nothing."""
+    """The first requests of this number are warm-up and do not count."""
     in_flight_max: int
     """Open loop: requests under way; one more is not sent, and counts as failed."""
     ids_from: int

@@ -91,7 +91,7 @@ FORMAT: Final = 1
 PROGRESS_LINE_S: Final = 10.0
 """Between two lines of progress where stderr is no terminal."""
 LATE_MS_MAX: Final = 10.0
-"""A loader that is later than this, one time in a hundred, is told of."""
+"""The report warns when one request in a hundred is sent later than this."""
 PERCENTILES: Final = (50, 90, 95, 99)
 _HEADER: Final = ("ms", "mean", *(f"p{percent}" for percent in PERCENTILES), "max")
 _RIGHT: Final = frozenset(range(1, len(_HEADER)))
@@ -267,7 +267,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """The smallest value that so many percent of all are not above (nearest rank), to BUCKET_RATIO; 0 if empty."""
+        """The nearest-rank percentile, exact to BUCKET_RATIO; 0 if empty."""
         assert 0 < percent <= 100, percent
         rank = math.ceil(self.count * percent / 100)
         seen = 0
@@ -461,7 +461,7 @@ class Measured:
         self.good += self.slo.met_by(answered)
 
     def error(self, reason: str, text: str, *, at_s: float, counts: bool) -> None:
-        """Errors of warm-up requests are told too."""
+        """Errors of warm-up requests are reported too."""
         self.timeline.ended(at_s, failed=True)
         kind = reason if reason in self.errors or len(self.errors) < ERROR_KINDS_MAX - 1 else OTHER_ERRORS
         self.errors[kind] += 1

@@ -70,7 +70,7 @@ class TypedLines:
 
 
 class PipedLines:
-    """From stdin that is no terminal, or whose output is none: nothing but the lines is read, and no prompt shown."""
+    """From stdin when it or the output is not a terminal: reads lines only and shows no prompt."""
 
     def __init__(self, *, interactive: bool) -> None:
         self.interactive = interactive

@@ -266,7 +266,7 @@ def no_router(error: BatonError, router: str) -> BatonError:
 
 
 def unreached(router: str) -> BatonError:
-    """The error that `no_router` has its words for: no connection came about."""
+    """The error that `no_router` describes: no connection was made."""
     return BatonError(Reason.PEER_UNREACHABLE, f"{_named(router)} does not answer.")
 
 

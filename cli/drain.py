@@ -37,7 +37,7 @@ CALL_MS_MAX: Final = 5_000
 POLL_MS: Final = 100
 """After a look at a node that was not answered, and between two looks at one that cannot be watched."""
 LOOKS_UNANSWERED_MAX: Final = 20
-"""In a row, before --wait gives up: a busy node or a network that hiccups is not the drain's end."""
+"""Failures in a row before --wait gives up: a busy node or a short network failure does not end the drain."""
 _FINAL: Final = frozenset({Reason.INCARNATION_MISMATCH, Reason.BAD_LIFECYCLE})
 """Waiting longer would be in vain."""
 _SILENT: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.CANCELLED})

@@ -9,7 +9,7 @@ _EXIT_INTERRUPTED = 130  # as in `cli.invocation`, which is not imported yet
 
 
 class QuietInterrupts:
-    """Within it a SIGINT ends the process at once, with status 130 and without a word: for imports only, which have
+    """Within it a SIGINT ends the process at once and silently, with status 130: for imports only, which have
     nothing to put away. A KeyboardInterrupt there is a traceback, or lost where an import swallows it.
 
     To be entered in the main thread; elsewhere, and where SIGINT is ignored or handled otherwise, it changes nothing.

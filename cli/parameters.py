@@ -50,7 +50,7 @@ def timeout_option(default_s: float, help_text: str) -> Callable[[_F], _F]:
 
 
 class Whole(click.ParamType[int]):
-    """A whole number of so many bits, not below 0."""
+    """An unsigned whole number of at most this many bits."""
 
     name = "n"
 

@@ -1,4 +1,4 @@
-"""`baton pin`, `unpin`, `pins`: prefixes that the nodes keep cached. Every router of the cluster is told."""
+"""`baton pin`, `unpin`, `pins`: prefixes that the nodes keep cached. The command calls every router of the cluster."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pin(
 ) -> int:
     """Keep the KV of a prefix cached on all nodes, whatever else they are asked; `-` reads PREFIX from stdin.
 
-    Its full blocks stay from their first use on, and new nodes are told as they join. A pin of the same name is
+    Its full blocks stay from their first use on, and new nodes get them when they join. A pin of the same name is
     replaced. Routers keep pins in memory: those that should outlive them go into [[router.pinned_prefixes]].
 
     \b

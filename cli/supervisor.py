@@ -31,7 +31,7 @@ from engine.build import EngineKind
 
 
 def listen_problems(places: Mapping[str, str]) -> list[ConfigProblem]:
-    """Processes, by name, that could not listen where they are told to: no endpoint, or that of an earlier one."""
+    """Processes, by name, that could not listen at their address: it is no endpoint, or an earlier process has it."""
     problems = []
     taken: dict[tuple[str, int], str] = {}
     for name, place in places.items():
@@ -48,7 +48,7 @@ def listen_problems(places: Mapping[str, str]) -> list[ConfigProblem]:
 
 
 def listen_places(name: str, config: Any) -> dict[str, str]:
-    """Where the process of this name listens by its configuration, by what is to be told of each place."""
+    """Where the process of this name is configured to listen, by the name to show for each address."""
     places = {name: config.listen}
     if (http := getattr(config, "http_listen", None)) is not None:
         places[f"{name} over HTTP"] = http
@@ -67,7 +67,7 @@ def router_address(listen: str, toml_path: Path | None, env: Mapping[str, str]) 
         if here == listen or split_endpoint(listen)[1] == 0:
             return None
     except BatonError:
-        return None  # `listen_problems` tells
+        return None  # `listen_problems` reports it
     set_up = load_config(Service.ROUTER, toml_path=toml_path, env={**os.environ, **env}, flags={})
     return None if set_up.advertise is not None else here
 
@@ -103,7 +103,7 @@ class ClusterSpec:
     prefill: int = 1
     decode: int = 1
     mixed: int = 0
-    """With some of these there may be none of the others."""
+    """If there are some of these, the other roles may have no nodes."""
     model: str | None = None
     engine: EngineKind | None = None
     listen: str = "127.0.0.1:0"
@@ -209,7 +209,7 @@ class ClusterError(BatonError):
 
 
 def _ignore(*_news: object) -> None:
-    """Nobody is to be told."""
+    """Ignores every report."""
 
 
 class Cluster:
@@ -366,7 +366,7 @@ class Cluster:
             self._own_log_dir = None
 
     def _stop_problem(self, child: Child, killed: Collection[Child]) -> str:
-        """Empty where there is none: it has ended with status 0, or by SIGTERM before it could handle that."""
+        """Empty if there is none: it has ended with status 0, or by SIGTERM before it could handle that."""
         status = child.exited.result()
         if child in killed:
             text = f"{child.name} did not stop within {self.spec.stop_grace_ms} ms (stop_grace_ms) and was killed."

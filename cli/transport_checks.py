@@ -195,7 +195,7 @@ def check_ucx(tls: str) -> Finding:
 
 
 def ucx_here() -> list[str]:
-    """UCX transports of this machine, as UCX prints them. Empty: it does not tell. UCX is loaded into this process."""
+    """UCX transports of this machine, as UCX prints them. Empty: unknown. UCX is loaded into this process."""
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libucp" in line}
     if not loaded:
         return []

@@ -284,7 +284,7 @@ class LivenessStream:
         self._reach = Reach(endpoint, liveness, clock)
         self._clock = clock
         self._pause_s = liveness.reconnect_ms_max / 1000
-        self._stays_s = liveness.barren_ms_max / 1000
+        self._stays_s = liveness.failed_stream_ms_max / 1000
         self._task = asyncio.create_task(self._run(), name=f"liveness-{name}")
 
     async def close(self) -> None:

@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, transfer_pb2, transfer_pb2_grpc
 
@@ -285,14 +285,14 @@ class WriterPeer:
         self._fewer = asyncio.Event()
         self._tasks = Tasks(loop, log, peer=address.name)
         self._gone = False
-        self._actions: dict[type, Callable[..., None]] = {
-            SendReserve: lambda i: self._tasks.spawn(self._reserve(i)),
+        self._actions: dict[type, Callable[..., Coroutine[Any, Any, None] | None]] = {
+            SendReserve: self._reserve,
             StartWriting: self._start_writing,
             SendSeal: self._send_seal,
-            SendCommit: lambda i: self._tasks.spawn(self._commit(i)),
+            SendCommit: self._commit,
             AbandonWrites: self._abandon,
             ReleaseSources: self._release_sources,
-            SendRelease: lambda i: self._tasks.spawn(self._release(i)),
+            SendRelease: self._release,
             AnswerRevoke: self._answer_revoke,
             ReportEnd: self._report_end,
         }
@@ -533,7 +533,9 @@ class WriterPeer:
 
     def handle(self, event: WriterEvent) -> None:
         for instruction in self.machine.handle(event):
-            self._actions[type(instruction)](instruction)
+            call = self._actions[type(instruction)](instruction)
+            if call is not None:
+                self._tasks.spawn(call)
         for number in [event.number] if isinstance(event, HandoffEvent) else list(self._handoffs):
             self._forget_if_over(number)
 

@@ -223,7 +223,7 @@ class DecodeSubscription:
                     call = self._stub.Subscribe(self._requests(wake))
                     await self._reach.connected(call)
                     if self._reach.doubted:
-                        wait_s = self._liveness.barren_ms_max / 1000
+                        wait_s = self._liveness.failed_stream_ms_max / 1000
                         settling = asyncio.get_running_loop().call_later(wait_s, self._heard)
                     else:
                         self._reached()

@@ -119,7 +119,7 @@ def test_a_process_that_ends_finishes_first() -> None:
         drain.set()
         serving = asyncio.create_task(node.drain.serve_until(stop, drain, drain_ms_max=LONG_MS))
         await node.changed.wait()
-        with pytest.raises(BatonError, match="the process was told to end") as caught:
+        with pytest.raises(BatonError, match="the process is stopping") as caught:
             node.drain.order(LifecycleEvent.UNDRAIN, "")
         assert caught.value.reason is Reason.BAD_LIFECYCLE
         assert not serving.done()

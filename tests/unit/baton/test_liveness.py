@@ -116,9 +116,9 @@ def test_a_peer_that_ends_every_call_at_once_is_lost() -> None:
             assert reach.doubt_pause_s == 2.0
             assert [await lost_after(says=True), reach.doubted, reach.doubt_pause_s] == [False, False, 0.0]
             assert [await lost_after() for _ in range(5)] == [False] * 5
-            assert not await lost_after(TIGHT.barren_ms_max / 1000), "it stayed"
+            assert not await lost_after(TIGHT.failed_stream_ms_max / 1000), "it stayed"
             assert [await lost_after() for _ in range(6)] == [False] * 5 + [True]
-            assert [await lost_after(TIGHT.barren_ms_max / 1000), reach.doubted] == [False, False]
+            assert [await lost_after(TIGHT.failed_stream_ms_max / 1000), reach.doubted] == [False, False]
 
     run(scene())
 

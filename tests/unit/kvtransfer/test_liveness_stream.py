@@ -18,7 +18,7 @@ from tests.support.cluster_harness import wait_for
 from tests.support.still_clock import StillClock
 
 HANG_S = 30.0
-LIVENESS = LivenessConfig(reconnect_ms_max=700, reconnect_pause_ms=50, barren_ms_max=50, barren_max=6)
+LIVENESS = LivenessConfig(reconnect_ms_max=700, reconnect_pause_ms=50, failed_stream_ms_max=50, failed_streams_max=6)
 
 
 class YieldingClock(StillClock):

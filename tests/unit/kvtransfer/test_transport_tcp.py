@@ -45,6 +45,11 @@ BAD_FRAMES = {
     ),
     "another epoch": (head(epoch=Epoch(EPOCH + 1)) + GOOD[64:], "EPOCH"),
     "a gap in the sequence": (head(1) + GOOD[64:], "SEQUENCE"),
+    "a seal ahead of its data": (
+        CODEC.encode(wire.SealSent(number=1, seal=Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=1))) + GOOD,
+        "SEQUENCE",
+    ),
+    "a BYE ahead of its data": (CODEC.encode(wire.Bye(sequence=1, epoch=EPOCH)) + GOOD, "SEQUENCE"),
     "replayed": (GOOD + GOOD, "REPLAYED"),
     "too many bytes": (head(nbytes=FRAME_BYTES_MAX + 1), "OVERSIZED"),
     "too many segments": (head(segments=1 << 40), "OVERSIZED"),
@@ -71,7 +76,7 @@ def test_a_bad_frame_lands_nothing_and_ends_the_pair(name: str) -> None:
             writer.sock.shutdown(socket.SHUT_WR)
             await r.events.until(lambda e: bool(e.gone))
             assert r.events.gone == [(PAIR, EPOCH, "1 closed, its receive thread joined")]
-            assert r.refused == {reason: 1}
+            assert (r.refused, r.events.seals) == ({reason: 1}, [])
             landed = np.zeros(REGION_NBYTES, np.uint8)
             if name == "replayed":
                 landed[: len(PAYLOAD)] = np.frombuffer(PAYLOAD, np.uint8)

@@ -22,7 +22,7 @@ from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 BROKEN = "decode-0"
 """It has so much more room that every request goes there by itself."""
 OTHER = "decode-1"
-ROUTER = {"liveness.barren_ms_max": 300, "liveness.reconnect_pause_ms": 5, "retries.resume_jitter_ms_max": 0}
+ROUTER = {"liveness.failed_stream_ms_max": 300, "liveness.reconnect_pause_ms": 5, "retries.resume_jitter_ms_max": 0}
 SPEC = mock_spec(
     decode=2,
     blocks=1_000,
