@@ -1,4 +1,4 @@
-"""A model without weights: the protocol's test tool (DESIGN section 4, end).
+"""A model without weights: the protocol's test tool (CONTRIBUTING.md).
 
 The KV bytes of a slot are a digest of the token and of the bytes of the slot before it, read back from the region; the
 next token is a digest of the bytes of the whole context in all layers, read back too. So one wrong byte anywhere in a
