@@ -1,6 +1,6 @@
 """The serving side of gRPC: one server per process, and the edge where domain errors become statuses.
 
-Handlers raise `BatonError`; nothing else in the project speaks of status codes. Every call has a deadline (invariant I10):
+Handlers raise `BatonError`; nothing else in the project speaks of status codes. Every call has a deadline (I10):
 internal calls without one are refused, public calls get a default, long-lived streams are exempt by name.
 """
 

@@ -37,7 +37,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What must agree before two nodes hand KV over (invariant I9)."""
+    """What must agree before two nodes hand KV over (I9)."""
 
     name: str
     fingerprint: str
@@ -56,7 +56,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoad:
-    """Blocks of a region by class (invariant I4), and the promised ones within free + cached."""
+    """Blocks of a region by class (I4), and the promised ones within free + cached."""
 
     quarantined: int = 0
     writer_owned: int = 0
@@ -257,7 +257,7 @@ def make_header(*, sender: Incarnation, receiver: Incarnation | None) -> common_
 
 
 def check_header(header: common_pb2.Header, *, own: Incarnation, receiver_optional: bool = False) -> Incarnation:
-    """The sender of a message that is meant for this process (invariant I7).
+    """The sender of a message that is meant for this process (I7).
 
     Raises BatonError INCARNATION_MISMATCH where it is meant for another one, BAD_FIELD where it names no sender.
     """

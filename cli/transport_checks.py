@@ -98,7 +98,7 @@ def _device(ports: list[RdmaPort], wanted: str) -> Iterator[Finding]:
         verdict = Verdict.GOOD if not todo else Verdict.SLOWER if usable else Verdict.MISSING
         yield Finding(what="device", verdict=verdict, text=text, todo=todo)
     if wanted and choose_port(ports, wanted) is None:
-        todo = "name one of the above in rdma.rdma.device, or none"
+        todo = "name one of the above in rdma.device, or none"
         yield Finding(what="device", verdict=Verdict.MISSING, text=f"{wanted} cannot be used", todo=todo)
 
 

@@ -359,7 +359,7 @@ class TorchRunner(ModelRunner):
 
         All are of one type, float32 or bfloat16, which is the type of the KV cache too. `deterministic`: the scores
         of a token, bit for bit, depend on the tokens before it alone, not on the batch or on how its prompt was cut
-        into chunks (invariant I6). See `DeterministicForward`; it is many times slower. `mirrored`: compute on a copy of
+        into chunks (I6). See `DeterministicForward`; it is many times slower. `mirrored`: compute on a copy of
         the region (engine/kv_pool.py); None: where the device is not the CPU.
         """
         super().__init__(config, tensors, block_size=block_size, device=device)

@@ -2,7 +2,7 @@
 
 Gumbel-max: argmax of (score / temperature + Gumbel noise) is a draw from the softmax. The noise of a token is a pure
 function of (seed, choice, output index, token id), so a request that is resumed elsewhere meets the same noise
-(invariant I6). The functions from the key to the noise are part of what nodes of different versions must agree on: do not
+(I6). The functions from the key to the noise are part of what nodes of different versions must agree on: do not
 change them.
 
 In the order of use: changes of the scores (bias, min_tokens, penalties), filters, log-probabilities, the draw, and the

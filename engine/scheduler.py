@@ -3,7 +3,7 @@
 Pure; owned by the node's control thread. Running sequences go first with one token each, then the prompt already begun,
 then waiting prompts in order of arrival, all under one budget of tokens. A prompt that waits gives its place to at most
 `bypasses_max` later sequences that come to decode; prompts never bypass each other. Nothing that runs is ever
-preempted to be computed again: growth comes from a promise made at admission (invariant I5). Where promises are backed by
+preempted to be computed again: growth comes from a promise made at admission (I5). Where promises are backed by
 host memory, a sequence may be swapped out for a while, and one whose next block is not there yet sits a step out.
 
 The step behind one in flight is put together from where that one will have left its sequences (`Sequence.after`).

@@ -1,4 +1,4 @@
-"""Whether two nodes may hand KV to each other (invariant I9), and over which transport: what both sides offer, best first,
+"""Whether two nodes may hand KV to each other (I9), and over which transport: what both sides offer, best first,
 less what cannot work or has failed too often."""
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ ANSWER_TOKENS_MIN = 256
 def answer_tokens(prompt_tokens: int, records: Sequence[NodeRecord], model: ModelInfo) -> int:
     """Output tokens of a request that names no limit: what the model's context leaves, within a share of the region.
 
-    A decode node promises an answer all the blocks that it may come to need (invariant I5). So prompt and answer together
+    A decode node promises an answer all the blocks that it may come to need (I5). So prompt and answer together
     take at most 1 / ANSWERS_PER_REGION of the smallest region of a decode node that is ready, less its pins and a block
     of its engine's own, or a few chats would fill it; but an answer is never cut below ANSWER_TOKENS_MIN for it.
     """

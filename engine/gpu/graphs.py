@@ -96,7 +96,7 @@ class DecodeInputs:
     ids_B: torch.Tensor
     positions_B: torch.Tensor
     future_rows_B: torch.Tensor
-    """See `in_flight.pick`."""
+    """See `pick` in `engine/gpu/runner.py`."""
     tables_BM: torch.Tensor
 
 

@@ -10,7 +10,7 @@ ids come with the event).
     QUARANTINED the same, and no evidence came in time
     FENCED      evidence came; kept to answer repeats           RELEASED  nobody owns anything; kept to answer repeats
 
-Time may start a revocation; only evidence ends a writer's right (invariant I2): seal and commit, the writer's own Release
+Time may start a revocation; only evidence ends a writer's right (I2): seal and commit, the writer's own Release
 (`WriterReleased`, or a rising `lowest_live`), or the transport's fence (`PairFenced`). A Release with writes in doubt
 is not evidence: it starts a fence, whose evidence ends the right and answers the Release. A writer's `lowest_live`
 stays below that number until it has the answer.

@@ -9,7 +9,7 @@ reports `LeaseLapsed`. A handoff goes by the *number* of its Reserve; see `proto
     RELEASING   drained: Release sent             DONE       forgotten, except for a source that is still being read
 
 Two promises hold at every moment. No write is posted outside WRITING. `SendRelease` and `AnswerRevoke` (the writer's
-evidence, invariant I2) leave only when no posted write is outstanding, and they say so (`in_doubt`) if some writes
+evidence, I2) leave only when no posted write is outstanding, and they say so (`in_doubt`) if some writes
 completed here without being known to have landed or to be lost.
 """
 

@@ -7,7 +7,7 @@ pidfd: the driver ends a process's kernels and copies before the process is gone
 
 The compute stream never waits for a copy: each posted batch is queued on the side stream behind an event of the compute
 stream, and a thread polls for its end. So sources must not be overwritten before the batch's completion, which is what
-holds their blocks anyway (invariant I1).
+holds their blocks anyway (I1).
 
 Visibility: a completion is reported when the side stream's event has passed; the receiver's kernels are launched after
 it has received that through sockets, and see what was written to device memory before.

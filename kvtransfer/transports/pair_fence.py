@@ -1,7 +1,7 @@
 """Which connections of a pair may still write, and which fences wait for them. `PairFence` has no I/O and no clock.
 
 A connection is *open* from the moment that it may write (shm: that the region's descriptor may have left for the
-writer), and stays so until there is evidence that it cannot any more. Nothing else closes it here (invariant I2, I3).
+writer), and stays so until there is evidence that it cannot any more. Nothing else closes it here (I2, I3).
 `PortFences` has those of all pairs of one port, and reports a fence that has its evidence.
 """
 

@@ -1,6 +1,6 @@
 """The receiving side of rdma: proves writers, connects queue pairs to theirs, and fences by destroying its own.
 
-Evidence (invariant I3): bytes of a pair land only through this side's queue pairs of it. When these have been RESET and
+Evidence (I3): bytes of a pair land only through this side's queue pairs of it. When these have been RESET and
 destroyed, and the calls have returned, the device drops whatever still comes for them, whatever the writer does. So a
 writer that is dead, stopped or cut off is fenced at once; and a link that ends without BYE, or one of whose queue pairs
 fails, is itself the reason for a fence: no commit of what it carried is accepted before that. Not so one that was never

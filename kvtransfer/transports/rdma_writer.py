@@ -2,7 +2,7 @@
 
 The thread posts chains as the queue pairs have room and takes their completions, in native calls; the control thread
 has the connection for words. A batch is complete when the device has completed all its chains, or when the link is over
-and its queue pairs are destroyed: then the device reads nothing of the source any more (invariant I1). That says nothing
+and its queue pairs are destroyed: then the device reads nothing of the source any more (I1). That says nothing
 of what had left it: such writes are `writes_in_doubt`, and the receiver fences before it reuses their blocks.
 """
 

@@ -1,6 +1,6 @@
 """The receiving side of shm: hands the region's descriptor to writers that prove themselves, and keeps watch over them.
 
-Evidence (invariant I3) is the writer's BYE, or its pidfd having become readable. The kernel marks a pidfd readable only
+Evidence (I3) is the writer's BYE, or its pidfd having become readable. The kernel marks a pidfd readable only
 when every thread of the process has left user mode for good, so no store of it is still to come. A closed socket
 proves nothing: the writer may be alive with the region mapped.
 """

@@ -1,6 +1,6 @@
 """The receiving side of tcp: proves writers, gives each connection a receive thread, and fences by joining threads.
 
-Evidence (invariant I3): a byte lands only in a receive thread, under its landing lock, on a connection of the pair. When
+Evidence (I3): a byte lands only in a receive thread, under its landing lock, on a connection of the pair. When
 the threads of all connections of a pair have been joined and no new one is admitted, nothing of it lands any more,
 whatever the writer does. So a writer that is dead, stopped or cut off is fenced at once, and a connection that ends
 without BYE is itself the reason for a fence: its writer may have lost bytes.
@@ -14,7 +14,7 @@ receives it into pinned memory and has the device copy it from there.
 
 The landing lock is what makes `forbid` and `stop` a barrier. The thread takes bytes from the kernel only inside it, by
 calls that do not wait, after it has looked whether the grant may still write. So whoever holds the lock knows that
-no byte is landing, and what it changes under the lock holds for every later byte (invariant I3). One native call may make
+no byte is landing, and what it changes under the lock holds for every later byte (I3). One native call may make
 many system calls inside the lock; `_barrier` interrupts it, so that it waits for one of them at most.
 
 A copy to a device is queued inside the lock too, after the same check. Its frame is acknowledged when the device has

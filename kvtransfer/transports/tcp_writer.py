@@ -4,7 +4,7 @@ A sending thread for each stream; acknowledgements are read on the control threa
 kernel by one native call. What is small is sent by whoever posts it, without waiting, while no thread sends on that
 stream; what the socket does not take then is left to the stream's thread. A batch is complete when all its frames are
 acknowledged, or when the link is over: then every socket is closed and every thread joined, so nothing reads the source
-any more (invariant I1).
+any more (I1).
 
 Nothing is ever `writes_in_doubt` here, though the kernels and the network may still hold frames of a link that broke:
 the receiver takes no byte of one before it has found the grant among those that it allows, which a Release ends.

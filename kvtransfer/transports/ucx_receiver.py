@@ -1,6 +1,6 @@
 """The receiving side of ucx: proves writers, has an agent of NIXL for each link, and fences by destroying it.
 
-Evidence (invariant I3). Where the receiving worker itself moves every byte into the region (`MOVED_BY_THE_RECEIVER`), its
+Evidence (I3). Where the receiving worker itself moves every byte into the region (`MOVED_BY_THE_RECEIVER`), its
 destruction is proof: a writer that is dead, stopped or cut off is fenced at once, and a link that ends without BYE is
 itself the reason for a fence. With every other UCX transport (cma, verbs, all that UCX may choose by itself) it is not
 proved, so it takes the writer besides: its BYE, sent after all it posted has completed and its agent is destroyed, or,

@@ -1,7 +1,7 @@
 """The writing side of ucx: writes handed to NIXL by a thread of the link's own, which looks for their completion.
 
 A batch is complete when UCX has flushed all its writes, or when the link is over and its agent is destroyed: then
-nothing reads the source any more (invariant I1). NIXL offers nothing to sleep on, hence the looking, with longer and
+nothing reads the source any more (I1). NIXL offers nothing to sleep on, hence the looking, with longer and
 longer pauses.
 """
 

@@ -1,4 +1,4 @@
-"""A ledger's books, watched: what has changed is looked at after every callback of the simulation (invariant I4).
+"""A ledger's books, watched: what has changed is looked at after every callback of the simulation (I4).
 
 The ledger's own lists are replaced by ones that tell which blocks were written. Of those each is judged by itself: it
 is in one class, it is in the free list if and only if nobody has it, and its writer is a grant that is open here. What

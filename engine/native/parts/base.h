@@ -7,6 +7,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prfchw")
 
 typedef uint16_t bf16;
-#define API __attribute__((visibility("default"))) /* what kernels.py and layer.py call */
+#define API __attribute__((visibility("default"))) /* what kernels.py and engine/models/native_decoder.py call */
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")

@@ -10,7 +10,7 @@
 #include "products.h"
 #include "records.h"
 
-/* Operand, Layer and Step are those of layer.py, field by field. */
+/* Operand, Layer and Step are those of engine/models/native_decoder.py, field by field. */
 typedef struct {
     const uint8_t *panels;
     const float *scales;

@@ -1,4 +1,4 @@
-"""Deterministic mode (invariant I6): the scores of a token are the same bits whatever is computed beside it."""
+"""Deterministic mode (I6): the scores of a token are the same bits whatever is computed beside it."""
 
 from __future__ import annotations
 
