@@ -346,7 +346,9 @@ class Receiver:
                 event = replace(event, in_doubt=True)
             else:
                 failed = WriterReleased(pair=event.pair, number=number, lowest_live=ReserveNumber(0), in_doubt=True)
-                self._carry_out(self.grants.handle(failed))
+                instructions = self.grants.handle(failed)
+                self.holdings.follow(failed, instructions)
+                self._carry_out(instructions)
         return event
 
     def _send_revoke(self, instruction: SendRevoke) -> None:

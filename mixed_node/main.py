@@ -71,18 +71,30 @@ class MixedHalves:
         )
         lent = LentRegistration(memory=self._memory)
         self._decode = DecodeHalf(config, runtime, pool, channels=self._channels, lent=lent)
+        try:
+            self._prefill = self._make_prefill(config, loop, lent)
+        except BaseException:
+            # Its thread reads the region, which could not be closed, and would hide why the node does not start.
+            self._decode.receiver.checks.close()
+            raise
+        self.engine_loop = EngineLoop(pool.engine, self.node, name=config.name)
+        self.node.engine_loop = self.node.prefill.engine_loop = self.node.decode.engine_loop = self.engine_loop
+
+    def _make_prefill(
+        self, config: MixedConfig, loop: asyncio.AbstractEventLoop, lent: LentRegistration
+    ) -> PrefillHalf:
+        """The node around both halves, and its prefill half. Raises InvalidField: no transport works."""
         self.node = MixedNode(
             policy=config.policy(),
             decode=self._decode.node,
-            pool=pool,
+            pool=self._pool,
             granted=self._granted,
             loop=loop,
             randomness=secrets.token_bytes,
         )
-        self._prefill = PrefillHalf(config.prefill_half(), runtime, pool, lent=lent, local=self.node)
-        self.node.prefill = self._prefill.node
-        self.engine_loop = EngineLoop(pool.engine, self.node, name=config.name)
-        self.node.engine_loop = self.node.prefill.engine_loop = self.node.decode.engine_loop = self.engine_loop
+        prefill = PrefillHalf(config.prefill_half(), self._runtime, self._pool, lent=lent, local=self.node)
+        self.node.prefill = prefill.node
+        return prefill
 
     def _granted(self) -> prefill_pb2.Granted:
         return prefill_pb2.Granted(

@@ -331,6 +331,7 @@ class ReceiveStream:
         self.index = index
         """Of this stream in its link."""
         self.end: StreamEnded | None = None
+        self.joined = False
         self.frames_landed = 0
         self.frames_dropped = 0
         self.bytes_landed = 0
@@ -403,6 +404,7 @@ class ReceiveStream:
     def join(self) -> None:
         """Let go of the thread and the socket. After `stop` or `ended`; `release` follows, or `leave_behind`."""
         self._thread.join()
+        self.joined = True
         close_politely(self._sock)
 
     def release(self) -> bool:
@@ -843,20 +845,20 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         assert sock is not None and memory is not None
         self._loop.remove_reader(sock)
         connection.sock = connection.memory = None
-        stream = ReceiveStream(
-            sock=sock,
-            hello=connection.hello,
-            index=connection.index,
-            memory=memory,
-            limits=self._stream_limits,
-            loop=self._loop,
-            sealed=self._seal,
-            ended=lambda _: self._ended(connection),
-        )
-        for grant, allowed in self._allowed.items():
-            if (allowed.pair, allowed.epoch) == (connection.pair, connection.epoch):
-                stream.allow(grant, allowed.ranges)
         try:
+            stream = ReceiveStream(
+                sock=sock,
+                hello=connection.hello,
+                index=connection.index,
+                memory=memory,
+                limits=self._stream_limits,
+                loop=self._loop,
+                sealed=self._seal,
+                ended=lambda _: self._ended(connection),
+            )
+            for grant, allowed in self._allowed.items():
+                if (allowed.pair, allowed.epoch) == (connection.pair, connection.epoch):
+                    stream.allow(grant, allowed.ranges)
             stream.start()
         except BaseException:
             # Nothing was received, so nothing is on a device.
@@ -909,7 +911,8 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         hello, end = stream.hello, stream.end
         if end is not None and end.refusal is not None:
             self._refused[end.refusal] += 1
-        if not any(s.hello.link == hello.link and s.end is None for s in self._streams(hello.pair)):
+        # Not by `end`, which the thread sets: a seal that it reported before may still be queued for this thread.
+        if not any(s.hello.link == hello.link and not s.joined for s in self._streams(hello.pair)):
             for key in [k for k in self._seals_partial if k[:2] == (hello.pair, hello.link)]:
                 del self._seals_partial[key]
         orderly = end is not None and end.by_bye

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, TcpHello
 from kvtransfer.transports.tcp_receiver import StreamLimits
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.conformance.transport_kits import Everything
-from tests.support.shm_harness import REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
+from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.tcp_harness import (
     EPOCH,
     GOOD,
@@ -163,6 +164,27 @@ def test_a_seal_counts_when_it_has_come_down_every_stream() -> None:
             await two.send(CODEC.encode(wire.SealSent(number=1, seal=seal, ways_mask=0b01)))
             await r.events.until(lambda e: bool(e.gone))
             assert r.refused == {"MALFORMED": 1}
+            assert r.events.seals == [(PAIR, seal)]
+
+    run(test())
+
+
+def test_a_seal_counts_although_its_streams_have_ended_before_the_loop_looks() -> None:
+    """A writer seals on both streams and is gone. Both receive threads have ended when the busy control thread comes to
+    what they reported: the first stream's end does not drop the half of the seal that the second completes."""
+    seal = Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=2)
+
+    async def test() -> None:
+        async with receiving() as r, raw(r, 0) as one, raw(r, 1) as two:
+            await wait_until(lambda: len(r.port._streams(PAIR)) == 2)
+            streams = {stream.index: stream for stream in r.port._streams(PAIR)}
+            for index, each in enumerate((one, two)):
+                each.sock.send(CODEC.encode(wire.SealSent(number=0, seal=seal, ways_mask=0b11)))
+                each.sock.shutdown(socket.SHUT_WR)
+                deadline_s = time.monotonic() + DEADLINE_S
+                while streams[index].end is None:  # keeps the loop's thread
+                    assert time.monotonic() < deadline_s
+            await r.events.until(lambda e: bool(e.seals))
             assert r.events.seals == [(PAIR, seal)]
 
     run(test())
