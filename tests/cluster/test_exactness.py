@@ -96,13 +96,13 @@ def send_until_everywhere(served: Served, prompt: Prompt) -> list[Answer]:
         assert len(answers) < SENDS_MAX, "some node never gets a request"
         # Several at a time: a lone prompt would go to the prefill node that has it, every time.
         answers += served.ask([prompt] * 8, at_once=8)
-        decode_nodes = {a.stats.decode_node for a in answers}
-        if len(decode_nodes) == 1:
-            # A decode node that has the prompt goes first; the other one gets it while that one takes nothing.
-            (has_it,) = decode_nodes
-            served.cluster.run(served.cluster.order(has_it, "Cordon"))
-            answers += served.ask([prompt], at_once=1)
-            served.cluster.run(served.cluster.order(has_it, "Uncordon"))
+        for nodes in ({a.stats.prefill_node for a in answers}, {a.stats.decode_node for a in answers}):
+            if len(nodes) == 1:
+                # A node that has the prompt goes first; the other one gets it while that one takes nothing.
+                (has_it,) = nodes
+                served.cluster.run(served.cluster.order(has_it, "Cordon"))
+                answers += served.ask([prompt], at_once=1)
+                served.cluster.run(served.cluster.order(has_it, "Uncordon"))
     return answers
 
 
