@@ -229,7 +229,7 @@ class Poster:
         self._at = addresses
         self._take_event = take_event
         self.chain_wrs_max = library.chain_wrs_max
-        self._wr_ids = np.zeros(library.poll_max, np.uint64)
+        self._wr_ids = np.zeros(library.poll_max, np.int64)  # as signed as it was posted: seals have numbers below 0
         self._statuses = np.zeros(library.poll_max, np.uint32)
         self._events = ctypes.c_int(0)
         self._waited_us = ctypes.c_int64(0)
