@@ -117,6 +117,14 @@ def test_a_seal_is_an_empty_write_with_its_number() -> None:
     device.close()
 
 
+def test_a_number_below_zero_comes_back_as_it_was_posted() -> None:
+    """Chains have numbers above 0, parts of seals below: a completion names the one that was posted."""
+    device = NullDevice(1)
+    device.poster.post_seal(0, 1, -3)
+    assert device.poster.wait(device.wake, 0, 0)[0] == [(-3, 0)]
+    device.close()
+
+
 def test_a_refused_post_is_an_error() -> None:
     """The queue takes ten of twelve: the link is told, with the driver's errno."""
     device = NullDevice(10)
