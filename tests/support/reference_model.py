@@ -24,9 +24,8 @@ from cachestore.ledger import Ledger
 from engine.core import Engine
 from engine.runner import TorchRunner
 from engine.sampler import filtered_scores, gumbel_noise, row_key
-from engine.scheduler import SchedulerConfig
-from engine.sequence import Sequence as EngineSequence
-from engine.sequence import SequenceMode
+from engine.scheduler import SchedulerConfig, SequenceMode
+from engine.scheduler import Sequence as EngineSequence
 from engine.types import NullSink, SamplingParams
 from node.pool import layout_of
 
