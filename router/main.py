@@ -23,8 +23,7 @@ from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, Progress
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import NodeLoad, Role
-from engine.hub import resolve_model
-from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults
+from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults, resolve_model
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.node import RouterNode

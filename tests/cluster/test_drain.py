@@ -162,6 +162,7 @@ def baton(cluster: RunningCluster, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_orders_of_an_operator() -> None:
     """One by one node, one long answer: a drain that runs out of time says what is still there and goes on; undrain
     takes it back; a cordon keeps requests away; orders that make no sense are refused; and SIGTERM gives up what is
