@@ -11,8 +11,8 @@ from batonpb import common_pb2, transfer_pb2
 from baton.errors import Reason, bad_field
 from baton.ids import BlockId, GrantId, RequestKey
 from decode_node.streams import RequestOutput
-from engine.sequence import Sequence
-from engine.wire import sampling_problem
+from engine.scheduler import Sequence
+from engine.types import sampling_problem
 from node.pool import DevicePool
 
 

@@ -8,7 +8,7 @@ from typing import Unpack
 
 from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from baton.runtime import NodeRuntime
 from baton.wire import Role
 from decode_node.config import DecodeConfig

@@ -24,9 +24,18 @@ from decode_node.job import Job, check_first_token
 from decode_node.reserving import Reserving
 from decode_node.streams import RequestOutput, TokenStreams
 from engine.core import TokenEvent
-from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, NullSink
-from engine.wire import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, key_from_proto, logprobs_to_proto, params_from_proto
+from engine.scheduler import Sequence, SequenceMode
+from engine.types import (
+    FINISH_TO_PROTO,
+    NOT_FINITE_MESSAGE,
+    Batch,
+    FinishReason,
+    KvSink,
+    NullSink,
+    key_from_proto,
+    logprobs_to_proto,
+    params_from_proto,
+)
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
@@ -338,10 +347,10 @@ class DecodeNode:
     def load(self) -> NodeLoad:
         spilled = None if self._spill is None else self._spill.figures
         return NodeLoad(
-            waiting_requests=self._engine.waiting,
+            waiting_requests=self._engine.scheduler.waiting,
             running_requests=len(self._jobs),
             blocks=block_load(self.ledger),
-            swapped_out_requests=self._engine.swapped_out,
+            swapped_out_requests=self._engine.scheduler.swapped_out,
             host_blocks_filled=0 if spilled is None else spilled.host_filled,
             host_blocks_free=0 if spilled is None else spilled.host_free,
             requests_taken=self._requests_taken,

@@ -23,7 +23,7 @@ from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
 from cachestore.spill_policy import Claim, each_fits
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, why_never
-from engine.wire import key_from_proto
+from engine.types import key_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from kvtransfer.receiver import Receiver
 from node.pool import DevicePool

@@ -14,7 +14,7 @@ from baton.ids import GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.runtime import NodeRuntime
 from baton.wire import check_header, model_from_proto
 from decode_node.node import DecodeNode
-from engine.wire import key_from_proto
+from engine.types import key_from_proto
 from kvtransfer.negotiation import (
     check_compatible,
     choose,

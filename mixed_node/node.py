@@ -29,8 +29,7 @@ from baton.wire import NodeLoad
 from decode_node.job import why_never
 from decode_node.node import DecodeNode
 from engine.core import TokenEvent
-from engine.scheduler import EngineFullError
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import EngineFullError, Sequence, SequenceMode
 from engine.types import Batch, KvSink
 from node.pool import DevicePool
 from prefill_node.job import Job

@@ -12,7 +12,7 @@ import pytest
 import mixed_node.main
 import node.peers
 from baton.errors import InvalidField
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from baton.runtime import NodeRuntime
 from engine.build import EngineConfig, EngineKind
 from mixed_node.config import MixedConfig
