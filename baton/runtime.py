@@ -11,7 +11,6 @@ from typing import Any
 
 from batonpb import node_pb2, node_pb2_grpc
 
-from baton.binding import check_can_bind
 from baton.clock import Clock, wait_s
 from baton.config import setting
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, open_directory
@@ -25,8 +24,7 @@ from baton.log import get_log
 from baton.loop_lag import LoopLag
 from baton.membership import Membership, MembershipConfig
 from baton.pod import DeletionCost, PodConfig
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, check_receiver, record_to_proto
 
 log = get_log("node")

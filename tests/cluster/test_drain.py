@@ -24,7 +24,7 @@ from batonpb import (
 from baton.drain import refused_by
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import (
     CALL_S_MAX,

@@ -15,7 +15,7 @@ import pytest
 from batonpb import common_pb2, directory_pb2, directory_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.errors import BatonError, Code
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import (
     Answer,
     RunningCluster,

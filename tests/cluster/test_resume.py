@@ -12,7 +12,7 @@ import pytest
 from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from cli.services import Service
 from engine.demo_model import write_demo_model
 from tests.support.cluster_harness import (

@@ -15,7 +15,7 @@ from batonpb import inference_pb2_grpc
 
 from baton.endpoint import split_endpoint
 from baton.errors import Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import (
     RunningCluster,
     assert_conserved,

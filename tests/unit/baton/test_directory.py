@@ -20,8 +20,7 @@ from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import (
     BlockLoad,
     ModelInfo,
