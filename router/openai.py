@@ -16,7 +16,7 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
-from router.chat import MESSAGES_MAX
+from router.request import MESSAGES_MAX
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""

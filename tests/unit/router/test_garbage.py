@@ -19,8 +19,8 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
 from router.choices import run_choices
-from router.http_server import CallReply, CutOff, Events
-from router.node import ClientGuard
+from router.http_server import CallReply, Events
+from router.node import CutOff, client_guard
 from router.openai import Replies, parse_completion
 from router.retries import Retries, RetryConfig
 
@@ -70,8 +70,8 @@ def test_a_verdict(granted: bool) -> None:
 def test_a_client_that_is_cut_off() -> None:
     async def scene(make: Make) -> None:
         try:
-            async with ClientGuard() as guard:
-                guard.cut_off(make())
+            async with client_guard() as cut_off:
+                cut_off(make())
                 await asyncio.Event().wait()
         except BatonError:
             return
