@@ -154,17 +154,4 @@ class RouterConfig(ProcessConfig):
             )
         if self.max_tokens_default is not None:
             check_positive(self, "max_tokens_default")
-        check_positive(
-            self,
-            "prompt_chars_max",
-            "requests_max",
-            "placement_wait_ms_max",
-            "placement_retry_ms",
-            "client_tokens_unread_max",
-            "client_stall_ms",
-            "cancel_ms_max",
-            "cancel_tries_max",
-            "prefix_blocks_max",
-            "http_connections_max",
-            "http_body_ms_max",
-        )
+        check_positive(self, *(name for name, kind in RouterConfig.__annotations__.items() if kind == "int"))

@@ -65,16 +65,10 @@ class CallReply(Response):
     """The answer to one call; `events` begins when it is sent. Cancelling it, or a client that leaves, closes them."""
 
     def __init__(
-        self,
-        call: OpenAiCall,
-        events: Callable[[CutOff], Events],
-        replies: Replies,
-        *,
-        headers: dict[str, str],
-        timeout_s: float,
+        self, events: Callable[[CutOff], Events], replies: Replies, *, headers: dict[str, str], timeout_s: float
     ) -> None:
         super().__init__()
-        self._call = call
+        self._call = replies.call
         self._events = events
         self._replies = replies
         self._extra = headers
@@ -276,14 +270,12 @@ class OpenAiApp:
         codec = node.prompts.codec
         replies = Replies(
             id=f"{'chatcmpl' if call.chat else 'cmpl'}-{request_id}",
-            chat=call.chat,
+            call=call,
             model=call.requests[0].model or node.model().name,
             created=int(time.time()),
-            logprobs=call.logprobs,
             token_text=codec.token_text if codec is not None else str,
-            usage_in_chunks=call.include_usage,
         )
-        return CallReply(call, events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
+        return CallReply(events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
 
     async def _body(self, request: Request) -> bytes:
         """The whole body. Raises BatonError where it is too long, or does not come."""

@@ -125,11 +125,9 @@ def test_an_answer_over_http(stream: bool) -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        replies = Replies(
-            id="r", chat=False, model="m", created=0, logprobs=False, token_text=str, usage_in_chunks=False
-        )
         call = parse_completion({"prompt": [1, 2], "stream": stream})
-        await CallReply(call, events, replies, headers={}, timeout_s=30.0)({"type": "http"}, receive, send)
+        replies = Replies(id="r", call=call, model="m", created=0, token_text=str)
+        await CallReply(events, replies, headers={}, timeout_s=30.0)({"type": "http"}, receive, send)
 
     nothing_left(scene)
     parts = [message["body"] for message in sent if message["type"] == "http.response.body"]
