@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 
 from batonpb import inference_pb2_grpc, pins_pb2_grpc
 
-from baton.binding import check_can_bind
 from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.log import get_log
+from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, Progress
 from baton.tasks import Tasks
 from baton.wire import NodeLoad, Role
-from engine.hub import resolve_model
-from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults
+from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults, resolve_model
 from router.config import RouterConfig
 from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
@@ -79,7 +78,7 @@ async def serve(
     runtime.holds = lambda: Holdings(requests=node.requests)
     runtime.load = lambda: NodeLoad(running_requests=node.requests)
     runtime.upkeep = node.upkeep
-    runtime.server.refused = partial(node.request_log.refused, door="grpc")
+    runtime.server.on_refused(partial(node.request_log.refused, door="grpc"))
     inference = InferenceService(node)
     runtime.server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, inference)
     pins = await _open_pins(config, node, runtime)

@@ -24,7 +24,7 @@ from baton.lifecycle import Lifecycle, NodeLifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLimits, RepeatLog
 from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
@@ -85,7 +85,6 @@ class RequestLog(RepeatLog):
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         super().__init__(log, now_s, LIMITS, key="reason")
-        self._time_s = now_s
 
     def tried_again(self, verdict: Verdict, error: BatonError, job: Job, *, attempt: int) -> None:
         """An attempt has failed, another one follows: the first of those that look for a node, and each resumption."""
@@ -100,7 +99,7 @@ class RequestLog(RepeatLog):
 
     def failed(self, error: BatonError, *, request_id: RequestId, job: Job | None, began_s: float) -> None:
         """The client has this error. `job` is None for a request that was refused before anything was done for it."""
-        fields: dict[str, Any] = {"took_ms": round((self._time_s() - began_s) * 1000)}
+        fields: dict[str, Any] = {"took_ms": round((self._now_s() - began_s) * 1000)}
         if job is not None:
             fields.update(
                 key=job.id,

@@ -19,7 +19,7 @@ from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.config import PinKeeperConfig, PinnedPrefix
 from router.prompts import PromptEncoder

@@ -9,7 +9,7 @@ from typing import Any
 from baton.clock import SystemClock
 from baton.ids import Incarnation
 from baton.lifecycle import LifecycleEvent, NodeLifecycle
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from baton.wire import ModelInfo, NodeRecord
 from router.config import RouterConfig
 from router.node import RouterNode

@@ -16,8 +16,7 @@ from batonpb import inference_pb2, inference_pb2_grpc
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.lifecycle import LifecycleEvent, NodeLifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 from baton.tracing import REQUEST_ID_KEY
 from router.config import RouterConfig
 from router.http_server import HttpServer, OpenAiApp
@@ -73,7 +72,7 @@ def play(scene: Callable[[Door], Awaitable[None]], *, rpcs_max: int = 64, **conf
         door.lifecycle = node._lifecycle
         door.requests = lambda: node.requests
         server = RpcServer(limits=limits, rng=rng)
-        server.refused = partial(node.request_log.refused, door="grpc")
+        server.on_refused(partial(node.request_log.refused, door="grpc"))
         server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(node))
         port = await server.start("127.0.0.1:0")
         app = OpenAiApp(node, RouterMetrics(list))
