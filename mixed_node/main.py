@@ -67,7 +67,7 @@ class MixedHalves:
         # other.
         self._channels = runtime.make_channels()
         self._memory = register_if_usable(
-            offered(config.transports, pool.region), rdma_region(pool.region), config.rdma, loop, remote_writes=True
+            offered(config.transports, pool.region), rdma_region(pool.region), config.rdma, remote_writes=True
         )
         lent = LentRegistration(memory=self._memory)
         self._decode = DecodeHalf(config, runtime, pool, channels=self._channels, lent=lent)
