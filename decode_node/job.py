@@ -12,9 +12,8 @@ from baton.errors import Reason, bad_field
 from baton.ids import BlockId, GrantId, Incarnation, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from decode_node.streams import RequestOutput
-from engine.sequence import Sequence, SequenceMode
-from engine.types import Runner, SamplingParams
-from engine.wire import key_from_proto, params_from_proto, sampling_problem
+from engine.scheduler import Sequence, SequenceMode
+from engine.types import Runner, SamplingParams, key_from_proto, params_from_proto, sampling_problem
 from kvtransfer.protocol.receiver import AnswerGranted
 
 

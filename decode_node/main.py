@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 
 from baton.drain import Holdings
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from baton.runtime import NodeRuntime, Progress
 from baton.wire import NodeLoad, Role
 from decode_node.config import DecodeConfig

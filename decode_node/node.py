@@ -24,9 +24,8 @@ from decode_node.job import Job, check_first_token, granted_job, kept_job
 from decode_node.reserving import Admission, Reserving
 from decode_node.streams import TokenStreams
 from engine.core import TokenEvent
-from engine.sequence import Sequence
-from engine.types import Batch, FinishReason, KvSink, NullSink
-from engine.wire import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, logprobs_to_proto
+from engine.scheduler import Sequence
+from engine.types import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, Batch, FinishReason, KvSink, NullSink, logprobs_to_proto
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
@@ -361,10 +360,10 @@ class DecodeNode:
     def load(self) -> NodeLoad:
         spilled = None if self._spill is None else self._spill.figures
         return NodeLoad(
-            waiting_requests=self._engine.waiting,
+            waiting_requests=self._engine.scheduler.waiting,
             running_requests=len(self._jobs),
             blocks=block_load(self.ledger),
-            swapped_out_requests=self._engine.swapped_out,
+            swapped_out_requests=self._engine.scheduler.swapped_out,
             host_blocks_filled=0 if spilled is None else spilled.host_filled,
             host_blocks_free=0 if spilled is None else spilled.host_free,
             requests_taken=self._requests_taken,

@@ -16,7 +16,7 @@ from cachestore.spill_policy import Claim, each_fits
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, answer_growth, why_never
 from decode_node.resumed_first import ResumedFirst
-from engine.wire import key_from_proto
+from engine.types import key_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from kvtransfer.receiver import Receiver
 from node.pool import DevicePool

@@ -13,7 +13,7 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.wire import ModelInfo, check_header, model_from_proto
 from decode_node.node import DecodeNode
-from engine.wire import key_from_proto
+from engine.types import key_from_proto
 from kvtransfer.negotiation import (
     check_compatible,
     choose,

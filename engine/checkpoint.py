@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from engine.model_config import (
     ConfigFileError,
     ModelError,
-    QuantisedCheckpointError,
+    UnsupportedModelError,
     load_model_config,
 )
 
@@ -47,7 +47,7 @@ def load_tensors(
 
     Raises:
         WeightsError: names the tensor and the file.
-        QuantisedCheckpointError: a tensor holds codes, not numbers.
+        UnsupportedModelError: a tensor holds codes, not numbers.
     """
     names_of_file: dict[Path, list[str]] = {}
     for name, path in _locate(folder, shapes).items():
@@ -189,7 +189,7 @@ def _check_file(path: Path, names: list[str], shapes: Mapping[str, tuple[int, ..
 def _stored_bytes(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> int:
     bytes_of_type = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
     if dtype not in bytes_of_type:
-        raise QuantisedCheckpointError(
+        raise UnsupportedModelError(
             f"tensor {name} in {path} has type {dtype}; supported are {', '.join(bytes_of_type)}: "
             "use the unquantised checkpoint of this model"
         )

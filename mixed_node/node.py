@@ -30,8 +30,7 @@ from cachestore.block_manager import prefix_blocks_max
 from decode_node.job import answer_growth, why_never
 from decode_node.node import DecodeNode
 from engine.core import TokenEvent
-from engine.scheduler import EngineFullError
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import EngineFullError, Sequence, SequenceMode
 from engine.types import Batch, KvSink
 from node.engine_loop import EngineLoop
 from node.pool import DevicePool

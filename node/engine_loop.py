@@ -1,7 +1,7 @@
 """The loop around an engine: schedule and postprocess on the control thread, the runner on the engine thread.
 
-Where the engine goes ahead, the step behind the one in flight is scheduled and launched first, and only then is the one
-in flight waited for: the host's work for both falls into the time in which the device computes.
+Where the engine overlaps steps, the step behind the one in flight is scheduled and launched first, and only then is the
+one in flight waited for: the host's work for both falls into the time in which the device computes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Step:
     batch: Batch
     sink: KvSink
     launched: asyncio.Future[Any] | None
-    """Done; holds what `Engine.collect` takes, or what kept the step from being launched. None: it is to be run."""
+    """Done: what `OverlapRunner.collect` takes, or why the launch failed. None: the step is to be run."""
 
     @property
     def may_be_followed(self) -> bool:
@@ -72,7 +72,7 @@ class EngineLoop:
                 continue
             behind = None
             if step.may_be_followed and not self._stopping:
-                behind = await self._begin(self._engine.schedule_ahead())
+                behind = await self._begin(self._engine.schedule_overlapped())
             await self._end(step)
             step = behind
 
@@ -86,9 +86,9 @@ class EngineLoop:
         if batch is None:
             return None
         sink = self._host.step_begins(batch)
-        launched = None
-        if self._engine.goes_ahead:
-            launched = self._on_thread(self._engine.launch, batch, sink)
+        launched, runner = None, self._engine.overlap
+        if runner is not None:
+            launched = self._on_thread(runner.launch, batch, sink)
             # Until it has returned it reads tokens and block tables, which scheduling the next step changes.
             await asyncio.wait([launched])
         return _Step(batch, sink, launched)
@@ -96,10 +96,11 @@ class EngineLoop:
     async def _end(self, step: _Step) -> None:
         batch = step.batch
         try:
-            if step.launched is None:
+            runner = self._engine.overlap
+            if runner is None or step.launched is None:
                 result = await self._on_thread(self._engine.run, batch, step.sink)
             else:
-                result = await self._on_thread(self._engine.collect, step.launched.result())
+                result = await self._on_thread(runner.collect, step.launched.result())
         except Exception:
             # Whatever a kernel raises costs the step's requests, not the node.
             log.exception("step failed", sequences=len(batch.slices), tokens=batch.num_tokens)

@@ -247,7 +247,7 @@ class Peers:
                 return await self._make_rdma_link(endpoint, pair, events)
             if self._pool.staged is not None:
                 assert endpoint.transport is TransportName.TCP, endpoint.transport
-                return await StagedTcpLink.connect(
+                return await StagedTcpLink.connect_staged(
                     endpoint, pair, self._pool.staged, events, self._loop, self._config.tcp
                 )
             source_U8 = self._pool.host_region.array_U8

@@ -13,7 +13,7 @@ from batonpb import node_pb2
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from kvtransfer.checksums import RecordChecks
 from kvtransfer.negotiation import check_some_work
 from kvtransfer.protocol.receiver import ReceiverMachine

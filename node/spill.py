@@ -43,7 +43,7 @@ from cachestore.spill_policy import (
     SwapOut,
 )
 from engine.core import Engine
-from engine.sequence import Sequence
+from engine.scheduler import Sequence
 from kvtransfer.device.driver import DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
@@ -162,7 +162,8 @@ class Spill:
         self._swapped_out_total = self._merged = 0
         self._copied = dict.fromkeys(_Way, 0)
         self._set_host_room()
-        engine.overcommit(self)
+        assert engine.scheduler.overcommit is None and not engine.has_work
+        engine.scheduler.overcommit = self
 
     @property
     def figures(self) -> SpillFigures:
@@ -213,7 +214,7 @@ class Spill:
         if self._broken is not None:
             raise self._broken
         self._runners = {seq.key: seq for seq in runners}
-        needs = {seq.key: int(self._engine.needs_block(seq)) for seq in runners}
+        needs = {seq.key: int(self._engine.scheduler.needs_block(seq)) for seq in runners}
         pressure = sum(needs.values()) > self._ledger.growable + self._freeing
         self._handle(
             StepComes(
@@ -230,7 +231,7 @@ class Spill:
         if self._broken is not None or self._swapped_out:
             return False
         self._runners = {seq.key: seq for seq in runners}
-        return sum(map(self._engine.needs_block, runners)) <= self._ledger.growable
+        return sum(map(self._engine.scheduler.needs_block, runners)) <= self._ledger.growable
 
     def swapped_out(self, seq: Sequence) -> None:
         """See `Overcommit.swapped_out`."""
@@ -313,7 +314,7 @@ class Spill:
             unit.holders.remove(owner)
             self._forget_if_unheld(unit)
             owner.seq.block_table.append(unit.device)
-        self._engine.swap_in(owner.seq)
+        self._engine.scheduler.swap_in(owner.seq)
 
     # Copies.
 

@@ -12,9 +12,8 @@ from baton.errors import BatonError, Reason
 from baton.ids import BlockId, Incarnation, RequestKey
 from baton.wire import LOCAL_TRANSPORT
 from engine.core import TokenEvent
-from engine.sequence import Sequence
-from engine.types import SamplingParams
-from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
+from engine.scheduler import Sequence
+from engine.types import FINISH_TO_PROTO, SamplingParams, logprobs_to_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
 from prefill_node.local_policy import LocalFallback, LocalPolicy

@@ -21,9 +21,16 @@ from baton.retry_time import ROOM_SHARE, wait_s
 from baton.wire import NodeLoad
 from cachestore.block_manager import BlockManager, prefix_blocks_max
 from engine.core import TokenEvent
-from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, SequenceSlice
-from engine.wire import NOT_FINITE_MESSAGE, key_from_proto, params_from_proto
+from engine.scheduler import Sequence, SequenceMode
+from engine.types import (
+    NOT_FINITE_MESSAGE,
+    Batch,
+    FinishReason,
+    KvSink,
+    SequenceSlice,
+    key_from_proto,
+    params_from_proto,
+)
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.status import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites

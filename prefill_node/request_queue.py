@@ -16,8 +16,7 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.retry_time import retry_after_ms, spread_of
 from cachestore.block_manager import BlockManager
-from engine.types import Runner
-from engine.wire import sampling_problem
+from engine.types import Runner, sampling_problem
 
 
 class Waiter(Protocol):

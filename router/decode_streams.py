@@ -18,7 +18,7 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.liveness import LivenessConfig, Reach
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig

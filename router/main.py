@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING
 
 from batonpb import inference_pb2, inference_pb2_grpc, pins_pb2_grpc
 
-from baton.binding import check_can_bind
 from baton.clock import SystemClock
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.membership import Membership
+from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, Progress
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import NodeLoad, Role
-from engine.hub import resolve_model
-from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults
+from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults, resolve_model
 from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.node import RouterNode
@@ -90,7 +89,7 @@ async def serve(
     service = InferenceService(
         node, limits=config.rpc, rng=rng, takes_requests=lambda: runtime.lifecycle.takes_requests
     )
-    runtime.server.refused = lambda error: node.refused(error, door="grpc")
+    runtime.server.on_refused(lambda error: node.refused(error, door="grpc"))
     runtime.server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, service)
     pins = await _open_pins(config, node, PrefixEncoder(codec, template, chars_max=config.prompt_chars_max), runtime)
     renewing = asyncio.create_task(pins.run(), name="pins")

@@ -22,7 +22,7 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role

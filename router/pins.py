@@ -21,7 +21,7 @@ from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.pin_config import PinKeeperConfig, PinnedPrefix
 from router.request import check_prompt

@@ -15,7 +15,7 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import Incarnation, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
-from baton.rpc_client import Channels, begun, rpc_errors
+from baton.rpc import Channels, begun, rpc_errors
 from baton.tracing import call_metadata
 from baton.wire import ModelInfo, NodeRecord
 from router.decode_streams import DecodeStreams

@@ -17,7 +17,7 @@ from batonpb import common_pb2, pins_pb2, pins_pb2_grpc
 from baton.clock import SystemClock
 from baton.errors import BatonError, Code, InvalidField, Reason
 from baton.ids import Incarnation
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, rpc_errors
 from baton.wire import NodeRecord
 from router.pin_config import PinKeeperConfig, PinnedPrefix
 from router.pins import PinKeeper

@@ -77,7 +77,7 @@ class OwningStagedLink(StagedTcpLink):
 
     async def close(self) -> None:
         await super().close()
-        self._source.close()
+        self._stager._source.close()
 
 
 class OwningPostedLink(TcpWriterLink):
@@ -234,7 +234,7 @@ class Kit:
         if self.from_device:
             memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8)))
             try:
-                return await OwningStagedLink.connect(endpoint, pair, memory_on_device, events, loop, tcp, short)
+                return await OwningStagedLink.connect_staged(endpoint, pair, memory_on_device, events, loop, tcp, short)
             except BaseException:
                 memory_on_device.close()
                 raise

@@ -23,7 +23,7 @@ import grpc.aio
 from batonpb import common_pb2, inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
 from engine.build import EngineKind

@@ -19,7 +19,7 @@ import grpc.aio
 
 from baton.errors import BatonError, Reason
 from cachestore.prefix_cache import IndexCursor
-from engine.sequence import Sequence
+from engine.scheduler import Sequence
 from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job as PrefillJob
 from router.decode_streams import Inbox

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 
 from cachestore.block_manager import growth_blocks
 from engine.core import TokenEvent
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
 from node.engine_loop import EngineLoop, done_or_broken
 from node.pool import DevicePool

@@ -38,7 +38,7 @@ class Events:
         say({"event": "completed", "grant": grant.hex(), "writes": writes, "bytes": bytes_written, "copied": copied})
 
     def writes_in_doubt(self, grant: GrantId) -> None:
-        say({"event": "adrift", "grant": grant.hex()})
+        say({"event": "in_doubt", "grant": grant.hex()})
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         say({"event": "lost", "writer": pair.writer, "reason": reason})

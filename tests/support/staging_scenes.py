@@ -18,7 +18,7 @@ import pytest
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports import tcp_receiver, tcp_staged
+from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp_receiver import StagedMemory, TcpReceiverPort
@@ -155,7 +155,9 @@ class Scene:
         self.port.allow(pair, EPOCH, grant, Everything())
         endpoint = self.port.expect(pair, EPOCH)
         loop = asyncio.get_running_loop()
-        return await StagedTcpLink.connect(endpoint, pair, self.writer.staged, self.posted, loop, self.config, SHORT)
+        return await StagedTcpLink.connect_staged(
+            endpoint, pair, self.writer.staged, self.posted, loop, self.config, SHORT
+        )
 
     async def completed(self, count: int) -> None:
         await self.posted.until(lambda e: len(e.completed) >= count)
@@ -169,13 +171,14 @@ def check_touches(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
     received."""
     by_memory = {node.driver.pinned.bytes_U8.ctypes.data: node for node in nodes}
 
-    class Looking(TcpWriterLink):
-        def post(self, grant: GrantId, ops: WriteOps, completed: Any = None) -> None:
-            assert self._source_U8 is not None
-            node = by_memory[self._source_U8.ctypes.data]
-            for start, nbytes in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True):
-                node.look(node.driver.pinned, start, start + nbytes, write=False)
-            super().post(grant, ops, completed)
+    post = TcpWriterLink.post
+
+    def looking_post(self: TcpWriterLink, grant: GrantId, ops: WriteOps, completed: Any = None) -> None:
+        assert self._source_U8 is not None
+        node = by_memory[self._source_U8.ctypes.data]
+        for start, nbytes in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True):
+            node.look(node.driver.pinned, start, start + nbytes, write=False)
+        post(self, grant, ops, completed)
 
     class LookingMemory(StagedMemory):
         def place(self, table_S2: np.ndarray) -> np.ndarray | None:
@@ -187,7 +190,7 @@ def check_touches(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
                 node.look(node.driver.pinned, start, start + nbytes, write=True)
             return place_S2
 
-    monkeypatch.setattr(tcp_staged, "TcpWriterLink", Looking)
+    monkeypatch.setattr(TcpWriterLink, "post", looking_post)
     monkeypatch.setattr(tcp_receiver, "StagedMemory", LookingMemory)
 
 

@@ -232,9 +232,9 @@ def test_a_write_that_fails_ends_the_link_and_completes_everything() -> None:
 def test_what_is_on_its_way_when_the_link_ends_is_adrift_until_the_receiver_has_fenced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The network holds two batches back while the link ends at the writer. They complete there, and it is told that
-    they are adrift: at the receiver, which has not noticed, the one that comes now lands. After its fence the other one
-    is dropped. Of a batch that was posted to the dead link nothing has left."""
+    """The network holds two batches back while the link ends at the writer. There they complete and are in doubt. The
+    receiver has not noticed: the one that arrives now lands. After its fence the other one is dropped.
+    Of a batch that was posted to the dead link nothing has left."""
 
     async def test() -> None:
         async with receiving() as r, linked(r, source_bytes(1, REGION_NBYTES)) as (link, events):
@@ -249,10 +249,10 @@ def test_what_is_on_its_way_when_the_link_ends_is_adrift_until_the_receiver_has_
             link._device_lost("cut off")
             await events.until(lambda e: bool(e.lost))
             assert events.completed == [(GRANT, 4, ANY, False), (OTHER, 4, ANY, False)]
-            assert sorted(events.adrift) == [(GRANT, 0), (OTHER, 0)]
+            assert sorted(events.in_doubt) == [(GRANT, 0), (OTHER, 0)]
             link.post(grant_of(9), record_ops(3, 4))
             await events.until(lambda e: len(e.completed) == 3)
-            assert len(events.adrift) == 2
+            assert len(events.in_doubt) == 2
             assert r.events.gone == [] and not r.region.array_U8.any()
             assert held[0]()
             landed_U8 = r.region.array_U8.copy()

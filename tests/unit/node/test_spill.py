@@ -57,7 +57,7 @@ def test_only_what_is_needed_leaves_tail_first() -> None:
     node.step_until("young", SpillState.SPILLING)
     owner = node.spill._swapped_out[key_of("young")]
     assert [unit.copying is not None for unit in owner.units] == [False, False, False, True, True]
-    assert node.engine.swapped_out == 1
+    assert node.engine.scheduler.swapped_out == 1
     assert node.entered["young"].block_table == []
     while node.copier.waiting:
         node.copier.finish()

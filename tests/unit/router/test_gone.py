@@ -13,8 +13,7 @@ from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig

@@ -17,8 +17,7 @@ import router.prefill_nodes
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels, begun
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, begun
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig

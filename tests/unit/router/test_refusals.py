@@ -15,8 +15,7 @@ from batonpb import inference_pb2, inference_pb2_grpc
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 from baton.tracing import REQUEST_ID_KEY
 from router.chat import ChatEncoder
 from router.config import RouterConfig
@@ -80,7 +79,7 @@ def play(scene: Callable[[Door], Awaitable[None]], *, rpcs_max: int = 64, **conf
         )
         door.requests = lambda: node.requests
         server = RpcServer(limits=limits, rng=rng)
-        server.refused = lambda error: node.refused(error, door="grpc")
+        server.on_refused(lambda error: node.refused(error, door="grpc"))
         service = InferenceService(node, limits=limits, rng=rng, takes_requests=lambda: door.open)
         server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, service)
         port = await server.start("127.0.0.1:0")

@@ -11,8 +11,7 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason
 from baton.wire import ModelInfo
-from engine.types import SamplingParams, TokenLogprobs
-from engine.wire import logprobs_from_proto, logprobs_to_proto, params_from_proto
+from engine.types import SamplingParams, TokenLogprobs, logprobs_from_proto, logprobs_to_proto, params_from_proto
 from router.request import check_request
 
 MODEL = ModelInfo(
