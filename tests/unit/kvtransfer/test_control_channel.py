@@ -293,8 +293,8 @@ def test_the_deadline_is_for_handshakes_and_probes(state: ChannelState) -> None:
 
 @pytest.mark.parametrize("state", ChannelState)
 def test_what_the_port_refuses_ends_the_link_as_far_as_it_may(state: ChannelState) -> None:
-    """One that may write is left its BYE, and none of its seals counts any more, whether its connection is open or over;
-    a second breach costs it the connection."""
+    """One that may write is left its BYE, and its seals do not count any more, connected or not. A
+    second breach costs it the connection."""
     reason = RefusalReason.MALFORMED
     wanted: dict[ChannelState, list[wire.Instruction]] = {
         **dict.fromkeys((*HANDSHAKING, ChannelState.SURPLUS), refused(reason, Do.DROP)),
