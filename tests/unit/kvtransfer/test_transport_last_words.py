@@ -25,7 +25,7 @@ from kvtransfer.transports.rdma_device import HostBytes, RdmaMemory
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.tcp import CODEC as TCP
 from kvtransfer.transports.tcp import MESSAGE_BYTES, SEGMENT_BYTES, Ack
-from kvtransfer.transports.tcp_receiver import LandingMemory, ReceiveStream, StreamLimits
+from kvtransfer.transports.tcp_receiver import ReceiveStream, StreamLimits
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx import CODEC as UCX
 from kvtransfer.transports.ucx_writer import UcxWriterLink
@@ -128,7 +128,8 @@ def test_a_fence_arrives_from_a_receiver_that_leaves_payload_unread() -> None:
                 sock=ours,
                 hello=wire.Hello(pair=PAIR, epoch=EPOCH, link=1),
                 index=0,
-                memory=LandingMemory(SOURCE_U8, len(SOURCE_U8)),
+                memory_U8=SOURCE_U8,
+                region_nbytes=len(SOURCE_U8),
                 limits=StreamLimits(),
                 loop=loop_now(),
                 sealed=lambda *_: None,

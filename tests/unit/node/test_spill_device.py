@@ -68,7 +68,7 @@ class DeviceNode(OverlapSpillNode):
         )
         self.spill._copier = self.stream_copier
         self.changed = asyncio.Event()
-        self.spill.changed = self.changed.set
+        self.engine.changed = self.changed.set
         runner.look = self._look
 
     def _look(self, layer: int, block: BlockId, write: bool) -> None:
