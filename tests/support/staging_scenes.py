@@ -7,7 +7,6 @@ touch of the host.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -141,8 +140,7 @@ class Scene:
         self.arrived = Arrivals(receiver)
         self.posted = Recorder()
         self.config = config
-        loop = asyncio.get_running_loop()
-        self.port = TcpReceiverPort(region=receiver.staged, events=self.arrived, loop=loop, randomness=os.urandom)
+        self.port = TcpReceiverPort(region=receiver.staged, events=self.arrived)
         self.link: StagedTcpLink
 
     async def connect(self, pair: Pair = PAIR, grant: GrantId = GRANT) -> StagedTcpLink:
