@@ -19,7 +19,7 @@ from typing import Any, Final
 
 
 class ModelError(Exception):
-    """A model cannot be used; the message names the file or key and what to do. Base of all errors about models."""
+    """A model cannot be used; the message names the file or key and what to do."""
 
 
 class ModelFolderError(ModelError):
