@@ -251,7 +251,7 @@ class LaunchedStep:
         sampled = {s.key: token for s, token in zip(self.slices, numbers[:count].tolist(), strict=True)}
         if self.scored is None:
             return StepResult(sampled=sampled)
-        found = self.scored.told(numbers[count:])
+        found = self.scored.by_row(numbers[count:])
         return StepResult(sampled=sampled, logprobs={self.slices[row].key: each for row, each in found.items()})
 
 
@@ -297,8 +297,7 @@ class ModelRunner:
 
         `settings` are those of the class: all but `config` and `tensors`.
 
-        Raises:
-            ModelError: the folder, its config or its weights cannot be used, or not quantised on this device.
+        Raises ModelError: the folder, its config or its weights cannot be used, or not quantised on this device.
         """
         config = load_model_config(folder)
         torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
@@ -382,22 +381,15 @@ class TorchRunner(ModelRunner):
         """Whether kernels.c computes, and not PyTorch's operations."""
         return self._native is not None
 
-    def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
-        """See `Runner.bind`. With a mirror, memory for a copy of the region is taken on the device.
+    def bind(self, region_U8: Any, num_blocks: int) -> None:
+        """See `Runner.bind`. A tensor on this runner's device, or an array. With a mirror a copy is made on the device.
 
-        Raises:
-            torch.OutOfMemoryError: it has not the room.
+        Raises torch.OutOfMemoryError: it has not the room.
         """
-        assert region_U8.flags.writeable, "the region must be writable"
-        if self.mirror is None:
-            self.bind_tensor(torch.from_numpy(region_U8), num_blocks)
-        else:
-            self.bind_tensor(self.mirror.open(region_U8, num_blocks, self.kv_spec), num_blocks)
-
-    def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
-        """As `bind`, for a region that is a tensor on this runner's device."""
-        assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
-        pool = KvPool(region_U8, num_blocks, self.kv_spec)
+        if self.mirror is not None:
+            region_U8 = self.mirror.open(region_U8, num_blocks, self.kv_spec)
+        pool = KvPool(torch.as_tensor(region_U8), num_blocks, self.kv_spec)
+        assert pool.device.type == self.device.type, (pool.device, self.device)
         if self._native is not None:
             self._forward = NativeForward(self._native, pool)
         elif self.deterministic:

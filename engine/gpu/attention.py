@@ -423,8 +423,7 @@ def admit(
 ) -> Admitted:
     """Run the candidates of a phase, best first, until one agrees with the reference. Runs kernels: takes seconds.
 
-    Raises:
-        InvalidField: `wanted` names a backend that does not exist, or that failed its trial; the text says how.
+    Raises InvalidField: `wanted` names a backend that does not exist, or that failed its trial; the text says how.
     """
     choices = CANDIDATES[phase] if candidates is None else candidates
     field = f"attention_{phase.value}"

@@ -343,8 +343,7 @@ def admit_weights(
 ) -> AdmittedWeights:
     """Try the products of this quantisation out, if there is any. Runs kernels: takes seconds. `pack` is for tests.
 
-    Raises:
-        UnsupportedModelError: the device cannot do it, or what it does is wrong; the text says which.
+    Raises UnsupportedModelError: the device cannot do it, or what it does is wrong; the text says which.
     """
     if quantisation is Quantisation.NONE:
         packing = GpuPacking(PACKS[Quantisation.NONE], device)

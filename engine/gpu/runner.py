@@ -142,8 +142,7 @@ class GpuRunner(ModelRunner):
         They may lie on any device. Of a layer's matrices there is one more copy on `device` at a time while they are
         packed.
 
-        Raises:
-            UnsupportedModelError: the weights cannot be quantised so on this device.
+        Raises UnsupportedModelError: the weights cannot be quantised so on this device.
         """
         super().__init__(config, tensors, block_size=block_size, device=device)
         self.gpu = gpu or GpuConfig()
@@ -161,21 +160,12 @@ class GpuRunner(ModelRunner):
         """Why there are none, as long as there are none."""
 
     def bind(self, region_U8: Any, num_blocks: int) -> None:
-        """See `Runner.bind`. Takes the memory as its driver gives it: a tensor on this runner's device, or an array.
+        """See `Runner.bind`. A tensor on this runner's device, or an array. Chooses the attention: runs kernels.
 
-        Raises:
-            InvalidField: as `bind_tensor`.
+        Raises InvalidField: a backend that the configuration names failed its trial.
         """
-        self.bind_tensor(torch.as_tensor(region_U8), num_blocks)
-
-    def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
-        """As `bind`, for a region that is a tensor on this runner's device. Chooses the attention: runs kernels.
-
-        Raises:
-            InvalidField: a backend that the configuration names failed its trial.
-        """
-        assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
-        pool = KvPool(region_U8, num_blocks, self.kv_spec)
+        pool = KvPool(torch.as_tensor(region_U8), num_blocks, self.kv_spec)
+        assert pool.device.type == self.device.type, (pool.device, self.device)
         heads = self.config.num_heads
         prefill = admit(pool, heads, Phase.PREFILL, wanted=self.gpu.attention_prefill)
         decode = admit(pool, heads, Phase.DECODE, wanted=self.gpu.attention_decode)
