@@ -21,11 +21,12 @@ from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDir
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
-from baton.membership import Membership, MembershipConfig
+from baton.membership import MembershipConfig
 from baton.rpc import ChannelLimits, Channels
 from baton.wire import NodeRecord, record_to_proto
 from tests.conformance.directory_suite import record, until
 from tests.support.cli_harness import Foreground, free_endpoint
+from tests.support.membership_doubles import WatchedMembership
 from tests.support.redis_harness import redis_server
 
 HANG_S = 60.0
@@ -197,9 +198,9 @@ def test_who_begins_to_watch_is_told_of_goodbyes_only() -> None:
 
 
 @asynccontextmanager
-async def watching(directory: Directory, views: list[list[str]]) -> AsyncIterator[Membership]:
+async def watching(directory: Directory, views: list[list[str]]) -> AsyncIterator[WatchedMembership]:
     """A router's view of the cluster; each change of it goes to `views`."""
-    membership = Membership(
+    membership = WatchedMembership(
         directory=directory,
         own_record=None,
         clock=SystemClock(),
