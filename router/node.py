@@ -16,7 +16,7 @@ from types import TracebackType
 
 from batonpb import common_pb2, inference_pb2
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.log import get_log
@@ -262,7 +262,7 @@ class RouterNode:
             channels=channels,
             inboxes=self._inboxes,
             tasks=self._tasks,
-            clock=SystemClock(),
+            clock=Clock(),
             repeats=self._repeats,
             dropped=self._drop_channel,
         )

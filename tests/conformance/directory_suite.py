@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 from batonpb import directory_pb2
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits
 from baton.directory_client import Directory, Snapshot
 from baton.errors import BatonError, Reason
@@ -446,7 +446,7 @@ async def member(place: Place, name: str) -> AsyncIterator[WatchedMembership]:
     membership = WatchedMembership(
         directory=place.client(),
         own_record=lambda: own,
-        clock=SystemClock(),
+        clock=Clock(),
         rng=random.Random(number),
         config=MembershipConfig(heartbeat_ms=50, ttl_ms=20_000),
     )

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
+from baton.clock import Clock
 from baton.directory_client import Snapshot
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
@@ -19,7 +20,7 @@ _T = TypeVar("_T")
 HANG_S = 20.0
 
 
-class ManualClock:
+class ManualClock(Clock):
     """Stands still until the test moves it."""
 
     def __init__(self) -> None:

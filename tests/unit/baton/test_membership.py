@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
@@ -185,7 +185,7 @@ class RealDirectory:
         self._server: RpcServer | None = None
 
     async def start(self) -> None:
-        self._service = DirectoryService(config=DirectoryConfig(), clock=SystemClock())
+        self._service = DirectoryService(config=DirectoryConfig(), clock=Clock())
         self._server = RpcServer(limits=RpcLimits(), rng=random.Random(1))
         self._service.start(self._server)
         self.port = await self._server.start(f"127.0.0.1:{self.port}")
@@ -205,7 +205,7 @@ async def member(directory: RealDirectory, channels: Channels, own: NodeRecord) 
     membership = WatchedMembership(
         directory=client,
         own_record=lambda: own,
-        clock=SystemClock(),
+        clock=Clock(),
         rng=random.Random(2),
         config=MembershipConfig(heartbeat_ms=50, ttl_ms=10_000),
     )

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.errors import InvalidField
 from baton.lifecycle import Lifecycle
 from baton.pod import (
@@ -186,7 +186,7 @@ class Patches:
 
 def cost_of(patches: Patches, **config: Any) -> DeletionCost:
     settings = {"name": POD, "retry_ms_min": 1, "retry_ms_max": 1, "call_ms_max": 60_000, **config}
-    return DeletionCost(PodConfig(**settings), clock=SystemClock(), rng=random.Random(1), set_cost=patches)
+    return DeletionCost(PodConfig(**settings), clock=Clock(), rng=random.Random(1), set_cost=patches)
 
 
 async def settle(cost: DeletionCost) -> None:
@@ -289,12 +289,12 @@ def test_a_server_that_says_nothing(tmp_path: Path) -> None:
         config = PodConfig(
             name=POD, api=api.url, credentials=api.credentials, call_ms_max=50, tries_max=2, retry_ms_min=1
         )
-        cost = DeletionCost(config, clock=SystemClock(), rng=random.Random(1))
+        cost = DeletionCost(config, clock=Clock(), rng=random.Random(1))
         cost.follow(Lifecycle.DRAINING)
         await settle(cost)
         assert cost.counters() == counters(lowered=0, failures=2, given_up=1)
         patient = PodConfig(name=POD, api=api.url, credentials=api.credentials, call_ms_max=600_000)
-        cost = DeletionCost(patient, clock=SystemClock(), rng=random.Random(1))
+        cost = DeletionCost(patient, clock=Clock(), rng=random.Random(1))
         cost.follow(Lifecycle.DRAINING)
         await asyncio.to_thread(api.wait_for_calls, len(api.calls) + 1)
         await cost.close()
@@ -313,7 +313,7 @@ def test_the_real_thing_settles(tmp_path: Path) -> None:
 
     async def scene() -> None:
         config = PodConfig(name=POD, api=api.url, credentials=api.credentials, call_ms_max=60_000, retry_ms_min=1)
-        cost = DeletionCost(config, clock=SystemClock(), rng=random.Random(1))
+        cost = DeletionCost(config, clock=Clock(), rng=random.Random(1))
         cost.follow(Lifecycle.DRAINED)
         await settle(cost)
         assert cost.counters() == counters(lowered=1, failures=1, given_up=0)

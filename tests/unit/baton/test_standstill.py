@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from batonpb import directory_pb2
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits, DirectoryState, Standstill
 from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
@@ -35,7 +35,7 @@ LOOK_S = 0.1
 NAMES = ["a", "b", "c"]
 
 
-class SetClock:
+class SetClock(Clock):
     """Moved by the test only; nobody sleeps on it."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ async def watching(directory: Directory, views: list[list[str]]) -> AsyncIterato
     membership = WatchedMembership(
         directory=directory,
         own_record=None,
-        clock=SystemClock(),
+        clock=Clock(),
         rng=random.Random(1),
         config=MembershipConfig(heartbeat_ms=50, ttl_ms=int(HANG_S * 1e3)),
         on_change=lambda: views.append([each.name for each in membership.nodes()]),
@@ -297,7 +297,7 @@ def test_a_redis_that_is_stopped_and_goes_on() -> None:
                 else:
                     server.resume()
 
-            directory = RedisDirectory(server.address, clock=SystemClock(), config=RedisDirectoryConfig())
+            directory = RedisDirectory(server.address, clock=Clock(), config=RedisDirectoryConfig())
             try:
                 views, listed = await stand_still(directory, ttl_ms=800, signal_it=signal_it)
                 assert listed == []
