@@ -12,6 +12,7 @@ is dropped, and the blocks that it writes to stay held until it is over.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.ids import RequestKey
@@ -95,6 +96,8 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._aborting: set[RequestKey] = set()
         self._events: list[TokenEvent] = []
+        self.changed: Callable[[], None] = lambda: None
+        """Called when there may be something to do: a sequence has come or is to leave. Set by the loop that steps."""
 
     @property
     def has_work(self) -> bool:
@@ -156,6 +159,7 @@ class Engine:
             self._aborting.add(key)
         else:
             self._events.append(self._leave(seq, None, FinishReason.ABORTED))
+        self.changed()
         return True
 
     def take_events(self) -> list[TokenEvent]:
@@ -276,6 +280,7 @@ class Engine:
     def _entered(self, seq: Sequence) -> None:
         self._blocks.prefix_cache.count_prompt(len(seq.tokens), seq.cached_tokens)
         self._index(seq)
+        self.changed()
 
     def _index(self, seq: Sequence) -> None:
         self._blocks.index(seq.tokens, seq.block_table, seq.computed, seq.cache_salt, seq.index_cursor)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from engine.core import Engine, TokenEvent
-from engine.types import Batch, FinishReason, KvSink
+from engine.types import Batch, FinishReason, KvSink, NullSink
 
 log = get_log("engine")
 
@@ -48,6 +48,8 @@ class EngineLoop:
     """Steps the engine while there is work. Owns the engine thread."""
 
     def __init__(self, engine: Engine, host: StepHost, *, name: str) -> None:
+        """`engine.changed` wakes it from now on."""
+        engine.changed = self._wake
         self._engine = engine
         self._host = host
         self._work = asyncio.Event()
@@ -55,15 +57,14 @@ class EngineLoop:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"engine-{name}")
         self.steps_failed = 0
 
-    def wake(self) -> None:
-        """There may be something to do: after submit, resume or abort."""
+    def _wake(self) -> None:
         self._work.set()
 
     async def run(self) -> None:
         """Until `stop`, which waits for the steps in flight: their blocks are in use. Not to be cancelled."""
         step: _Step | None = None
         while step is not None or not self._stopping:
-            self._tell_of_ends()
+            self._report_ends()
             if step is None:
                 step = await self._begin(self._engine.schedule())
             if step is None:
@@ -76,11 +77,11 @@ class EngineLoop:
             await self._end(step)
             step = behind
 
-    def _tell_of_ends(self) -> None:
+    def _report_ends(self) -> None:
         """What ended without a step. A function of its own, so that nothing of it is kept while there is no work."""
         events = self._engine.take_events()
         if events:
-            self._host.step_ended(_NO_SINK, events)
+            self._host.step_ended(NullSink(), events)
 
     async def _begin(self, batch: Batch | None) -> _Step | None:
         if batch is None:
@@ -119,7 +120,7 @@ class EngineLoop:
     async def stop(self, task: asyncio.Task[None]) -> None:
         """End the loop after the steps in flight, and its thread."""
         self._stopping = True
-        self.wake()
+        self._wake()
         await asyncio.wait([task])
         self._thread.shutdown(wait=True)
 
@@ -138,11 +139,3 @@ async def done_or_broken(serving: Coroutine[Any, Any, None], stepping: asyncio.T
     if stepping.done():
         log.error("the engine loop has ended; this node cannot go on", exc_info=stepping.exception())
         raise BatonError(Reason.INTERNAL, "The engine loop broke off; the log says why.") from stepping.exception()
-
-
-class _NoSink:
-    def layer_done(self, layer: int) -> None:
-        raise AssertionError(layer)
-
-
-_NO_SINK = _NoSink()

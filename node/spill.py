@@ -15,7 +15,6 @@ references behind, to be dropped when the copy has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -146,8 +145,6 @@ class Spill:
     ) -> None:
         """Takes the engine over as its `overcommit`. Nothing is swapped out or copied yet."""
         self.config = config
-        self.changed: Callable[[], None] = lambda: None
-        """Called when copies have ended: the engine may have something to do."""
         self._engine = engine
         self._blocks = blocks
         self._ledger = ledger
@@ -335,7 +332,7 @@ class Spill:
     def _ended(self, owner: _SwappedOut, units: list[_Unit], way: _Way, error: BaseException | None) -> None:
         if error is not None:
             self._broken = error
-            self.changed()
+            self._engine.changed()
             return
         for unit in units:
             unit.copying = None
@@ -353,7 +350,7 @@ class Spill:
         owner.copies -= 1
         if owner.copies == 0:
             self._tell_done(owner)
-        self.changed()
+        self._engine.changed()
 
     def _is_out(self, unit: _Unit) -> None:
         assert unit.device is not None and unit.host is not None

@@ -18,7 +18,7 @@ from engine.gpu import paged
 from engine.gpu.attention import DecodePlan, GpuAttention, Phase, TritonDecode, admit
 from engine.gpu.config import GpuConfig
 from engine.gpu.graphs import HOST_KNOWS, Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
-from engine.gpu.linears import OnDevice, admit_weights
+from engine.gpu.linears import admit_weights
 from engine.kv_pool import KvPool, to_device
 from engine.model_config import ModelConfig, Quantisation
 from engine.models.decoder import Decoder, fused_rms_norm
@@ -96,7 +96,7 @@ class GpuRunner(ModelRunner):
         weights = admit_weights(quantisation, config, device=self.device, dtype=getattr(torch, self.kv_spec.dtype))
         self.quantisation = weights.registered
         self._weights_row = weights.description
-        self._decoder = Decoder(config, OnDevice(tensors, self.device), weights.packing, fused_rms_norm)
+        self._decoder = Decoder(config, tensors, weights.packing, fused_rms_norm)
         self._capture = capture
         self._pool: KvPool | None = None
         self._attention: GpuAttention | None = None

@@ -19,7 +19,7 @@ from baton.errors import BatonError, Code, InvalidField, Reason
 from baton.ids import Incarnation
 from baton.rpc import ChannelLimits, Channels, rpc_errors
 from baton.wire import NodeRecord
-from router.pin_config import PinKeeperConfig, PinnedPrefix
+from router.config import PinKeeperConfig, PinnedPrefix
 from router.pins import PinKeeper
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, error_of, mock_spec, random_prompt, wait_for
 from tests.support.inprocess_cluster import InProcessCluster, inprocess

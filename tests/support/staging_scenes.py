@@ -7,7 +7,6 @@ touch of the host.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ import pytest
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp_receiver import StagedMemory, TcpReceiverPort
+from kvtransfer.transports.tcp_receiver import ReceiveStream, TcpReceiverPort
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.conformance.transport_kits import Everything
@@ -149,8 +147,7 @@ class Scene:
         self.arrived = Arrivals(receiver)
         self.posted = Recorder()
         self.config = config
-        loop = asyncio.get_running_loop()
-        self.port = TcpReceiverPort(region=receiver.staged, events=self.arrived, loop=loop, randomness=os.urandom)
+        self.port = TcpReceiverPort(region=receiver.staged, events=self.arrived)
         self.link: StagedTcpLink
 
     async def connect(self, pair: Pair = PAIR, grant: GrantId = GRANT) -> StagedTcpLink:
@@ -182,18 +179,18 @@ def check_touches(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
             node.look(node.driver.pinned, start, start + nbytes, write=False)
         post(self, grant, ops, completed)
 
-    class LookingMemory(StagedMemory):
-        def place(self, table_S2: np.ndarray) -> np.ndarray | None:
-            place_S2 = super().place(table_S2)
-            if place_S2 is not None:
-                assert self.array_U8 is not None
-                node = by_memory[self.array_U8.ctypes.data]
-                start, nbytes = place_S2[0].tolist()
-                node.look(node.driver.pinned, start, start + nbytes, write=True)
-            return place_S2
+    place = ReceiveStream._place
+
+    def looking_place(self: ReceiveStream, table_S2: np.ndarray) -> np.ndarray:
+        place_S2 = place(self, table_S2)
+        assert self._memory_U8 is not None
+        node = by_memory[self._memory_U8.ctypes.data]
+        start, nbytes = place_S2[0].tolist()
+        node.look(node.driver.pinned, start, start + nbytes, write=True)
+        return place_S2
 
     monkeypatch.setattr(TcpWriterLink, "post", looking_post)
-    monkeypatch.setattr(tcp_receiver, "StagedMemory", LookingMemory)
+    monkeypatch.setattr(ReceiveStream, "_place", looking_place)
 
 
 @asynccontextmanager

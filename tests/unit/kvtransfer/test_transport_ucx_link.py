@@ -21,7 +21,7 @@ from kvtransfer.negotiation import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, PairBeingFenced, Seal
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import ucx
+from kvtransfer.transports import ucx, ucx_receiver
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.settings import UcxConfig
@@ -49,8 +49,6 @@ class Receiving:
         self.port = UcxReceiverPort(
             region=self.region,
             events=self.events,
-            loop=asyncio.get_running_loop(),
-            randomness=os.urandom,
             config=config,
             limits=limits,
         )
@@ -409,3 +407,22 @@ def test_words_out_of_order_are_refused_and_the_word_still_heard(agents: Agents)
             assert r.describe("refused") == {"OUT_OF_ORDER": 1}
 
     run(case())
+
+
+def test_a_port_that_cannot_be_made_leaves_nothing_open(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's identity cannot be read: the error comes out, and no socket listens."""
+
+    def fail() -> str:
+        raise OSError("no /etc/machine-id")
+
+    monkeypatch.setattr(ucx_receiver, "host_identity", fail)
+
+    async def test() -> None:
+        before = set(os.listdir("/proc/self/fd"))
+        region = Region.create(REGION_NBYTES, "test-region")
+        with pytest.raises(OSError, match="machine-id"):
+            UcxReceiverPort(region=region, events=Recorder())
+        region.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+
+    run(test())

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from baton.ids import BlockId
-from engine.mock import mock_reference
 from engine.types import SequenceSlice
 from node.copiers import StreamCopier
 from tests.support.engine_bench import SMALL, key_of, params_of
 from tests.support.late_runner import LateRunner, Overlap, OverlapSpillNode
+from tests.support.mock_reference import mock_reference
 from tests.support.shm_harness import run
 from tests.support.spill_bench import SpillNode
 from tests.support.staging_scenes import HastyDevice, OnDevice, ShimPinned
@@ -68,7 +68,7 @@ class DeviceNode(OverlapSpillNode):
         )
         self.spill._copier = self.stream_copier
         self.changed = asyncio.Event()
-        self.spill.changed = self.changed.set
+        self.engine.changed = self.changed.set
         runner.look = self._look
 
     def _look(self, layer: int, block: BlockId, write: bool) -> None:
