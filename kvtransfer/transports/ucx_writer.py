@@ -227,6 +227,7 @@ class UcxWriterLink(ChainLink):
         super()._handle(message)
 
     def _thread_over(self, failure: str) -> None:
+        del failure
         if not self._destroyed:
             # A bug of ours, raised in the thread. Its worker may still read the source: no completion, and no BYE.
             log.error("ucx link keeps its source blocks", peer=self._address)
