@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Unpack
@@ -44,8 +43,8 @@ class MixedHalves:
     def __init__(self, config: MixedConfig, runtime: NodeRuntime, pool: DevicePool, opened: AsyncExitStack) -> None:
         """The region is registered for rdma once, for both halves. Raises InvalidField."""
         self._runtime = runtime
-        serving, loop = offered(config.transports, pool.region), asyncio.get_running_loop()
-        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, loop, remote_writes=True)
+        serving = offered(config.transports, pool.region)
+        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=True)
         if memory is not None:
             opened.push_async_callback(memory.close)
         lent = LentRegistration(memory=memory)

@@ -26,7 +26,7 @@ from baton.tasks import call_loop
 from cachestore.host_blocks import HostBlockId
 from cachestore.layout import Layout
 from kvtransfer.device.driver import DeviceError, PinnedMemory
-from kvtransfer.device.region import DeviceMemory
+from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.region import Region
 from kvtransfer.transport import WriteOps, check_ops
@@ -88,7 +88,7 @@ class BlockCopier:
         *,
         streams: DeviceStreams,
         places: BlockPlaces,
-        device: DeviceMemory,
+        device: DeviceRegion | Region,
         host: PinnedMemory | Region,
         name: str,
         poll_interval_s: float = POLL_INTERVAL_S,

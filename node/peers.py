@@ -68,9 +68,7 @@ class Peers:
         if lent is not None:
             self._rdma = lent.memory
         else:
-            self._rdma = register_if_usable(
-                serving, rdma_region(pool.region), config.rdma, self._loop, remote_writes=False
-            )
+            self._rdma = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=False)
         ucx_works = usable(serving, config.ucx.tls)
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
         self.transports = tuple(t for t in serving if works.get(t, True))

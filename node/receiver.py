@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from dataclasses import replace
 from typing import TypeVar
 
@@ -64,9 +63,9 @@ def open_ports(
 
     Raises BatonError PORT_IN_USE or BAD_ENDPOINT, InvalidField.
     """
-    serving, loop = offered(config.transports, pool.region), asyncio.get_running_loop()
+    serving = offered(config.transports, pool.region)
     if lent is None:
-        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, loop, remote_writes=True)
+        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=True)
         if memory is not None:
             ports.close_last(memory.close)
         lent = LentRegistration(memory=memory)
@@ -123,7 +122,7 @@ def _open_port(
     memory: RdmaMemory | None,
 ) -> ReceiverPort:
     """What the links of rdma and ucx have to say goes to a port of its own, on the host of tcp's."""
-    events, loop, randomness = ports.port_events(transport), asyncio.get_running_loop(), secrets.token_bytes
+    events = ports.port_events(transport)
     host, _ = split_endpoint(config.data_listen or config.listen)
     listen = join_endpoint(host, 0)
     if transport is TransportName.TCP:
@@ -139,16 +138,12 @@ def _open_port(
     try:
         if transport in (TransportName.SHM, TransportName.CUDA_IPC):
             make = ShmReceiverPort if transport is TransportName.SHM else CudaIpcReceiverPort
-            return make(
-                region=pool.region, events=events, loop=loop, randomness=randomness, limits=limits(SHM_PORT_LIMITS)
-            )
+            return make(region=pool.region, events=events, limits=limits(SHM_PORT_LIMITS))
         if transport is TransportName.RDMA:
             assert memory is not None
             return RdmaReceiverPort(
                 memory=memory,
                 events=events,
-                loop=loop,
-                randomness=randomness,
                 listen=listen,
                 advertise_host=advertise_host,
                 offered=lambda works: ports.offer(TransportName.RDMA, works),
@@ -158,8 +153,6 @@ def _open_port(
             return UcxReceiverPort(
                 region=pool.host_region,
                 events=events,
-                loop=loop,
-                randomness=randomness,
                 listen=listen,
                 advertise_host=advertise_host,
                 config=config.ucx,
@@ -168,8 +161,6 @@ def _open_port(
         return TcpReceiverPort(
             region=pool.tcp_region,
             events=events,
-            loop=loop,
-            randomness=randomness,
             listen=listen,
             advertise_host=advertise_host,
             limits=limits(TCP_PORT_LIMITS),

@@ -45,12 +45,11 @@ from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare
 from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.region import Region
-from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transport import ReceiverEvents, WriteRanges
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.control_channel import Inbox, ReceiverChannel, Refusal, RefusalReason, close_politely
+from kvtransfer.transports.control_channel import Refusal, RefusalReason, close_politely
 from kvtransfer.transports.limits import PortLimits, check_limits
-from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.receiver_port import Connection, ListeningPort
+from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
 from kvtransfer.transports.tcp import (
     CALL_SEGMENTS_MAX,
     CODEC,
@@ -625,7 +624,6 @@ class _Allowed:
 class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
-    transport: ClassVar[TransportName] = TransportName.TCP
     codec: ClassVar[wire.Codec] = CODEC
 
     def __init__(
@@ -633,14 +631,12 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         *,
         region: Region | StagedRegion,
         events: ReceiverEvents,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
         limits: PortLimits = TCP_PORT_LIMITS,
         stream: StreamLimits = STREAM_LIMITS,
     ) -> None:
-        """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes.
+        """Listens at once. `region` is the caller's and outlives the port.
 
         Writers get `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
 
@@ -648,14 +644,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        super().__init__(
-            listen=listen,
-            advertise_host=advertise_host,
-            events=events,
-            loop=loop,
-            randomness=randomness,
-            limits=limits,
-        )
+        super().__init__(TcpConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
         self._region = region
         self._stream_limits = stream
         if isinstance(region, StagedRegion):
@@ -665,7 +654,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         self._unproved: dict[GrantId, Pair] = {}
         """Forbidden grants of which copies may still run on a device that has failed."""
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
-        self._repeats = RepeatLog(log, loop.time)
+        self._repeats = RepeatLog(log, self._loop.time)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """See `ReceiverPort.allow`."""
@@ -690,7 +679,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after,
         once a device is through with what they had queued there."""
-        for number in self._fences.fence(pair, epoch):
+        for number in self._begin_fence(pair, epoch):
             stream = self._connections[number].stream
             assert stream is not None
             stream.stop(epoch)
@@ -709,7 +698,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
                 connection.stream.join()
                 connection.stream.release_or_leave()
             self._drop(connection)
-        self._fences.close()
+        self._pairs.clear()
         self._allowed.clear()
         self._repeats.close()
 
@@ -730,9 +719,6 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         return [stream for stream in streams if stream is not None and stream.hello.pair == pair]
 
     # Handshake.
-
-    def _connection(self, number: int, sock: socket.socket, channel: ReceiverChannel) -> TcpConnection:
-        return TcpConnection(number=number, sock=sock, codec=CODEC, channel=channel, inbox=Inbox(CODEC))
 
     def _is_writing(self, connection: TcpConnection) -> bool:
         return connection.stream is not None
@@ -782,7 +768,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
             sock.close()
             connection.share = share
             self._drop(connection)
-            self._fences.closed(connection.pair, connection.number, Evidence.JOINED)
+            self._proved(connection, Evidence.JOINED)
             raise
         connection.stream = stream
 
@@ -856,7 +842,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
             self._repeats.over(writer, "the device has finished its copies")
         self._counts.update(stream.counts())
         self._drop(connection)
-        self._fences.closed(hello.pair, connection.number, Evidence.JOINED)
+        self._proved(connection, Evidence.JOINED)
 
     # Connections.
 

@@ -253,8 +253,6 @@ class Receiver:
         self.port = ShmReceiverPort(
             region=self.region,
             events=self.events,
-            loop=asyncio.get_running_loop(),
-            randomness=os.urandom,
             limits=limits,
         )
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.mock import MockConfig, MockRunner, mock_reference
+from engine.mock import MockConfig, MockRunner
 from engine.scheduler import EngineFullError, Sequence, SequenceMode
 from engine.types import NO_TOKEN, Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult, TokenLogprobs
 from tests.support.engine_bench import SMALL, Node, key_of, params_of
+from tests.support.mock_reference import mock_reference
 
 WAIT_S = 20
 

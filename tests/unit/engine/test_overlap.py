@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from engine.core import Engine, TokenEvent
-from engine.mock import MockConfig, MockRunner, mock_reference
+from engine.mock import MockConfig, MockRunner
 from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
 from engine.types import NO_TOKEN, Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult
 from tests.support.engine_bench import SMALL, Node, key_of, params_of
 from tests.support.late_runner import LateRunner, Overlap, OverlapNode, OverlapSpillNode
+from tests.support.mock_reference import mock_reference
 
 ENDS_OFTEN = MockConfig(num_layers=2, vocab_size=12, block_size=4, context_len_max=48, draws_eos=True)
 

@@ -187,7 +187,7 @@ async def link_ucx(listens: str) -> None:
 
 
 async def link_rdma(listens: str) -> None:
-    memory = RdmaMemory(region=HostBytes(lambda: SOURCE_U8), config=CONFIG, loop=loop_now(), remote_writes=False)
+    memory = RdmaMemory(region=HostBytes(lambda: SOURCE_U8), config=CONFIG, remote_writes=False)
     try:
         endpoint = endpoint_of(TransportName.RDMA, RegionAddress(listens=listens, base=0, rkey=0).encode())
         await RdmaWriterLink.connect(endpoint, PAIR, memory, Recorder(), loop_now())

@@ -157,9 +157,7 @@ def test_a_link_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
         async with receiving() as r:
             theirs = set(DoubleQueuePairs.alive)
             source_U8, loop, events = source_bytes(1, REGION_NBYTES), asyncio.get_running_loop(), Recorder()
-            memory = RdmaMemory(
-                region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False, limits=LIMITS
-            )
+            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, remote_writes=False, limits=LIMITS)
             limits = RdmaLinkLimits(connect_ms_max=2_000)
             link = await RdmaWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, memory, events, loop, limits)
             device: Any = memory.device
@@ -385,10 +383,10 @@ def test_rdma_is_offered_where_it_works_and_was_not_forbidden(double: dict[str, 
     """In the list and a device: offered. Not in the list: not looked for. No device: left out, unless it is alone."""
 
     async def test() -> None:
-        loop, region_U8 = asyncio.get_running_loop(), np.zeros(8, np.uint8)
+        region_U8 = np.zeros(8, np.uint8)
 
         def offer(*transports: TransportName) -> RdmaMemory | None:
-            return register_if_usable(transports, HostBytes(lambda: region_U8), CONFIG, loop, remote_writes=True)
+            return register_if_usable(transports, HostBytes(lambda: region_U8), CONFIG, remote_writes=True)
 
         memory = offer(TransportName.RDMA, TransportName.TCP)
         assert memory is not None and memory.device is not None

@@ -21,7 +21,7 @@ from kvtransfer.negotiation import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, PairBeingFenced, Seal
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import ucx
+from kvtransfer.transports import ucx, ucx_receiver
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.settings import UcxConfig
@@ -49,8 +49,6 @@ class Receiving:
         self.port = UcxReceiverPort(
             region=self.region,
             events=self.events,
-            loop=asyncio.get_running_loop(),
-            randomness=os.urandom,
             config=config,
             limits=limits,
         )
@@ -314,7 +312,7 @@ def test_after_the_fence_nothing_is_left_of_a_link_that_failed_with_writes_on_th
             await r.events.until(lambda e: bool(e.gone))
             told = "1 acknowledged" if tls == "all" else "1 closed, its receiving worker destroyed"
             assert r.events.gone == [(PAIR, EPOCH, told)]
-            await settled(r, lambda: r.port._fences.book(PAIR) is None)
+            await settled(r, lambda: PAIR not in r.port._pairs)
             assert (r.port._connections, r.describe("fences_waiting")) == ({}, 0)
             assert not r.region.array_U8.any()
             assert r.port.expect(PAIR, Epoch(EPOCH + 1)).epoch == EPOCH + 1
@@ -409,3 +407,22 @@ def test_words_out_of_order_are_refused_and_the_word_still_heard(agents: Agents)
             assert r.describe("refused") == {"OUT_OF_ORDER": 1}
 
     run(case())
+
+
+def test_a_port_that_cannot_be_made_leaves_nothing_open(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's identity cannot be read: the error comes out, and no socket listens."""
+
+    def fail() -> str:
+        raise OSError("no /etc/machine-id")
+
+    monkeypatch.setattr(ucx_receiver, "host_identity", fail)
+
+    async def test() -> None:
+        before = set(os.listdir("/proc/self/fd"))
+        region = Region.create(REGION_NBYTES, "test-region")
+        with pytest.raises(OSError, match="machine-id"):
+            UcxReceiverPort(region=region, events=Recorder())
+        region.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+
+    run(test())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from cachestore.host_blocks import HostBlockId, HostBlocks
 from cachestore.layout import kv_layout
 from cachestore.ledger import ConservationError
 from engine.build import EngineConfig, EngineKind
-from kvtransfer.device.host_driver import HostPinned, HostStreams
+from kvtransfer.device.host_driver import HostStreams
+from kvtransfer.region import Region
 from node.copiers import BlockCopier, BlockCopy, BlockPlaces
 from node.pool import open_device_pool
 from node.spill import SpillConfig
@@ -33,21 +35,14 @@ def records(memory_U8: np.ndarray, num_blocks: int) -> np.ndarray:
     return memory_U8.reshape(LAYOUT.num_layers, num_blocks, LAYOUT.record_bytes)
 
 
-@dataclass(frozen=True)
-class InRegion:
-    memory: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-
 def copier(device_U8: np.ndarray, host_U8: np.ndarray) -> BlockCopier:
     """As that of a node whose region is host memory."""
     places = BlockPlaces(layout=LAYOUT, device_blocks=5, host_blocks=7)
-    return BlockCopier(
-        streams=HostStreams(), places=places, device=InRegion(device_U8), host=HostPinned(host_U8), name="test"
+    device, host = (
+        cast(Region, SimpleNamespace(memory=each_U8, array_U8=each_U8, nbytes=each_U8.nbytes))
+        for each_U8 in (device_U8, host_U8)
     )
+    return BlockCopier(streams=HostStreams(), places=places, device=device, host=host, name="test")
 
 
 async def carried_out(copier: BlockCopier, copy: BlockCopy) -> None:

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 from engine.core import TokenEvent
-from engine.mock import mock_reference
 from engine.types import Batch, FinishReason, KvSink
 from node.engine_loop import EngineLoop
 from tests.support.engine_bench import SMALL, key_of, params_of
 from tests.support.late_runner import OverlapNode
+from tests.support.mock_reference import mock_reference
 
 WAIT_S = 20
 

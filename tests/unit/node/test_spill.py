@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachestore.spill_policy import SpillState
-from engine.mock import mock_reference
 from engine.types import FinishReason, NullSink
 from tests.support.engine_bench import SMALL, key_of, params_of
+from tests.support.mock_reference import mock_reference
 from tests.support.spill_bench import SpillNode
 
 BLOCK = SMALL.block_size
