@@ -33,7 +33,7 @@ from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, PostQueue, Taken
+from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, OpsPart, PostQueue, Taken
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm import codec_of
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
@@ -117,11 +117,9 @@ class CudaIpcWriterLink(ShmWriterLink):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class DevicePart:
+class DevicePart(OpsPart):
     """A whole batch. `ready`: its sources have been computed."""
 
-    ops: WriteOps
-    nbytes: int
     ready: DeviceEvent
 
 
