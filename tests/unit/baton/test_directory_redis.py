@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits, DirectoryState
 from baton.directory_redis import KEYS, RedisDirectory, RedisDirectoryConfig
 from baton.directory_setting import parse_directory
@@ -51,7 +51,7 @@ def admin(server: RedisServer) -> Iterator[Redis]:
 @asynccontextmanager
 async def opened(address: RedisAddress, **config: object) -> AsyncIterator[RedisDirectory]:
     settings = RedisDirectoryConfig(**{"call_ms_max": CALL_MS_MAX, "watch_interval_ms": 10, **config})  # type: ignore[arg-type]
-    directory = RedisDirectory(address, clock=SystemClock(), config=settings)
+    directory = RedisDirectory(address, clock=Clock(), config=settings)
     try:
         yield directory
     finally:
@@ -375,7 +375,7 @@ def test_the_script_keeps_the_pure_rules(
             elif action == "look":
                 looked = await directory._changes_since(looked)
                 changes = state.changes_since(version, now_s=0.0)
-                version = changes.version
+                version = state.version
                 assert {each.name for each in looked.event.removals} == {each.name for each in changes.removals}
                 assert looked.event.snapshot == changes.snapshot
                 assert {each.name: each for each in looked.event.upserts} == {
