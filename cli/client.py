@@ -272,14 +272,7 @@ def unreached(router: str) -> BatonError:
 
 def broken_off(error: BatonError) -> BatonError:
     """The same error, of an answer that the user has seen a part of."""
-    return BatonError(
-        error.reason,
-        f"The answer broke off. {error.message}",
-        code=error.code,
-        field=error.field,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
+    return error.reworded(f"The answer broke off. {error.message}")
 
 
 def _named(router: str) -> str:

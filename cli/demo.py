@@ -373,14 +373,7 @@ async def _send_wave(client: InferenceClient, wave: Sequence[DemoRequest]) -> li
 
 def _named(error: BatonError, request: str) -> BatonError:
     """The same error, of the demo's request of this name."""
-    return BatonError(
-        error.reason,
-        f"The demo's request {request} failed: {error.message}",
-        code=error.code,
-        field=error.field,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
+    return error.reworded(f"The demo's request {request} failed: {error.message}")
 
 
 @dataclass(slots=True)

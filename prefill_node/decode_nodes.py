@@ -350,11 +350,4 @@ def _named(record: NodeRecord, error: BatonError) -> BatonError:
     text = error.message
     if record.name not in text:
         text = f"The decode node {record.name} did not grant: {text}"
-    return BatonError(
-        error.reason,
-        text,
-        code=error.code,
-        field=error.field,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
+    return error.reworded(text)
