@@ -91,11 +91,9 @@ class Lanes(Protocol[LoanT_co]):
 
         What it raises the post raises: the batch was not taken then.
         """
-        ...
 
     def stop(self) -> None:
         """Nothing waits any more, and nothing will: wake whoever waits for it."""
-        ...
 
 
 class PostQueue(Generic[PartT, LoanT]):
