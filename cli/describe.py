@@ -24,7 +24,7 @@ from cli.cluster_view import (
     view_node,
 )
 from cli.invocation import EXIT_ERROR
-from cli.output import Output, format_table, output_option, print_json
+from cli.output import JSON, format_pairs, format_table, output_option, print_json
 from cli.parameters import timeout_option
 
 _PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "LINK", "EPOCH", "BYTES MOVED", "GB/S", "GB/S 10 S",
@@ -60,7 +60,7 @@ def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
         return await view_node(record, channels=channels, call_ms_max=call_ms_max)
 
     view = run_with_channels(ask)
-    if Output(output) is Output.JSON:
+    if output == JSON:
         print_json(node_data(view))
     else:
         click.echo(_text(view))
@@ -76,8 +76,9 @@ def _text(view: NodeView) -> str:
         ("incarnation", f"{record.incarnation:016x}"),
     ]
     if status is None:
-        return _lines([*rows, ("state", f"unreachable: {view.problem}")]) + f"\n\n{UNREACHABLE_HINT}"
-    own, blocks = status.record, status.record.load.blocks
+        return format_pairs([*rows, ("state", f"unreachable: {view.problem}")]) + f"\n\n{UNREACHABLE_HINT}"
+    own, blocks, engine = status.record, status.record.load.blocks, status.engine
+    padding = f" ({engine.padding_blocks} for padding)" if engine.padding_blocks else ""
     rows += [
         ("state", state_name(status)),
         ("life", status.story),
@@ -85,19 +86,19 @@ def _text(view: NodeView) -> str:
         ("safe to delete", "yes" if status.safe_to_delete else "no"),
     ]
     if record.role is Role.ROUTER:
-        return _lines(rows)
+        return format_pairs(rows)
     rows += [
         ("model", f"{own.model.name} ({own.model.fingerprint})"),
         ("transports", ", ".join(own.transports) or "none"),
-        *((fact.name, fact.text) for fact in status.engine.facts),
-        ("blocks", f"{blocks.free} free, {blocks.cached} cached, {blocks.held} held{_padding_text(status.engine)}, "
+        *((fact.name, fact.text) for fact in engine.facts),
+        ("blocks", f"{blocks.free} free, {blocks.cached} cached, {blocks.held} held{padding}, "
             f"{blocks.writer_owned} owned by a writer, {blocks.quarantined} quarantined; {blocks.promised} promised"),
         ("prefix hits", hits_text(status.prefixes, record.role)),
         ("pinned", f"{status.prefixes.pinned_blocks} blocks of at most {status.prefixes.pinned_blocks_max}"),
         ("errors", f"{status.conservation_errors} of block conservation"),
         *((counter.name, figure_text(counter.value)) for counter in status.counters),
     ]  # fmt: skip
-    text = _lines(rows)
+    text = format_pairs(rows)
     if status.prefixes.pins:
         text += "\n\n" + format_table(_PIN_HEADER, [
             (pin.name, str(pin.blocks), str(pin.blocks_pinned), f"{pin.lease_left_ms / 1e3:.0f} s")
@@ -172,12 +173,3 @@ def hits_text(prefixes: node_pb2.PrefixStatus, role: Role) -> str:
     percent, done = hit_percent(prefixes), "sent" if role is Role.DECODE else "computed"
     share = f", {percent:.1f} %, were cached here and not {done} again" if percent is not None else ""
     return f"{prefixes.hit_tokens} of {prefixes.prompt_tokens} prompt tokens{share}"
-
-
-def _padding_text(engine: node_pb2.EngineStatus) -> str:
-    return f" ({engine.padding_blocks} for padding)" if engine.padding_blocks else ""
-
-
-def _lines(rows: list[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

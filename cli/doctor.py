@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from cli.invocation import EXIT_ERROR
-from cli.output import Output, format_table, output_option, print_json
+from cli.output import JSON, format_table, output_option, print_json
 from cli.transport_checks import Finding, Machine, Verdict, check_rdma, check_ucx, works
 from kvtransfer.transports.settings import UcxConfig
 
@@ -31,7 +31,7 @@ def doctor(region_bytes: int, device: str, output: str) -> int:
     findings = check_rdma(Machine(), region_bytes=region_bytes, wanted=device)
     ready = works(findings)
     findings.append(check_ucx(UcxConfig().tls))
-    if Output(output) is Output.JSON:
+    if output == JSON:
         print_json({"rdma": ready, "findings": [_data(finding) for finding in findings]})
     else:
         click.echo(_text(findings, ready))

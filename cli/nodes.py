@@ -19,7 +19,7 @@ from cli.cluster_view import (
     state_name,
     view_nodes,
 )
-from cli.output import Output, format_table, output_option, print_json
+from cli.output import JSON, format_table, output_option, print_json
 from cli.parameters import timeout_option
 
 _HEADER: Final = (
@@ -47,7 +47,7 @@ def nodes(directory: str, timeout_s: float, output: str) -> None:
     views = run_with_channels(
         lambda channels: view_nodes(directory, channels=channels, call_ms_max=ceil(timeout_s * 1e3))
     )
-    if Output(output) is Output.JSON:
+    if output == JSON:
         print_json([node_data(view) for view in views])
         return
     if not views:

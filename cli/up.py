@@ -6,15 +6,15 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 import click
 
-from baton.config import ConfigError, ConfigProblem, load, setting
+from baton.config import ConfigError, load, setting
 from baton.cores import own_cores
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
 from baton.endpoint import from_here
@@ -96,25 +96,10 @@ class UpConfig:
 
     def spec(self, *, config: Path | None, log_level: LogLevel, log_format: LogFormat = LogFormat.TEXT) -> ClusterSpec:
         """Raises InvalidField for values that do not fit each other."""
-        return ClusterSpec(
-            prefill=self._count(self.prefill),
-            decode=self._count(self.decode),
-            mixed=self.mixed,
-            model=self.model,
-            engine=self.engine_kind,
-            listen=self.listen,
-            http=self.http,
-            directory=self.directory,
-            directory_listen=self.directory_listen,
-            threads=self.threads,
-            blocks=self.blocks,
-            config=config,
-            log_level=log_level,
-            log_format=log_format,
-            log_dir=self.log_dir,
-            start_ms_max=self.start_ms_max,
-            stop_grace_ms=self.stop_grace_ms,
-        )
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        own["engine"] = own.pop("engine_kind")
+        own |= {"prefill": self._count(self.prefill), "decode": self._count(self.decode)}
+        return ClusterSpec(config=config, log_level=log_level, log_format=log_format, **own)
 
     def _count(self, nodes: int | None) -> int:
         if nodes is not None:
@@ -208,31 +193,44 @@ up = click.Command(
 )
 
 
+@asynccontextmanager
+async def started(spec: ClusterSpec, signals: StopSignals, stream: TextIO) -> AsyncIterator[Cluster | None]:
+    """A cluster, stopped at the end; `stream` shows both. None where a signal comes before it is ready.
+
+    Raises ClusterError. `Cluster.stop` says afterwards which processes did not stop well.
+    """
+    board = StartBoard(tuple(name for name, _ in spec.processes()), stream)
+    cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
+    signals.at_second = cluster.abandon
+    try:
+        yield cluster if await signals.unless_stopped(cluster.start()) else None
+    finally:
+        # A terminal that was closed must not keep a cluster from being stopped.
+        with suppress(OSError):
+            print("Stopping ...", file=stream, flush=True)
+        for problem in await cluster.stop():
+            with suppress(OSError):
+                print(problem, file=stream, flush=True)
+
+
 async def _up(spec: ClusterSpec) -> int:
-    names = tuple(name for name, _ in spec.processes())
     threads, cores = spec.compute_threads(), own_cores()
     shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node, on {cores}"
-    click.echo(f"Starting {len(names)} processes, {shared}:", err=True)
+    click.echo(f"Starting {len(spec.processes())} processes, {shared}:", err=True)
     crowded = crowding(spec, cores.usable)
     if crowded is not None:
         click.echo(crowded, err=True)
-    board = StartBoard(names, sys.stderr)
-    cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
     with StopSignals() as signals:
-        signals.at_second = cluster.abandon
-        try:
-            if not await signals.unless_stopped(cluster.start()):
+        async with started(spec, signals, sys.stderr) as cluster:
+            if cluster is None:
                 return EXIT_INTERRUPTED
             _print_summary(cluster)
             watching = asyncio.ensure_future(cluster.watch())
             if await signals.unless_stopped(watching):
                 raise watching.result()
-        finally:
-            _tell("Stopping ...")
-            problems = await cluster.stop()
-            for problem in problems:
-                _tell(problem)
-        _tell("Stopped.")
+        problems = await cluster.stop()
+        with suppress(OSError):
+            click.echo("Stopped.", err=True)
     return EXIT_ERROR if problems else 0
 
 
@@ -250,35 +248,19 @@ def crowding(spec: ClusterSpec, cores: int) -> str | None:
     )
 
 
-def _tell(text: str) -> None:
-    """To whoever still reads: a terminal that was closed must not keep a cluster from being stopped."""
-    with suppress(OSError):
-        click.echo(text, err=True)
-
-
 def _print_summary(cluster: Cluster) -> None:
-    directory = describe_directory(cluster.directory)
-    click.echo(
-        f"The cluster is ready. Router {cluster.router}, directory {directory}, logs {cluster.log_dir}.\n"
-        "Try, in another terminal:\n"
-        f"  baton generate --router {cluster.router} {_example_prompt(cluster)} --max-tokens 32 --stats\n"
-        f"{_chat_example(cluster)}"
-        f"  baton nodes --directory {directory}\n"
-        f"{_http_example(cluster)}"
-        "Ctrl-C stops it."
-    )
-
-
-def _chat_example(cluster: Cluster) -> str:
-    return "" if cluster.spec.engine is EngineKind.MOCK else f"  baton chat --router {cluster.router}\n"
-
-
-def _http_example(cluster: Cluster) -> str:
-    return "" if cluster.spec.http is None else f"  curl http://{from_here(cluster.spec.http)}/v1/models\n"
-
-
-def _example_prompt(cluster: Cluster) -> str:
-    return "--token-ids 5,6,7,8" if cluster.spec.engine is EngineKind.MOCK else '"the sea in the evening"'
+    spec, directory = cluster.spec, describe_directory(cluster.directory)
+    mock = spec.engine is EngineKind.MOCK
+    prompt = "--token-ids 5,6,7,8" if mock else '"the sea in the evening"'
+    click.echo(f"The cluster is ready. Router {cluster.router}, directory {directory}, logs {cluster.log_dir}.")
+    click.echo("Try, in another terminal:")
+    click.echo(f"  baton generate --router {cluster.router} {prompt} --max-tokens 32 --stats")
+    if not mock:
+        click.echo(f"  baton chat --router {cluster.router}")
+    click.echo(f"  baton nodes --directory {directory}")
+    if spec.http is not None:
+        click.echo(f"  curl http://{from_here(spec.http)}/v1/models")
+    click.echo("Ctrl-C stops it.")
 
 
 def _in_own_words(error: ConfigError) -> BatonError:
@@ -288,7 +270,7 @@ def _in_own_words(error: ConfigError) -> BatonError:
         source = problem.source
         for theirs, ours in _UP_FLAG_OF.items():
             source = source.replace(theirs, ours)
-        problems.append(ConfigProblem(source=source, problem=problem.problem))
+        problems.append(replace(problem, source=source))
     return ConfigError(problems)
 
 

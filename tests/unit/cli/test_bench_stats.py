@@ -155,9 +155,9 @@ def test_the_timeline(events: list[tuple[float, int, float, bool]]) -> None:
     """Sums and maxima are kept however often the buckets double, and they stay few."""
     timeline = Timeline(bucket_s=0.25)
     for at_s, tokens, gap_ms, failed in events:
-        timeline.tokens(at_s, tokens, gap_ms)
-        timeline.first_token(at_s, 2 * gap_ms)
-        timeline.ended(at_s, failed=failed)
+        timeline.add(at_s, tokens=tokens, gap_ms_max=gap_ms)
+        timeline.add(at_s, ttft_ms_max=2 * gap_ms)
+        timeline.add(at_s, failed=failed, answered=not failed)
     data = timeline.data()
     assert len(data["tokens"]) <= TIMELINE_BUCKETS_MAX
     assert sum(data["tokens"]) == sum(tokens for _, tokens, _, _ in events)
