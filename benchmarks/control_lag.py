@@ -23,7 +23,7 @@ from baton.ids import Attempt, RequestId, RequestKey
 from engine.build import EngineConfig
 from engine.core import TokenEvent
 from engine.demo_model import write_demo_model
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
 from node.engine_loop import EngineLoop
 from node.main import ConservationWatch

@@ -18,7 +18,7 @@ from typing import Any, Final
 import click
 
 from baton.errors import BatonError, InvalidField, Reason
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from cli.bench_load import LoadConfig, Loader, OpenAiTarget, RouterTarget, Target
 from cli.bench_plan import (
     BLOCK_TOKENS,

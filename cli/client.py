@@ -12,7 +12,7 @@ import click
 from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, rpc_errors
 from cli.output import format_pairs, format_table, message_data
 from cli.parameters import timeout_option
 

@@ -17,7 +17,7 @@ from baton.clock import SystemClock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import describe_directory, open_directory
 from baton.errors import BatonError, Reason
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord, Role
 from cli.client import open_channels
 from cli.output import message_data

@@ -19,7 +19,6 @@ from engine.model_config import (
     ModelError,
     ModelFolderError,
     Quantisation,
-    QuantisedCheckpointError,
     UnsupportedModelError,
 )
 from engine.scheduler import SchedulerConfig
@@ -195,7 +194,7 @@ def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | No
         return _build_model(config, progress)
     except ModelFolderError as error:
         raise BatonError(Reason.MODEL_MISSING, str(error), field="engine.model") from error
-    except (UnsupportedModelError, QuantisedCheckpointError) as error:
+    except UnsupportedModelError as error:
         raise BatonError(Reason.MODEL_UNSUPPORTED, str(error), field="engine.model") from error
     except ModelError as error:
         raise BatonError(Reason.MODEL_BROKEN, str(error), field="engine.model") from error
@@ -214,7 +213,7 @@ def _build_mock(config: EngineConfig) -> BuiltEngine:
 
 def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | None) -> BuiltEngine:
     from engine.checkpoint import checkpoint_fingerprint
-    from engine.hub import resolve_model
+    from engine.model_config import resolve_model
     from engine.runner import TorchRunner, configure_threads
 
     configure_threads(config.compute_threads)

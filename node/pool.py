@@ -16,7 +16,7 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
-from cachestore.block_manager import BlockManager
+from cachestore.block_manager import BlockManager, footprint_blocks
 from cachestore.layout import Layout, kv_layout
 from cachestore.ledger import Ledger
 from cachestore.pins import PinTable
@@ -75,6 +75,16 @@ class DevicePool:
     def tcp_region(self) -> Region | StagedRegion:
         """What tcp reads and writes."""
         return self.host_region if self.staged is None else self.staged
+
+    def footprint(self, known_len: int, prompt_len: int, max_tokens: int) -> int:
+        """See `footprint_blocks`."""
+        return footprint_blocks(
+            known_len,
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            context_len_max=self.model.context_len_max,
+            block_size=self.model.block_size,
+        )
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""

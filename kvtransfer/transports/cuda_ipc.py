@@ -47,7 +47,6 @@ BATCHES_IN_FLIGHT_MAX = 64
 class CudaIpcReceiverPort(ShmReceiverPort):
     """See `ShmReceiverPort`; `region` is a `DeviceRegion`."""
 
-    transport: ClassVar[TransportName] = TransportName.CUDA_IPC
     codec: ClassVar[wire.Codec] = CODEC
 
 

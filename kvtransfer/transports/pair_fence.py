@@ -8,7 +8,7 @@ writer), and stays so until there is evidence that it cannot any more. Nothing e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import secrets
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -133,13 +133,11 @@ class PortFences:
         transport: TransportName,
         events: ReceiverEvents,
         loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
         pairs_max: int,
     ) -> None:
         self._transport = transport
         self._events = events
         self._loop = loop
-        self._randomness = randomness
         self._pairs_max = pairs_max
         self._pairs: dict[Pair, PairFence] = {}
         self._closed = False
@@ -173,7 +171,7 @@ class PortFences:
             fence = self._pairs[pair] = PairFence()
         secret = fence.secret(epoch)
         if secret is None:
-            secret = self._randomness(SECRET_BYTES)
+            secret = secrets.token_bytes(SECRET_BYTES)
             fence.expect(epoch, secret)
         return secret
 

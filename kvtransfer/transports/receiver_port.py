@@ -1,5 +1,5 @@
-"""What every receiving port does alike, however bytes get into its region: it listens, takes writers through the
-handshake of the control channel, and counts. The I/O is here, the decisions in `control_channel.ReceiverChannel`."""
+"""What all receiving ports share: they listen, take writers through the handshake of the control channel, fence, and
+count. The I/O is here, the decisions are in `control_channel.ReceiverChannel`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Final, Generic, TypeVar
 
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.control_channel import Do, Inbox, ReceiverChannel, Refusal, RefusalReason, Signal
+from kvtransfer.transports.control_channel import (
+    Do,
+    Inbox,
+    ReceiverChannel,
+    Refusal,
+    RefusalReason,
+    SealGather,
+    Signal,
+)
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.pair_fence import PortFences
 
@@ -39,11 +47,11 @@ _CONNECTION_GONE: Final = frozenset(
         errno.ETIMEDOUT,
     }
 )
-"""These concern the one connection that was to be accepted (accept(2)), and not the listener."""
+"""These concern the connection that was to be accepted (accept(2)), not the listener."""
 
 
 def listen_on(listen: str, advertise_host: str | None, *, backlog: int) -> tuple[socket.socket, str]:
-    """A listening, non-blocking tcp socket, the caller's; and where peers reach it.
+    """A listening, non-blocking tcp socket, which is the caller's, and where peers reach it.
 
     Raises:
         BatonError: BAD_ENDPOINT.
@@ -115,14 +123,20 @@ class Acceptor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Connection:
-    """One writer's, at the port. `sock` is None once it is closed, or another's. Loop's thread."""
+    """One writer's, at the port. `sock` is None once it is closed or has another owner. Loop's thread."""
 
     number: int
     sock: socket.socket | None
     codec: wire.Codec
     channel: ReceiverChannel
-    inbox: Inbox
+    inbox: Inbox = field(init=False)
     handshake_timer: asyncio.TimerHandle | None = None
+    fence_sent: bool = False
+    seals: SealGather | None = None
+    """rdma and ucx: once seals may come."""
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(self.codec)
 
     @property
     def hello(self) -> wire.Hello:
@@ -162,33 +176,30 @@ ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
 class BasePort(ABC, Generic[LimitsT, ConnectionT]):
-    """The part of `kvtransfer.transport.ReceiverPort` that is the same for every transport. Loop's thread.
+    """The part of `kvtransfer.transport.ReceiverPort` that all transports share. Made in, and used by, a running loop.
 
     A subclass decides what is evidence: it calls `_fences.closed` when a connection can no longer write.
     """
 
-    transport: ClassVar[TransportName]
     codec: ClassVar[wire.Codec]
 
     def __init__(
         self,
+        make: Callable[..., ConnectionT],
         *,
         listener: socket.socket,
         address: str,
         events: ReceiverEvents,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
         limits: LimitsT,
     ) -> None:
-        """Takes the listening socket over, and accepts from the loop's next turn on."""
+        """Takes the listening socket over, and accepts from the loop's next turn on. `make` is the type of its
+        connections, whose own fields are set later."""
         self.address = address
+        self._make = make
         self._events = events
-        self._loop = loop
-        self._randomness = randomness
+        self._loop = asyncio.get_running_loop()
         self._limits = limits
-        self._fences = PortFences(
-            transport=self.transport, events=events, loop=loop, randomness=randomness, pairs_max=limits.pairs_max
-        )
+        self._fences = PortFences(transport=self.transport, events=events, loop=self._loop, pairs_max=limits.pairs_max)
         self._connections: dict[int, ConnectionT] = {}
         self._connections_made = 0
         self._counts: Counter[str] = Counter()
@@ -196,11 +207,16 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         self._closed = False
         self._acceptor = Acceptor(
             listener,
-            loop=loop,
+            loop=self._loop,
             admit=self._admit,
             paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
             pause_ms=limits.accept_pause_ms,
         )
+
+    @property
+    def transport(self) -> TransportName:
+        """See `ReceiverPort.transport`."""
+        return self.codec.transport
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
         """See `ReceiverPort.expect`.
@@ -219,6 +235,26 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         """Not enforced; see `allow`."""
         del grant
         return True
+
+    def fence(self, pair: Pair, epoch: Epoch) -> None:
+        """See `ReceiverPort.fence`. A repeat before its `writer_gone` changes nothing; after it, it is answered again.
+        How long it takes depends on the transport's evidence: see its receiver."""
+        for number in self._fences.fence(pair, epoch):
+            connection = self._connections[number]
+            if not connection.fence_sent:
+                connection.fence_sent = True
+                connection.send(wire.Fence(epoch=epoch))
+            self._fenced(connection)
+
+    async def close(self) -> None:
+        """Stop listening and drop all connections; no event is delivered any more. Writers see EOF. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._acceptor.close()
+        self._fences.close()
+        for connection in list(self._connections.values()):
+            self._drop(connection)
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -243,10 +279,8 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     def _connect(self, sock: socket.socket, *, surplus: bool = False) -> ConnectionT:
         """Enter a new connection, from now on the port's, and start its time."""
         self._connections_made += 1
-        channel = ReceiverChannel(
-            self.codec, secret_of=self._fences.secret, randomness=self._randomness, surplus=surplus
-        )
-        connection = self._connection(self._connections_made, sock, channel)
+        channel = ReceiverChannel(self.codec, secret_of=self._fences.secret, surplus=surplus)
+        connection = self._make(number=self._connections_made, sock=sock, codec=self.codec, channel=channel)
         self._connections[connection.number] = connection
         self._loop.add_reader(sock, self._read, connection)
         connection.handshake_timer = self._loop.call_later(
@@ -290,16 +324,16 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
 
     def _carry_out(self, connection: ConnectionT, instruction: wire.Instruction) -> None:
         match instruction:
-            case wire.Send(message=message):
-                connection.send(message)
+            case wire.Message():
+                if isinstance(instruction, wire.Refused):
+                    self._refused[instruction.reason] += 1
+                connection.send(instruction)
             case wire.Deliver(message=message):
                 self._deliver(connection, message)
             case wire.Left(drained=drained):
                 self._left(connection, drained=drained)
             case wire.Broken(reason=reason):
                 self._broken(connection, reason)
-            case wire.CountRefusal(reason=reason):
-                self._refused[reason] += 1
             case Do.IDENTIFY:
                 self._identify(connection)
             case Do.PREPARE:
@@ -320,6 +354,21 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
             case Do.DROP:
                 self._drop(connection)
 
+    def _deliver(self, connection: ConnectionT, message: wire.SealSent | wire.LateBye) -> None:
+        """Raises Refusal."""
+        assert connection.seals is not None and isinstance(message, wire.SealSent)
+        self._report(connection, connection.seals.message_came(message))
+
+    def _report(self, connection: ConnectionT, whole: wire.SealSent | None) -> None:
+        """Report a seal of which all has come. Raises Refusal."""
+        if whole is None:
+            return
+        self._flush_for(connection, whole)
+        self._counts["seals"] += 1
+        connection.send(wire.Sealed(number=whole.number))
+        if not self._closed:
+            self._events.seal_landed(connection.pair, whole.seal)
+
     def _fence_own(self, connection: ConnectionT) -> None:
         """The link cannot go on, and may have lost bytes: fence its pair."""
         if not self._closed and not self._fences.is_fencing(connection.pair, connection.epoch):
@@ -328,15 +377,8 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     # The transport's own.
 
     @abstractmethod
-    def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`."""
-
-    @abstractmethod
     def _admit(self, sock: socket.socket) -> None:
         """A new connection, which does not block; it is the port's."""
-
-    @abstractmethod
-    def _connection(self, number: int, sock: socket.socket, channel: ReceiverChannel) -> ConnectionT: ...
 
     @abstractmethod
     def _is_writing(self, connection: ConnectionT) -> bool:
@@ -356,13 +398,12 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     def _start(self, connection: ConnectionT) -> None:
         """The WELCOME has been sent."""
 
-    @abstractmethod
-    def _deliver(self, connection: ConnectionT, message: wire.SealSent | wire.LateBye) -> None:
-        """Raises Refusal."""
+    def _flush_for(self, connection: ConnectionT, message: wire.SealSent) -> None:
+        """Make visible what was written before this seal. Raises Refusal."""
 
     @abstractmethod
     def _left(self, connection: ConnectionT, *, drained: bool) -> None:
-        """It may write, and said BYE."""
+        """It may write, and sent BYE."""
 
     @abstractmethod
     def _lost(self, connection: ConnectionT) -> None:
@@ -371,6 +412,9 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     @abstractmethod
     def _broken(self, connection: ConnectionT, reason: RefusalReason) -> None:
         """It may write, and broke the protocol; REFUSED has been sent."""
+
+    def _fenced(self, connection: ConnectionT) -> None:
+        """A fence covers it; FENCE has been sent."""
 
     @abstractmethod
     def _drop(self, connection: ConnectionT) -> None:
@@ -382,12 +426,11 @@ class ListeningPort(BasePort[LimitsT, ConnectionT]):
 
     def __init__(
         self,
+        make: Callable[..., ConnectionT],
         *,
         listen: str,
         advertise_host: str | None,
         events: ReceiverEvents,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
         limits: LimitsT,
     ) -> None:
         """Listens at once. Writers get `advertise_host` instead of the host in `listen`, where there is one.
@@ -397,9 +440,7 @@ class ListeningPort(BasePort[LimitsT, ConnectionT]):
             OSError: the address cannot be listened on.
         """
         listener, address = listen_on(listen, advertise_host, backlog=limits.handshakes_max)
-        super().__init__(
-            listener=listener, address=address, events=events, loop=loop, randomness=randomness, limits=limits
-        )
+        super().__init__(make, listener=listener, address=address, events=events, limits=limits)
 
     def _admit(self, sock: socket.socket) -> None:
         handshaking = sum(not c.channel.opened for c in self._connections.values())

@@ -17,9 +17,9 @@ from batonpb import common_pb2, pins_pb2, pins_pb2_grpc
 from baton.clock import SystemClock
 from baton.errors import BatonError, Code, InvalidField, Reason
 from baton.ids import Incarnation
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, rpc_errors
 from baton.wire import NodeRecord
-from router.pin_config import PinKeeperConfig, PinnedPrefix
+from router.config import PinKeeperConfig, PinnedPrefix
 from router.pins import PinKeeper
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, error_of, mock_spec, random_prompt, wait_for
 from tests.support.inprocess_cluster import InProcessCluster, inprocess

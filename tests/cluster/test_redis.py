@@ -13,7 +13,7 @@ from baton.clock import SystemClock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli.services import Service
 from tests.support.cluster_harness import (
     RunningCluster,

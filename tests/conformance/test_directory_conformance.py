@@ -14,8 +14,7 @@ from baton.directory import DirectoryLimits
 from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
 from baton.directory_service import DirectoryConfig, DirectoryService
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from tests.conformance.directory_suite import LONG_MS, DirectorySuite, Place
 from tests.support.redis_harness import RedisServer, redis_server
 

@@ -18,6 +18,7 @@ import baton.liveness
 import baton.runtime
 import cli.directory
 import decode_node.main
+import decode_node.reserving
 import decode_node.service
 import node.engine_loop
 import node.main
@@ -25,7 +26,6 @@ import node.peers
 import node.receiver
 import prefill_node.main
 import router.main
-import router.node
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, Pair
 from baton.runtime import NodeRuntime
@@ -358,8 +358,8 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (cli.directory, "RpcServer", server),
         (cli.directory, "SystemClock", SimClock),
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
-        *((module, "SystemClock", SimClock) for module in (*mains, router.node)),
-        *((main, "secrets", secrets) for main in (*mains, decode_node.main)),
+        *((main, "SystemClock", SimClock) for main in mains),
+        *((module, "secrets", secrets) for module in (*mains, decode_node.reserving)),
         *((main, "NodeRuntime", capture("runtime", NodeRuntime)) for main in mains),
         (router.main, "RouterNode", capture("router", RouterNode)),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),

@@ -19,7 +19,7 @@ from baton.directory_setting import describe_directory, open_directory, parse_di
 from baton.endpoint import RedisAddress
 from baton.errors import BatonError, Reason
 from baton.ids import NodeName
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from baton.runtime import NodeRuntime, ProcessConfig
 from baton.wire import Role
 from cli.services import Service, load_config

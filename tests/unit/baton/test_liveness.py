@@ -15,8 +15,7 @@ from batonpb import directory_pb2, directory_pb2_grpc
 from baton.clock import SystemClock
 from baton.errors import BatonError
 from baton.liveness import DOUBT_PAUSE_MS_MAX, LivenessConfig, Reach, doubt_pause_ms, nobody_listens
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 from tests.support.ports import free_ports
 from tests.support.still_clock import StillClock
 

@@ -17,8 +17,7 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle
 from baton.membership import Membership, MembershipConfig
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
 from tests.support.membership_doubles import HastyClock, ManualClock, ScriptedDirectory, known, lost, make, record, run
 

@@ -15,8 +15,7 @@ from baton.clock import SystemClock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError, Code, Reason
-from baton.rpc import RpcLimits
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, RpcLimits, rpc_errors
 from baton.status import from_rpc_error
 from tests.support.cli_harness import free_endpoint
 from tests.support.rpc_harness import answer, serving

@@ -22,7 +22,7 @@ from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
 from baton.membership import Membership, MembershipConfig
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from baton.wire import NodeRecord, record_to_proto
 from tests.conformance.directory_suite import record, until
 from tests.support.cli_harness import Foreground, free_endpoint

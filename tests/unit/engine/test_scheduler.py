@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from baton.ids import Attempt, RequestId, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
-from engine.scheduler import EngineFullError, Scheduler, SchedulerConfig
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import EngineFullError, Scheduler, SchedulerConfig, Sequence, SequenceMode
 from engine.types import SamplingParams
 
 SIZE = 4

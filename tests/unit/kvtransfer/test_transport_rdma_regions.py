@@ -23,8 +23,8 @@ from kvtransfer.transports.rdma_device import (
     HostBytes,
     Keys,
     RegisteredAs,
+    Registrar,
     RegistrationRefused,
-    VerbsRegistrar,
 )
 from tests.support.fake_device import FakeDriver
 
@@ -114,8 +114,8 @@ class Driver(FakeDriver):
         self.flushed += 1
 
 
-@dataclass(slots=True, kw_only=True)
-class Card:
+@dataclass(kw_only=True)
+class Card(Registrar):
     """Takes what it does not refuse."""
 
     refuses_dma_buf: bool = False
@@ -262,9 +262,9 @@ class FakeMr:
         return SimpleNamespace(lkey=number, rkey=100 + number, close=lambda: self.closed.append(number))
 
 
-def registrar(mr: FakeMr) -> VerbsRegistrar:
+def registrar(mr: FakeMr) -> Registrar:
     verbs: Any = SimpleNamespace(mr=mr, error=VerbsError)
-    return VerbsRegistrar(verbs, "domain", 5)
+    return Registrar(verbs, "domain", 5)
 
 
 def test_pyverbs_is_called_with_the_address_or_with_descriptor_and_offset() -> None:
