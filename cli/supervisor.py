@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -25,7 +26,7 @@ from baton.cores import own_cores
 from baton.endpoint import from_here, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
-from cli.child import Child, ChildProgress, describe_exit, stop_children
+from cli.child import Child, describe_exit, stop_children
 from cli.services import Service, load_config
 from engine.build import EngineKind
 
@@ -206,10 +207,6 @@ class ClusterError(BatonError):
         self.process = process
 
 
-def _ignore(*_news: object) -> None:
-    """Ignores every report."""
-
-
 class Cluster:
     """The processes of one ClusterSpec, as children of this one. Lives on one event loop, in the main thread.
 
@@ -220,10 +217,10 @@ class Cluster:
         self,
         spec: ClusterSpec,
         *,
-        on_progress: Callable[[str, ChildProgress], None] = _ignore,
-        on_ready: Callable[[str, str], None] = _ignore,
+        on_progress: Callable[[str, str, int, int], None] = lambda *_: None,
+        on_ready: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
-        """`on_progress(name, progress)` and `on_ready(name, endpoint)` are called on the loop, from `start`."""
+        """`start` calls `on_progress(name, what, done, total)` and `on_ready(name, endpoint)` on the loop."""
         self.spec = spec
         self._services = dict(spec.processes())
         self._on_progress = on_progress
@@ -307,7 +304,7 @@ class Cluster:
             command=self._command(name, service, directory),
             env=self._env(service),
             log_path=self.log_dir / f"{name}.log",
-            on_progress=lambda progress: self._on_progress(name, progress),
+            on_progress=partial(self._on_progress, name),
         )
         self._children[name] = child
         if not await child.wait_ready():

@@ -20,7 +20,6 @@ from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, des
 from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
-from cli.child import ChildProgress
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
@@ -122,10 +121,10 @@ class StartBoard:
             for name in names:
                 self._line(name)
 
-    def progress(self, name: str, progress: ChildProgress) -> None:
-        percent = 100 * progress.done // progress.total if progress.total > 0 else 100
+    def progress(self, name: str, what: str, done: int, total: int) -> None:
+        percent = 100 * done // total if total > 0 else 100
         due = self._now_s() - self._told_s[name] >= PROGRESS_LINE_MS_MIN / 1e3
-        self._set(name, f"{progress.what} {percent}%", tell=due)
+        self._set(name, f"{what} {percent}%", tell=due)
 
     def ready(self, name: str, endpoint: str) -> None:
         self._set(name, f"ready at {endpoint}", tell=True)

@@ -13,7 +13,6 @@ from batonpb import common_pb2, directory_pb2, inference_pb2, node_pb2
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
-from cli.child import ChildProgress
 from cli.client import Answer, StreamPrinter, answer_data
 from cli.cluster_view import NodeView
 from cli.demo import held_by
@@ -94,8 +93,8 @@ def test_progress_of_a_service() -> None:
         return stdout.getvalue().splitlines(), stderr.getvalue()
 
     lines, nothing = run(io.StringIO(), supervised=True)
-    told = [ChildProgress(**json.loads(line.removeprefix("progress "))) for line in lines]
-    assert [progress.done for progress in told] == [0, 10, 249, 250, 999, 1000, 0]
+    told = [json.loads(line.removeprefix("progress ")) for line in lines]
+    assert [progress["done"] for progress in told] == [0, 10, 249, 250, 999, 1000, 0]
     assert nothing == ""
 
     assert run(io.StringIO(), supervised=False) == (
@@ -125,7 +124,7 @@ def test_the_board_on_a_terminal_rewrites_lines() -> None:
     """Two processes: the cursor goes up to the line of the one that changes, and back."""
     screen = Terminal()
     board = StartBoard(("directory", "decode-0"), screen)
-    board.progress("decode-0", ChildProgress(what="loading", done=1, total=2))
+    board.progress("decode-0", "loading", 1, 2)
     board.ready("directory", "127.0.0.1:7070")
     assert screen.getvalue() == (
         "  directory  starting\n  decode-0   starting\n"
@@ -140,7 +139,7 @@ def test_the_board_elsewhere_tells_what_takes_long() -> None:
     lines = io.StringIO()
     board = StartBoard(("directory", "decode-0"), lines, now_s=lambda: now_s)
     for now_s in (0.5, 1.9, 2.1, 3.0, 4.2):
-        board.progress("decode-0", ChildProgress(what="loading", done=int(now_s * 10), total=50))
+        board.progress("decode-0", "loading", int(now_s * 10), 50)
     board.ready("decode-0", "127.0.0.1:9")
     assert lines.getvalue() == (
         "  decode-0   loading 42%\n  decode-0   loading 84%\n  decode-0   ready at 127.0.0.1:9\n"
