@@ -160,7 +160,7 @@ _bench_options: Final = options(
         show_default=True, help="With --rate: how requests arrive.",
     ),
     click.option("--trace", type=_PATH, metavar="FILE", help="Send the requests of this trace."),
-    click.option("--trace-speed", type=_ABOVE_0, default=1.0, show_default=True, help="Speed the trace up by this."),
+    click.option("--trace-speed", type=_ABOVE_0, default=1.0, show_default=True, help="Factor of its speed."),
     click.option("--trace-length-scale", type=_ABOVE_0, default=1.0, show_default=True, help="Factor of its lengths."),
     click.option(
         "--trace-block-tokens", type=_LENGTH, default=BLOCK_TOKENS, show_default=True,

@@ -11,7 +11,7 @@ import asyncio
 import json
 import ssl
 from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
@@ -302,6 +302,7 @@ class Loader:
         self._now_s = now_s
         self._start_s = 0.0
         self._running: set[asyncio.Task[None]] = set()
+        """Requests of an open loop."""
 
     @property
     def elapsed_s(self) -> float:
@@ -313,31 +314,17 @@ class Loader:
         self._start_s = self._now_s()
         lag = asyncio.ensure_future(self._watch_lag())
         try:
-            if self._config.concurrency is None:
-                await self._send_on_time()
-            else:
-                for _ in range(self._config.concurrency):
-                    self._spawn(self._work())
-            while self._running:
-                await asyncio.wait(self._running, return_when=asyncio.FIRST_EXCEPTION)
-                for task in [task for task in self._running if task.done()]:
-                    self._running.discard(task)
-                    task.result()  # a bug of ours ends the run
+            async with asyncio.TaskGroup() as group:
+                if self._config.concurrency is None:
+                    await self._send_on_time(group)
+                else:
+                    for _ in range(self._config.concurrency):
+                        group.create_task(self._work())
+        except BaseExceptionGroup as bugs:  # failed requests are counted, not raised
+            raise bugs.exceptions[0] from None
         finally:
-            tasks = {lag, *self._running}
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        # Failures stay, for `run` to find.
-        if not task.cancelled() and task.exception() is None:
-            self._running.discard(task)
+            lag.cancel()
+            await asyncio.wait({lag})
 
     def _next(self) -> Planned | None:
         """The next request to send, None after the last one."""
@@ -356,7 +343,7 @@ class Loader:
             self.measured.sent += 1
             await self._request(planned, self._messages(planned), due_s=self.elapsed_s)
 
-    async def _send_on_time(self) -> None:
+    async def _send_on_time(self, group: asyncio.TaskGroup) -> None:
         while (planned := self._next()) is not None:
             assert planned.due_s is not None
             messages = self._messages(planned)  # made before its time comes
@@ -372,7 +359,9 @@ class Loader:
                 continue
             if counts:
                 self.measured.late.add(max(0.0, self.elapsed_s - planned.due_s) * 1000)
-            self._spawn(self._request(planned, messages, due_s=planned.due_s))
+            sent = group.create_task(self._request(planned, messages, due_s=planned.due_s))
+            self._running.add(sent)
+            sent.add_done_callback(self._running.discard)
 
     def _messages(self, planned: Planned) -> Callable[[], Messages]:
         low, high = self._config.token_ids

@@ -14,7 +14,7 @@ sampling_options: Final = options(
     click.option("--max-tokens", type=UINT32, help="Longest answer, in tokens.  [default: the router's]"),
     click.option("--min-tokens", type=UINT32, help="Shortest answer, in tokens.  [default: 0]"),
     click.option("--temperature", type=Number(), help="0 always takes the best token.  [default: the model's, or 1]"),
-    click.option("--top-k", type=UINT32, help="Draw from the K best tokens; 0 is off.  [default: the model's, or 0]"),
+    click.option("--top-k", type=UINT32, help="Draw from the N best tokens; 0 is off.  [default: the model's, or 0]"),
     click.option(
         "--top-p", type=Number(),
         help="Draw from the best tokens that together have this probability.  [default: the model's, or 1]",

@@ -24,23 +24,19 @@ from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
-from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, Cluster, ClusterError, ClusterSpec, check_node_counts
+from cli.supervisor import DIRECTORY_NAME, Cluster, ClusterError, ClusterSpec, check_node_counts
 from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
 """Between two progress lines of one process where stderr is no terminal."""
-_UP_FLAG_OF: Final[Mapping[str, str]] = {
+_FLAGS: Final = {
     "--engine-model": "--model",
     "--http-listen": "--http",
     "--engine-num-blocks": "--blocks",
     "--engine-compute-threads": "--threads",
 }
-"""What a flag of the nodes is called here."""
-_UP_LISTEN_FLAG_OF: Final[Mapping[str, tuple[str, str]]] = {
-    DIRECTORY_NAME: ("--listen", "--directory-listen"),
-    ROUTER_NAME: ("--http-listen", "--http"),
-}
-"""The same for where a process listens, by its name."""
+"""What flags of the processes are called here."""
+_DIRECTORY_FLAGS: Final = {"--listen": "--directory-listen"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +176,13 @@ def _command(**parameters: object) -> int:
     except InvalidField as error:
         raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
     except ConfigError as error:
-        raise _in_own_words(error) from error
+        own = [replace(problem, source=_own_flags(problem.source, _FLAGS)) for problem in error.problems]
+        raise ConfigError(own) from error
     try:
         return asyncio.run(_up(spec))
     except ClusterError as error:
-        raise _with_own_flag(error) from error
+        flags = _DIRECTORY_FLAGS if error.process == DIRECTORY_NAME else _FLAGS
+        raise ClusterError(_own_flags(error.message, flags), process=error.process) from error
 
 
 up = click.Command(
@@ -262,20 +260,8 @@ def _print_summary(cluster: Cluster) -> None:
     click.echo("Ctrl-C stops it.")
 
 
-def _in_own_words(error: ConfigError) -> BatonError:
-    """The same problems, with the flags of this command in place of the nodes' flags."""
-    problems = []
-    for problem in error.problems:
-        source = problem.source
-        for theirs, ours in _UP_FLAG_OF.items():
-            source = source.replace(theirs, ours)
-        problems.append(replace(problem, source=source))
-    return ConfigError(problems)
-
-
-def _with_own_flag(error: ClusterError) -> ClusterError:
-    """The same error, with the flag of this command where a process could not listen."""
-    if error.process not in _UP_LISTEN_FLAG_OF:
-        return error
-    theirs, ours = _UP_LISTEN_FLAG_OF[error.process]
-    return ClusterError(error.message.replace(f"with {theirs}.", f"with {ours}."), process=error.process)
+def _own_flags(text: str, flags: Mapping[str, str]) -> str:
+    """The text with the flags of this command in place of those of the processes."""
+    for theirs, ours in flags.items():
+        text = text.replace(theirs, ours)
+    return text
