@@ -225,11 +225,10 @@ def report_data(measured: Measured, *, config: Mapping[str, object], complete: b
 
 
 VALUE_MIN_MS: Final = 1e-3
-VALUE_MAX_MS: Final = 1e9
+"""Smaller values are counted as this one."""
 BUCKET_RATIO: Final = 1.005
 """Of one bucket's upper end to its lower end: a percentile is off by at most half of that, 0.25%."""
 _LOG_RATIO: Final = math.log(BUCKET_RATIO)
-_BUCKETS: Final = math.ceil(math.log(VALUE_MAX_MS / VALUE_MIN_MS) / _LOG_RATIO) + 1
 TIMELINE_BUCKETS_MAX: Final = 512
 ERROR_KINDS_MAX: Final = 64
 OTHER_ERRORS: Final = "OTHER"
@@ -243,7 +242,7 @@ class Histogram:
         self.total = 0.0
         self.least = math.inf
         self.most = 0.0
-        self._buckets: dict[int, int] = {}
+        self._buckets: Counter[int] = Counter()
 
     def add(self, value_ms: float) -> None:
         assert value_ms >= 0, value_ms
@@ -251,12 +250,7 @@ class Histogram:
         self.total += value_ms
         self.least = min(self.least, value_ms)
         self.most = max(self.most, value_ms)
-        bucket = _bucket(value_ms)
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
+        self._buckets[round(math.log(max(value_ms, VALUE_MIN_MS)) / _LOG_RATIO)] += 1
 
     def percentile(self, percent: float) -> float:
         """The nearest-rank percentile, exact to BUCKET_RATIO; 0 if empty."""
@@ -270,23 +264,14 @@ class Histogram:
         for bucket, number in sorted(self._buckets.items()):
             seen += number
             # The ends are known exactly, and the middle of a bucket may lie outside of them.
-            points.append((min(max(_middle(bucket), self.least), self.most), seen))
+            points.append((min(max(math.exp(bucket * _LOG_RATIO), self.least), self.most), seen))
         return points
 
     def figures(self) -> dict[str, float]:
         """Count, mean, percentiles and maximum, for a report."""
         shares = {f"p{percent}": self.percentile(percent) for percent in PERCENTILES}
-        return {"count": self.count, "mean": self.mean, **shares, "max": self.most}
-
-
-def _bucket(value_ms: float) -> int:
-    if value_ms <= VALUE_MIN_MS:
-        return 0
-    return min(_BUCKETS - 1, 1 + int(math.log(value_ms / VALUE_MIN_MS) / _LOG_RATIO))
-
-
-def _middle(bucket: int) -> float:
-    return VALUE_MIN_MS * math.exp((bucket - 0.5) * _LOG_RATIO) if bucket else VALUE_MIN_MS
+        mean = self.total / self.count if self.count else 0.0
+        return {"count": self.count, "mean": mean, **shares, "max": self.most}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +285,7 @@ class Slo:
 
     @property
     def asked(self) -> bool:
-        return (self.ttft_ms, self.itl_ms, self.tpot_ms) != (None, None, None)
+        return self != Slo()
 
     def met_by(self, answer: Answered) -> bool:
         limits = ((self.ttft_ms, answer.ttft_ms), (self.itl_ms, answer.longest_gap_ms), (self.tpot_ms, answer.tpot_ms))

@@ -28,7 +28,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "generate": ("cli.generate", "Send a prompt and stream the answer."),
     "chat": ("cli.chat", "Talk with the model, line by line."),
     "nodes": ("cli.nodes", "Show who is in the cluster and what it holds."),
-    "describe": ("cli.describe", "Show everything about one node."),
+    "describe": ("cli.nodes", "Show everything about one node."),
     "pin": ("cli.pins", "Keep the KV of a prefix in the cache of every node."),
     "unpin": ("cli.pins", "Let the nodes evict a pinned prefix again."),
     "pins": ("cli.pins", "Show the pinned prefixes."),

@@ -22,9 +22,9 @@ from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc import Channels
 from cli.client import Answer, InferenceClient, answer_data, open_channels, reworded
-from cli.cluster_view import NodeView, view_nodes
 from cli.demo_model import FAMILIES
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
+from cli.nodes import NodeView, view_nodes
 from cli.output import TEXT, format_table, output_option, print_json
 from cli.reference import Reference
 from cli.services import Service

@@ -16,7 +16,8 @@ from baton.errors import BatonError, Reason
 from baton.pod import COST_GIVEN_UP
 from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord
-from cli.cluster_view import (
+from cli.invocation import EXIT_ERROR
+from cli.nodes import (
     NodeView,
     complete_node,
     directory_option,
@@ -27,7 +28,6 @@ from cli.cluster_view import (
     run_with_channels,
     state_name,
 )
-from cli.invocation import EXIT_ERROR
 from cli.output import JSON, output_option, print_json
 from cli.parameters import options, timeout_option
 

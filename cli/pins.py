@@ -13,8 +13,8 @@ from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord, Role
-from cli.cluster_view import directory_option, list_records, run_with_channels
 from cli.invocation import EXIT_ERROR
+from cli.nodes import directory_option, list_records, run_with_channels
 from cli.output import JSON, format_table, message_data, output_option, print_json
 from cli.parameters import SECONDS, IntegerList, check_utf8, read_stdin, timeout_option
 

@@ -14,9 +14,8 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from cli.client import Answer, StreamPrinter, answer_data
-from cli.cluster_view import NodeView
 from cli.demo import held_by
-from cli.describe import figure_text
+from cli.nodes import NodeView, figure_text
 from cli.output import format_table
 from cli.parameters import IntegerList
 from cli.service import ProgressPrinter
