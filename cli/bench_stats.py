@@ -250,7 +250,7 @@ class Histogram:
         self.total += value_ms
         self.least = min(self.least, value_ms)
         self.most = max(self.most, value_ms)
-        self._buckets[round(math.log(max(value_ms, VALUE_MIN_MS)) / _LOG_RATIO)] += 1
+        self._buckets[round(math.log(max(value_ms / VALUE_MIN_MS, 1)) / _LOG_RATIO)] += 1
 
     def percentile(self, percent: float) -> float:
         """The nearest-rank percentile, exact to BUCKET_RATIO; 0 if empty."""
@@ -264,7 +264,8 @@ class Histogram:
         for bucket, number in sorted(self._buckets.items()):
             seen += number
             # The ends are known exactly, and the middle of a bucket may lie outside of them.
-            points.append((min(max(math.exp(bucket * _LOG_RATIO), self.least), self.most), seen))
+            value_ms = VALUE_MIN_MS * math.exp(bucket * _LOG_RATIO)
+            points.append((min(max(value_ms, self.least), self.most), seen))
         return points
 
     def figures(self) -> dict[str, float]:

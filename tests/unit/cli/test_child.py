@@ -137,7 +137,7 @@ def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
                 command=[str(tmp_path / "nothing")],
                 env=os.environ,
                 log_path=tmp_path / "node-0.log",
-                on_progress=lambda progress: None,
+                on_progress=lambda *news: None,
             )
 
     play(scene())
