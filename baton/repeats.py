@@ -37,6 +37,9 @@ class RepeatLimits:
         check_positive(self, *self.__slots__)
 
 
+_LIMITS: Final = RepeatLimits()
+
+
 @dataclass(slots=True, kw_only=True)
 class _Problem:
     began_s: float
@@ -56,12 +59,12 @@ class RepeatLog:
     """Used from one thread. Call `upkeep` every second or so, and `close` at the end."""
 
     def __init__(
-        self, log: Log, now_s: Callable[[], float], limits: RepeatLimits | None = None, *, key: str = "peer"
+        self, log: Log, now_s: Callable[[], float], limits: RepeatLimits = _LIMITS, *, key: str = "peer"
     ) -> None:
         """`now_s` never goes back. `key` is what the lines call a peer."""
         self._log = log
         self._now_s = now_s
-        self._limits = limits or RepeatLimits()
+        self._limits = limits
         self._key = key
         self._problems: dict[str, dict[str, _Problem]] = {}
         """By peer, then by text."""

@@ -25,6 +25,7 @@ from baton.loop_lag import LoopLag
 from baton.membership import Membership, MembershipConfig
 from baton.pod import DeletionCost, PodConfig
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
+from baton.tasks import end_task
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, check_receiver, record_to_proto
 
 log = get_log("node")
@@ -196,9 +197,7 @@ class NodeRuntime:
 
     async def close(self) -> None:
         """End running calls within the grace time, then everything else. Idempotent."""
-        if self._upkeep_task is not None:
-            self._upkeep_task.cancel()
-            await asyncio.wait([self._upkeep_task])
+        await end_task(self._upkeep_task)
         await self.loop_lag.close()
         await self.drain.close()
         await self.deletion_cost.close()

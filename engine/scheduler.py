@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from baton.errors import InvalidField
 from baton.ids import BlockId, RequestKey
 from cachestore.block_manager import BlockManager
 from cachestore.prefix_cache import IndexCursor
@@ -132,12 +133,7 @@ class EngineFullError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one engine.
-
-    Raises:
-        ValueError: a limit is not positive, there could be more running sequences than tokens in a step, or more rows
-            of scores than running sequences.
-    """
+    """Limits of one engine. Raises InvalidField."""
 
     tokens_per_step_max: int
     sequences_max: int
@@ -150,16 +146,17 @@ class SchedulerConfig:
     """Sequences that start to decode while a prompt that came before them waits; then it has the next place."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "rows_max", "bypasses_max"):
+        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "bypasses_max"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.tokens_per_step_max < self.sequences_max:
-            raise ValueError(
-                f"tokens_per_step_max ({self.tokens_per_step_max}) is less than sequences_max ({self.sequences_max}): "
-                "each running sequence needs one token of every step"
+                raise InvalidField(name, f"is {getattr(self, name)}; must be at least 1")
+        if self.sequences_max > self.tokens_per_step_max:
+            raise InvalidField(
+                "sequences_max",
+                f"is {self.sequences_max}; must not exceed tokens_per_step_max ({self.tokens_per_step_max}): each "
+                "running sequence needs one token of every step",
             )
-        if self.rows_max > self.sequences_max:
-            raise ValueError(f"logits_rows_max ({self.rows_max}) is more than sequences_max ({self.sequences_max})")
+        if not 1 <= self.rows_max <= self.sequences_max:
+            raise InvalidField("logits_rows_max", f"is {self.rows_max}; must be from 1 to {self.sequences_max}")
 
     @property
     def rows_max(self) -> int:

@@ -9,7 +9,7 @@ Shape suffixes used in this package:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
@@ -213,31 +213,6 @@ class OverlapRunner(Runner, Protocol):
 
     def collect(self, in_flight: Any) -> StepResult:
         """Wait for a launched step, once. When it returns or raises, nothing of that step is written any more."""
-        ...
-
-
-class DeviceRunner(Runner, Protocol):
-    """A runner whose region is memory of its own device, where its kernels read and write it as it lies."""
-
-    @property
-    def padding_blocks(self) -> int:
-        """How many blocks `warm_up` keeps for good, 0 where it captures nothing. After `bind`."""
-        ...
-
-    def rehearse(self, block: BlockId) -> None:
-        """Run everything that a prompt runs, once, in a block that nobody else has: kernels are compiled now."""
-        ...
-
-    def warm_up(self, padding_block: BlockId, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture the graphs of decode steps. Blocks for seconds; `padding_block` is the runner's until `unbind`."""
-        ...
-
-    def poison(self, block: BlockId) -> None:
-        """Fill a free block with NaN, and wait until it is. Any thread."""
-        ...
-
-    def describe(self) -> dict[str, str]:
-        """For people: what computes what, and why."""
         ...
 
 

@@ -14,7 +14,7 @@ from typing import NotRequired, Protocol, TypedDict, Unpack
 
 from batonpb import node_pb2, pins_pb2_grpc
 
-from baton.clock import Clock, SystemClock
+from baton.clock import Clock
 from baton.drain import Holdings
 from baton.log import get_log
 from baton.runtime import NodeRuntime, Progress
@@ -130,7 +130,7 @@ async def serve_node(
         config,
         role,
         pod=config.pod,
-        clock=SystemClock(),
+        clock=Clock(),
         rng=Random(secrets.randbits(64)),
         on_change=lambda: half.follow_directory(),
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from batonpb import inference_pb2_grpc, pins_pb2_grpc
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.log import get_log
@@ -52,7 +52,7 @@ async def serve(
         node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
 
-    runtime = NodeRuntime(config, Role.ROUTER, clock=SystemClock(), rng=rng, on_change=follow_directory)
+    runtime = NodeRuntime(config, Role.ROUTER, clock=Clock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
     metrics: RouterMetrics | None = None
     if config.http_listen is not None:

@@ -28,9 +28,9 @@ from baton.errors import InvalidField
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from baton.log import get_log
 from engine.attention import AttentionMetadata, TorchAttention
-from engine.gpu import paged
+from engine.gpu import kernels
 from engine.gpu.config import AUTO
-from engine.gpu.paged import SPLIT_TOKENS_MIN
+from engine.gpu.kernels import SPLIT_TOKENS_MIN
 from engine.kv_pool import KvPool, to_device
 from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 
@@ -75,13 +75,13 @@ class DecodePlan:
 
 
 class TritonDecode:
-    """Our split-KV kernel over the region as it lies: `paged.decode`. Any block size, head dimension and type."""
+    """Our split-KV kernel over the region as it lies: `kernels.decode`. Any block size, head dimension and type."""
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         """Raises BackendUnfit."""
         if num_heads % pool.spec.num_kv_heads:
             raise BackendUnfit(f"{num_heads} query heads do not share {pool.spec.num_kv_heads} KV heads evenly")
-        if pool.device.type != "cuda" and not paged.interpreted():
+        if pool.device.type != "cuda" and not kernels.interpreted():
             raise BackendUnfit(f"Triton has no kernels for {pool.device}: it needs a CUDA device")
         self._pool = pool
         self._processors = processors(pool.device)
@@ -96,10 +96,10 @@ class TritonDecode:
 
     def num_splits(self, rows: int, context_max: int) -> int:
         """For launches with so many rows, none of which has a longer context."""
-        return paged.choose_splits(rows, self._pool.spec.num_kv_heads, context_max, self._processors)
+        return kernels.choose_splits(rows, self._pool.spec.num_kv_heads, context_max, self._processors)
 
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
-        return paged.decode(self._pool, layer, q_RHD, plan.tables_BM, plan.contexts_B, plan.num_splits)
+        return kernels.decode(self._pool, layer, q_RHD, plan.tables_BM, plan.contexts_B, plan.num_splits)
 
 
 def processors(device: torch.device) -> int:
@@ -132,7 +132,7 @@ class VarlenPlan:
     """Where each sequence's queries and keys begin (int32 [sequences + 1]), and where its keys are: contexts to gather,
     or the block tables and context lengths, int32, of a backend that reads pages."""
 
-    contexts: paged.GatherPlan | None
+    contexts: kernels.GatherPlan | None
     tables_BM: torch.Tensor | None
     contexts_B: torch.Tensor | None
     query_starts: torch.Tensor
@@ -163,7 +163,7 @@ class Varlen:
         pool, device = self._pool, self._pool.device
         queries, contexts = [s.stop - s.start for s in slices], [s.stop for s in slices]
         return VarlenPlan(
-            contexts=None if self._pages else paged.plan_gather(pool, Batch(slices=slices)),
+            contexts=None if self._pages else kernels.plan_gather(pool, Batch(slices=slices)),
             tables_BM=_tables(pool, slices) if self._pages else None,
             contexts_B=_int32(contexts, device) if self._pages else None,
             query_starts=_starts(queries, device),
@@ -174,7 +174,7 @@ class Varlen:
 
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
         if plan.contexts is not None:
-            k, v = paged.gather(self._pool, layer, plan.contexts)
+            k, v = kernels.gather(self._pool, layer, plan.contexts)
         else:
             kv_N2KSD = self._pool.kv_LN2KSD[layer]
             k, v = kv_N2KSD[:, 0].transpose(1, 2), kv_N2KSD[:, 1].transpose(1, 2)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import triton
 
 from baton.log import get_log
-from engine.gpu import kernels, paged
+from engine.gpu import kernels
 from engine.gpu.attention import ERROR_MAX, processors
 from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
 from engine.models.matmul import Linear, Matmul, Packing, joined
@@ -205,7 +205,7 @@ class Int4Matmul:
             TILE_Y=tile_outputs,
             TILE_T=tile_rows,
             # The interpreter multiplies the bits of bfloat16 as if they were integers.
-            WIDEN=paged.interpreted(),
+            WIDEN=kernels.interpreted(),
         )
         return _cut(out_TY, self.outputs)
 

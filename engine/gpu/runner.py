@@ -14,7 +14,7 @@ import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.attention import ends_of
-from engine.gpu import paged
+from engine.gpu import kernels
 from engine.gpu.attention import DecodePlan, GpuAttention, Phase, TritonDecode, admit
 from engine.gpu.config import GpuConfig
 from engine.gpu.graphs import HOST_KNOWS, Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
@@ -286,7 +286,7 @@ class GpuRunner(ModelRunner):
         angles, slots = decoder.angles(metadata.positions_T), metadata.slots
 
         def keep(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            return paged.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
+            return kernels.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
 
         return run_layers(
             decoder,
@@ -331,7 +331,7 @@ class GpuRunner(ModelRunner):
             def attend(
                 q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: int = layer
             ) -> torch.Tensor:
-                q_BHD = paged.rotate_and_store(pool, layer, q_BHD, k_BKD, v_BKD, angles, blocks_B, slots_B)
+                q_BHD = kernels.rotate_and_store(pool, layer, q_BHD, k_BKD, v_BKD, angles, blocks_B, slots_B)
                 return decode.attend(layer, q_BHD, plan)
 
             x_BE = decoder.run_layer(layer, x_BE, None, attend)

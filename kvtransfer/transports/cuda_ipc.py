@@ -29,11 +29,11 @@ from typing import Any, ClassVar, Final
 from baton.ids import Pair
 from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceDriver, DeviceError
-from kvtransfer.device.region import DeviceMemory, OpenedRegion
+from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, PostQueue, Taken
+from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, OpsPart, PostQueue, Taken
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm import codec_of
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
@@ -61,7 +61,7 @@ class CudaIpcWriterLink(ShmWriterLink):
         cls,
         endpoint: DataEndpoint,
         pair: Pair,
-        source: DeviceMemory,
+        source: DeviceRegion,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         driver: DeviceDriver,
@@ -117,11 +117,9 @@ class CudaIpcWriterLink(ShmWriterLink):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class DevicePart:
+class DevicePart(OpsPart):
     """A whole batch. `ready`: its sources have been computed."""
 
-    ops: WriteOps
-    nbytes: int
     ready: DeviceEvent
 
 

@@ -28,12 +28,11 @@ from kvtransfer.transport import ReceiverEvents, WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Refusal, RefusalReason, SealGather, Signal
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
-from kvtransfer.transports.pair_fence import Evidence
 from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_device import Hold, QueuePairs, RdmaMemory
 from kvtransfer.transports.rdma_ports import counters_of
 from kvtransfer.transports.rdma_verbs import QueuePairFailed, RdmaUnavailable
-from kvtransfer.transports.receiver_port import Connection, ListeningPort
+from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
 
 log = get_log("rdma")
 
@@ -329,5 +328,5 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
             connection.hold.release()
             self._counts["links_unproved"] += connection.seals is None
             if not self._closed and connection.channel.opened:
-                self._fences.closed(connection.pair, connection.number, Evidence.DESTROYED)
+                self._proved(connection, Evidence.DESTROYED)
         self._connections.pop(connection.number, None)

@@ -20,8 +20,7 @@ from kvtransfer.transport import ReceiverEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Refusal, RefusalReason, Signal
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.receiver_port import BasePort, Connection
+from kvtransfer.transports.receiver_port import BasePort, Connection, Evidence
 from kvtransfer.transports.shm import (
     ADDRESS_PREFIX,
     CODEC,
@@ -198,7 +197,7 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
     def _prove(self, connection: ShmConnection, evidence: Evidence) -> None:
         """The one place where a connection stops counting as a writer."""
         assert connection.channel.may_write
-        self._fences.closed(connection.pair, connection.number, evidence, connection.pid)
+        self._proved(connection, evidence, connection.pid)
         self._drop(connection)
 
     def _drop(self, connection: ShmConnection) -> None:

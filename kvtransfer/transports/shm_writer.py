@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
@@ -37,7 +38,7 @@ from kvtransfer.region import populate
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, parts_left
+from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm import (
     CODEC,
@@ -181,7 +182,7 @@ class CopyLanes:
 
     def offer(self, batch: Batch[OpsPart]) -> None:
         """See `Lanes.offer`: wakes as many threads as it has chunks."""
-        self.queue.lock.notify(parts_left(batch))
+        self.queue.lock.notify(max(1, length_hint(batch.parts)))
 
     def stop(self) -> None:
         """See `Lanes.stop`."""

@@ -49,8 +49,7 @@ from kvtransfer.transport import ReceiverEvents, WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Refusal, RefusalReason, close_politely
 from kvtransfer.transports.limits import PortLimits, check_limits
-from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.receiver_port import Connection, ListeningPort
+from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
 from kvtransfer.transports.tcp import (
     CALL_SEGMENTS_MAX,
     CODEC,
@@ -680,7 +679,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after,
         once a device is through with what they had queued there."""
-        for number in self._fences.fence(pair, epoch):
+        for number in self._begin_fence(pair, epoch):
             stream = self._connections[number].stream
             assert stream is not None
             stream.stop(epoch)
@@ -699,7 +698,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
                 connection.stream.join()
                 connection.stream.release_or_leave()
             self._drop(connection)
-        self._fences.close()
+        self._pairs.clear()
         self._allowed.clear()
         self._repeats.close()
 
@@ -769,7 +768,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
             sock.close()
             connection.share = share
             self._drop(connection)
-            self._fences.closed(connection.pair, connection.number, Evidence.JOINED)
+            self._proved(connection, Evidence.JOINED)
             raise
         connection.stream = stream
 
@@ -843,7 +842,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
             self._repeats.over(writer, "the device has finished its copies")
         self._counts.update(stream.counts())
         self._drop(connection)
-        self._fences.closed(hello.pair, connection.number, Evidence.JOINED)
+        self._proved(connection, Evidence.JOINED)
 
     # Connections.
 

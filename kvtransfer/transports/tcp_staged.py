@@ -27,22 +27,18 @@ from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, p
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
-from kvtransfer.transports.post_queue import Batch, Completed, PostQueue, Taken, TooManyAbandonedGrants
+from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken, TooManyAbandonedGrants
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import leave_stream
 from kvtransfer.transports.tcp_writer import Frame, TcpWriterLink, connect_streams, cut_frames
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class StagedPart:
+class StagedPart(Part):
     """A frame that fits a chunk. `computed`: its sources have been."""
 
     frame: Frame
     computed: DeviceEvent
-
-    @property
-    def nbytes(self) -> int:
-        return self.frame.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +110,10 @@ class Stager:
     def _cut(self, ops: WriteOps) -> Iterator[StagedPart]:
         """By whoever posts: it is behind what their stream has queued so far."""
         computed, chunk_bytes = self._source.here(), self._source.limits.chunk_bytes
-        return (StagedPart(frame=frame, computed=computed) for frame in cut_frames(ops, chunk_bytes, chunk_bytes))
+        return (
+            StagedPart(frame=frame, nbytes=frame.nbytes, computed=computed)
+            for frame in cut_frames(ops, chunk_bytes, chunk_bytes)
+        )
 
     # The thread.
 

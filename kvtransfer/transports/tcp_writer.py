@@ -35,7 +35,7 @@ from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import RECV_BYTES, close_politely
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
-from kvtransfer.transports.post_queue import Batch, Completed, PostQueue, Taken
+from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import (
     CODEC,
@@ -63,14 +63,13 @@ SHARES_OF_A_STREAM = 1.25
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Frame:
+class Frame(Part):
     """`nbytes` of payload. `table_S2` has (destination, length) of each segment, as it travels; all arrays are
     contiguous."""
 
     src_S: np.ndarray
     nbytes_S: np.ndarray
     table_S2: np.ndarray
-    nbytes: int
 
 
 def merge_runs(ops: WriteOps) -> WriteOps:

@@ -23,8 +23,7 @@ from kvtransfer.transport import ReceiverEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import ChannelState, Refusal, RefusalReason, SealGather
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.receiver_port import Connection, ListeningPort
+from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
 from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.ucx import CODEC, UcxHello, UcxWelcome
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
@@ -252,4 +251,4 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
         if connection.channel.opened and not self._closed:
             assert connection.evidence is not None
             pid = UcxHello.decode(connection.hello.payload).pid
-            self._fences.closed(connection.pair, connection.number, connection.evidence, pid)
+            self._proved(connection, connection.evidence, pid)

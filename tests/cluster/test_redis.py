@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError
@@ -56,7 +56,7 @@ async def listed(cluster: RunningCluster) -> list[str]:
     """Whom Redis knows; nobody where it does not answer."""
     channels = Channels(limits=ChannelLimits())
     directory = open_directory(
-        cluster.cluster.directory, channels=channels, clock=SystemClock(), config=DirectoryClientConfig()
+        cluster.cluster.directory, channels=channels, clock=Clock(), config=DirectoryClientConfig()
     )
     try:
         return [record.name for record in (await directory.list()).records]

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 from batonpb import directory_pb2
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits
 from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
@@ -34,7 +34,7 @@ class EmbeddedPlace(Place):
         return EmbeddedDirectory(f"127.0.0.1:{self._port}", channels=self._channels, config=config)
 
     async def start(self) -> None:
-        self._service = DirectoryService(config=self._config, clock=SystemClock())
+        self._service = DirectoryService(config=self._config, clock=Clock())
         self._server = RpcServer(limits=RpcLimits(), rng=random.Random(1))
         self._service.start(self._server)
         self._port = await self._server.start(f"127.0.0.1:{self._port}")
@@ -75,7 +75,7 @@ class RedisPlace(Place):
         self._clients: list[RedisDirectory] = []
 
     def client(self) -> Directory:
-        client = RedisDirectory(self._server.address, clock=SystemClock(), config=self._config)
+        client = RedisDirectory(self._server.address, clock=Clock(), config=self._config)
         self._clients.append(client)
         return client
 
@@ -86,7 +86,7 @@ class RedisPlace(Place):
         self._server.kill()
 
     async def put(self, message: directory_pb2.NodeRecord) -> None:
-        client = RedisDirectory(self._server.address, clock=SystemClock(), config=self._config)
+        client = RedisDirectory(self._server.address, clock=Clock(), config=self._config)
         self._clients.append(client)
         await client.push_message(message, ttl_ms=LONG_MS)
 

@@ -143,12 +143,15 @@ class OwningPostedRdmaLink(OwningLink):
         self.source.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeSource:
+class FakeSource(DeviceRegion):
     """Any bytes as the source of copies between devices."""
 
-    memory: np.ndarray
-    nbytes: int
+    def __init__(self, memory: Any, nbytes: int) -> None:
+        self._memory, self.nbytes = memory, nbytes
+
+    @property
+    def memory(self) -> Any:
+        return self._memory
 
 
 AnyRegion = Region | FakeDeviceRegion

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError
@@ -165,7 +165,7 @@ class FaultyCluster(RunningCluster):
         """Whom the directory knows; nobody where it does not answer."""
         channels = Channels(limits=ChannelLimits())
         directory = open_directory(
-            self.cluster.directory, channels=channels, clock=SystemClock(), config=DirectoryClientConfig()
+            self.cluster.directory, channels=channels, clock=Clock(), config=DirectoryClientConfig()
         )
         try:
             return {record.name for record in (await directory.list()).records}

@@ -31,7 +31,7 @@ from engine.gpu.attention import (
     VarlenPlan,
     admit,
 )
-from engine.gpu.paged import SPLIT_TOKENS_MIN
+from engine.gpu.kernels import SPLIT_TOKENS_MIN
 from engine.kv_pool import KvPool
 from engine.types import Batch
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.ids import Incarnation
 from baton.lifecycle import LifecycleEvent, NodeLifecycle
 from baton.rpc import Channels
@@ -33,7 +33,7 @@ def lone_router(
         lifecycle=lifecycle,
         channels=channels,
         prompts=PromptEncoder(chars_max=config.prompt_chars_max),
-        clock=SystemClock(),
+        clock=Clock(),
         rng=rng,
         **others,
     )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.device.driver import PinnedMemory
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.limits import LinkLimits
@@ -23,7 +23,7 @@ from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp_receiver import ReceiveStream, TcpReceiverPort
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.tcp_writer import TcpWriterLink
-from tests.conformance.transport_kits import Everything
+from tests.conformance.transport_kits import Everything, FakeSource
 from tests.support.shm_harness import Recorder, grant_of, ops_of, pair_of
 from tests.support.stream_shim import Memory, MissingDependency, ShimDevice, ShimStream
 
@@ -55,13 +55,9 @@ class HastyDevice(ShimDevice):
         return stream
 
 
-@dataclass
-class ShimPinned:
-    memory: Memory
-
-    @property
-    def array_U8(self) -> np.ndarray:
-        return self.memory.bytes_U8
+class ShimPinned(PinnedMemory):
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory, memory.bytes_U8)
 
     def close(self) -> None:
         pass
@@ -77,12 +73,6 @@ class ShimDriver:
         return ShimPinned(self.pinned)
 
 
-@dataclass
-class OnDevice:
-    memory: Memory
-    nbytes: int = NBYTES
-
-
 class Node:
     """A region on a device of its own, and what was found wrong there."""
 
@@ -92,7 +82,10 @@ class Node:
         self.driver = ShimDriver(self.device)
         driver: Any = self.driver
         self.staged = StagedRegion(
-            driver=driver, region=OnDevice(self.region), config=StagingConfig(bytes_max=chunks * CHUNK), limits=limits
+            driver=driver,
+            region=FakeSource(self.region, NBYTES),
+            config=StagingConfig(bytes_max=chunks * CHUNK),
+            limits=limits,
         )
         self.found: list[str] = []
 

@@ -13,7 +13,7 @@ from batonpb import common_pb2, directory_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits, DirectoryState, PushOutcome
 from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_service import DirectoryConfig, DirectoryService
@@ -310,7 +310,7 @@ class Cluster:
 
 @asynccontextmanager
 async def directory(config: DirectoryConfig | None = None) -> AsyncIterator[Cluster]:
-    service = DirectoryService(config=config or DirectoryConfig(), clock=SystemClock())
+    service = DirectoryService(config=config or DirectoryConfig(), clock=Clock())
     server = RpcServer(limits=RpcLimits(), rng=random.Random(1))
     channels = Channels(limits=ChannelLimits())
     service.start(server)

@@ -312,7 +312,7 @@ def test_after_the_fence_nothing_is_left_of_a_link_that_failed_with_writes_on_th
             await r.events.until(lambda e: bool(e.gone))
             told = "1 acknowledged" if tls == "all" else "1 closed, its receiving worker destroyed"
             assert r.events.gone == [(PAIR, EPOCH, told)]
-            await settled(r, lambda: r.port._fences.book(PAIR) is None)
+            await settled(r, lambda: PAIR not in r.port._pairs)
             assert (r.port._connections, r.describe("fences_waiting")) == ({}, 0)
             assert not r.region.array_U8.any()
             assert r.port.expect(PAIR, Epoch(EPOCH + 1)).epoch == EPOCH + 1

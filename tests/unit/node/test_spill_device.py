@@ -14,12 +14,13 @@ import pytest
 from baton.ids import BlockId
 from engine.types import SequenceSlice
 from node.copiers import StreamCopier
+from tests.conformance.transport_kits import FakeSource
 from tests.support.engine_bench import SMALL, key_of, params_of
 from tests.support.late_runner import LateRunner, Overlap, OverlapSpillNode
 from tests.support.mock_reference import mock_reference
 from tests.support.shm_harness import run
 from tests.support.spill_bench import SpillNode
-from tests.support.staging_scenes import HastyDevice, OnDevice, ShimPinned
+from tests.support.staging_scenes import HastyDevice, ShimPinned
 from tests.support.stream_shim import Memory, MissingDependency
 
 STEPS_MAX = 5_000
@@ -61,7 +62,7 @@ class DeviceNode(OverlapSpillNode):
         self.stream_copier = StreamCopier(
             streams=streams,
             places=self.places,
-            device=OnDevice(self.on_device, self.region.nbytes),
+            device=FakeSource(self.on_device, self.region.nbytes),
             host=ShimPinned(Memory("host memory", self.host_memory)),
             name="test",
             poll_interval_s=1e-5,
