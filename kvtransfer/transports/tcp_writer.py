@@ -42,10 +42,10 @@ from kvtransfer.transports.tcp import (
     MESSAGE_BYTES,
     Ack,
     Data,
-    TcpHello,
     TcpWelcome,
     acknowledged_bytes,
     connect_stream,
+    hello_payload,
     leave_stream,
     moved_by,
     of_one_call,
@@ -234,7 +234,7 @@ async def connect_streams(
     try:
         async with asyncio.timeout(limits.connect_ms_max / 1000):
             for index in range(config.streams):
-                own = TcpHello(stream=index).encode()
+                own = hello_payload(index)
                 hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own)
                 sock, welcome = await connect_stream(endpoint, hello, loop)
                 socks.append(sock)
