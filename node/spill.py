@@ -275,7 +275,7 @@ class Spill:
         self._set_host_room()
         for unit, block in zip(absent, self._blocks.allocate(len(absent)), strict=True):
             self._put_on_device(unit, block)
-            self._blocks.hold([block] * (len(unit.holders) - 1))
+            self._blocks.ledger.hold([block] * (len(unit.holders) - 1))
             unit.copying = _Way.BACK
         self._start(owner, absent, _Way.BACK)
 
@@ -352,10 +352,10 @@ class Spill:
         seq, merged = owner.seq, 0
         if blocks_max == 0:
             return 0
-        cached = self._blocks.match(seq.tokens, seq.cache_salt, seq.computed // self._blocks.block_size)
+        cached = self._blocks.prefix_cache.match(seq.tokens, seq.cache_salt, seq.computed // self._blocks.block_size)
         for unit, block in zip(owner.units, cached, strict=False):
             if merged < blocks_max and unit.device is None and block not in self._on_device:
-                self._blocks.hold([block] * len(unit.holders))
+                self._blocks.ledger.hold([block] * len(unit.holders))
                 self._free_host(unit)
                 self._put_on_device(unit, block)
                 merged += 1
