@@ -55,7 +55,8 @@ from prefill_node.request_queue import PrefillRate, RequestQueue, check_request,
 STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
-"""A healthy decode node answers in a few; whoever waits longer holds up nobody behind him while there are places."""
+"""A healthy decode node answers within a few. A request that waits longer for its grant no longer holds back those
+behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
