@@ -176,7 +176,7 @@ class BuiltEngine:
     quantisation: str = ""
     """How the weights are rounded, which is no part of the digest; empty: not at all."""
     block_freed: Callable[[BlockId], None] | None = None
-    """To be told of each block that becomes free, where the runner wants to know."""
+    """Called with each block that becomes free, where the runner needs that."""
     on_device: GpuRunner | None = None
     """The runner again, where its region is to lie in its device's memory."""
     arithmetic: str = ""

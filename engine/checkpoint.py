@@ -1,4 +1,4 @@
-"""Reads a model's weights, and tells two checkpoints apart."""
+"""Reads a model's weights, and gives each checkpoint a fingerprint."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ class Engine:
     def abort(self, key: RequestKey) -> bool:
         """End a sequence; False when it is not here. Idempotent until its event is out.
 
-        If a step in flight contains it, it keeps its blocks until the last such step's `postprocess`, whose events tell
-        it; no token of it is told before. Otherwise it leaves at once, and `take_events` has the event.
+        If a step in flight contains it, it keeps its blocks until the last such step's `postprocess`, which has its
+        event; no token of it comes before. Otherwise it leaves at once, and `take_events` has the event.
         """
         seq = self.scheduler.find(key)
         if seq is None:

@@ -2,7 +2,7 @@
 
 The copy is kept equal where it matters. The region that transports write to and read from stays where it is on a CPU.
 Before a step, blocks that something else has filled are copied to the device; after each layer, the records that the
-step has written are copied back, and only then is the layer told of. Every copy is waited for: plain, exact and slow,
+step has written are copied back, and only then is the layer reported. Every copy is waited for: plain, exact and slow,
 for devices that no transport writes to.
 
 Shape suffixes as in engine/types.py; "2" is K then V   R bytes of a record   n some blocks.

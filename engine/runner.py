@@ -41,7 +41,7 @@ class Forward(Protocol):
     def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
         """The last layer's output for `Batch.drawing_rows` -> [W, E]; with `every_row` for each new token -> [T, E].
 
-        K and V of every token are kept in any case. See `Runner.run` for what the sink is told.
+        K and V of every token are kept in any case. See `Runner.run` for the calls of the sink.
         """
         ...
 

@@ -314,7 +314,7 @@ class ScoredRows:
 
     rows: list[int]
     counts: list[int]
-    """How many alternatives each wants to be told of."""
+    """How many alternatives each asks for."""
     drawn_R: torch.Tensor
     values_RC: torch.Tensor
     ids_RC: torch.Tensor
@@ -365,7 +365,7 @@ _SHIFTS = (30, 27, 31)
 
 
 def draws_blind(params: SamplingParams) -> bool:
-    """Whether `sample` draws such a row without knowing its tokens and, when told to, without looking at its scores."""
+    """Whether `sample` draws such a row without knowing its tokens and, with `blind`, without looking at its scores."""
     return not has_penalty(params) and (params.temperature == 0 or _length_known(params) or _by_score_alone(params))
 
 

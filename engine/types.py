@@ -64,7 +64,7 @@ class SamplingParams:
     min_tokens: int = 0
     """So many tokens are drawn before one that ends the answer may be."""
     logprobs: int | None = None
-    """How many of the best tokens to tell the log-probabilities of, besides the drawn one's; None: none at all."""
+    """How many of the best tokens to report log-probabilities of, besides the drawn one; None: report none at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -319,7 +319,7 @@ TRIAL_ROWS = (1, TORCH_TILE_ROWS_MAX + 1, 70, TILE_ROWS_MAX + 1)
 CAPABILITY_MIN = {Quantisation.FP8: (8, 9), Quantisation.INT4: (8, 0)}
 """Of CUDA devices: Ada for 8-bit floats, Ampere for bfloat16 on tensor cores."""
 REGISTERED = {Quantisation.FP8: "fp8", Quantisation.INT4: f"int4-groups-of-{INT4_GROUP}"}
-"""What other nodes are told: a CPU's int4 is another rounding."""
+"""Reported to other nodes: a CPU's int4 is another rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
