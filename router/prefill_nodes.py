@@ -215,8 +215,8 @@ class PrefillCalls:
         with rpc_errors(record.name):
             events = stub.Prefill(
                 request,
-                timeout=job.deadline_s - loop.time(),
-                metadata=call_metadata(request_id=job.client_id, traceparent=job.trace.child(self._rng)),
+                timeout=job.call.deadline_s - loop.time(),
+                metadata=call_metadata(request_id=job.call.id, traceparent=job.call.trace.child(self._rng)),
             )
             if await begun(events):  # the node says that it has it, before it is its turn
                 inbox.queued_s = loop.time()

@@ -12,6 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from baton.errors import BatonError, Reason
+from router.request import CheckedRequest
 
 
 class StopStrings:
@@ -194,11 +195,11 @@ class TextStream:
 class AnswerText:
     """The text of one answer: what of it may be sent by now, and whether a stop string has ended it (`found`)."""
 
-    def __init__(self, stream: TextStream | None, stops: StopStrings, *, min_tokens: int) -> None:
-        """Without a stream there is no text. The first `min_tokens` tokens do not end the answer."""
-        self._stream = stream
-        self._stops = stops
-        self._min_tokens = min_tokens
+    def __init__(self, codec: TextCodec | None, checked: CheckedRequest) -> None:
+        """Without a codec there is no text. The first `min_tokens` tokens do not end the answer."""
+        self._stream = codec.stream() if codec is not None else None
+        self._stops = StopStrings(checked.stop, include=checked.include_stop)
+        self._min_tokens = checked.sampling.min_tokens
         self.tokens = 0
         """Tokens of the answer so far, the one that completed a stop string included."""
 

@@ -49,7 +49,6 @@ class QueueLimits:
     chain_bytes_max: int
     wr_bytes_max: int
     on_the_way_bytes_max: int
-    abandoned_grants_max: int
 
 
 class ChainLanes:
@@ -77,7 +76,6 @@ class ChainLanes:
             loop=loop,
             completed=completed,
             in_doubt=in_doubt,
-            abandoned_grants_max=limits.abandoned_grants_max,
         )
         self._limits = limits
         # A doorbell for each free place would cost more than waiting for a few.

@@ -32,7 +32,7 @@ from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, OpsPart, PostQueue, Taken
+from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
 from kvtransfer.transports.shm import codec_of
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
 from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
@@ -90,7 +90,7 @@ class CudaIpcWriterLink(ShmWriterLink):
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> DeviceLanes:
-        del turns  # a device orders its own copies
+        del limits, turns  # a device orders its own copies
         assert isinstance(mapping, OpenedRegion)
         assert mapping.nbytes == region_nbytes, (mapping.nbytes, region_nbytes)
         return DeviceLanes(
@@ -102,7 +102,6 @@ class CudaIpcWriterLink(ShmWriterLink):
             loop=self._loop,
             completed=self._events.writes_completed,
             drained=self._drained,
-            abandoned_grants_max=limits.abandoned_grants_max,
             name=f"cuda-copy-{self._pair.receiver:x}",
         )
 
@@ -133,7 +132,6 @@ class DeviceLanes:
         completed: Completed,
         drained: Callable[[], None],
         name: str,
-        abandoned_grants_max: int = ABANDONED_GRANTS_MAX,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         """Starts the polling thread. `dst` and `src` are memories as `streams.copy` takes them."""
@@ -144,7 +142,6 @@ class DeviceLanes:
             dst_nbytes=dst_nbytes,
             loop=loop,
             completed=completed,
-            abandoned_grants_max=abandoned_grants_max,
         )
         self._loop = loop
         self._drained = drained

@@ -29,7 +29,7 @@ ABANDONED_GRANTS_MAX = 1 << 20
 
 
 class TooManyAbandonedGrants(Exception):
-    """`abandoned_grants_max` is reached: the link has to end, for it must not forget one that may still be posted."""
+    """`ABANDONED_GRANTS_MAX` is reached: the link has to end, for it must not forget one that may still be posted."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,11 +91,9 @@ class Lanes(Protocol[LoanT_co]):
 
         What it raises the post raises: the batch was not taken then.
         """
-        ...
 
     def stop(self) -> None:
         """Nothing waits any more, and nothing will: wake whoever waits for it."""
-        ...
 
 
 class PostQueue(Generic[PartT, LoanT]):
@@ -117,7 +115,6 @@ class PostQueue(Generic[PartT, LoanT]):
         loop: asyncio.AbstractEventLoop,
         completed: Completed,
         in_doubt: Callable[[GrantId], None] | None = None,
-        abandoned_grants_max: int = ABANDONED_GRANTS_MAX,
     ) -> None:
         """`cut` is called by whoever posts. Its parts may be lazy: they are asked for one by one, with the lock held.
 
@@ -139,7 +136,6 @@ class PostQueue(Generic[PartT, LoanT]):
         self._in_doubt = in_doubt
         self._after: Callable[[Callable[[bool], None]], None] | None = None
         self._uncomputed: Callable[[GrantId], None] = self.abandon
-        self._abandoned_grants_max = abandoned_grants_max
         self._waiting: deque[Batch[PartT]] = deque()
         self._out: dict[int, Taken[PartT]] = {}
         self._next_number = 0
@@ -288,10 +284,10 @@ class PostQueue(Generic[PartT, LoanT]):
         with self.lock:
             self._abandoned.add(grant)
             self._drop(lambda batch: batch.grant == grant)
-            if len(self._abandoned) <= self._abandoned_grants_max:
+            if len(self._abandoned) <= ABANDONED_GRANTS_MAX:
                 return
         self.stop()
-        raise TooManyAbandonedGrants(f"{self._abandoned_grants_max} abandoned grants remembered, none may be forgotten")
+        raise TooManyAbandonedGrants(f"{ABANDONED_GRANTS_MAX} abandoned grants remembered, none may be forgotten")
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more: it need not be remembered as abandoned."""

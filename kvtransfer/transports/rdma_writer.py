@@ -248,7 +248,6 @@ class RdmaWriterLink(ChainLink):
                     chain_bytes_max=limits.chain_bytes_max,
                     wr_bytes_max=limits.wr_bytes_max,
                     on_the_way_bytes_max=limits.on_the_way_bytes_max,
-                    abandoned_grants_max=limits.abandoned_grants_max,
                 ),
                 seals_max=min(self._qps.ends.seals_max, connected.peer.seals_max),
             )

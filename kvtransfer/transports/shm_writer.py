@@ -157,7 +157,6 @@ class CopyLanes:
             dst_nbytes=len(dst_U8),
             loop=loop,
             completed=completed,
-            abandoned_grants_max=limits.abandoned_grants_max,
         )
         self._loop = loop
         self._drained = drained

@@ -5,8 +5,7 @@ thread's stream had queued; a thread polls for the end of that copy and only the
 compute stream waits for nothing. A chunk is used again when its piece has completed there. Until then what was
 posted waits on the device, without a limit here: whoever posts bounds what is not completed.
 
-A batch completes with its last piece, so when the receiver has acknowledged all of it. The device is through with its
-sources earlier; but a completion also means that the bytes have landed, on which the seal relies.
+A batch completes with its last piece, so when the receiver has acknowledged all of it, on which the seal relies.
 """
 
 from __future__ import annotations

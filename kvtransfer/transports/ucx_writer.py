@@ -153,7 +153,6 @@ class UcxWriterLink(ChainLink):
                 chain_bytes_max=TRANSFER_BYTES_MAX,
                 wr_bytes_max=1 << 30,
                 on_the_way_bytes_max=ON_THE_WAY_BYTES_MAX,
-                abandoned_grants_max=limits.abandoned_grants_max,
             ),
             seals_max=SEALS_MAX,
         )

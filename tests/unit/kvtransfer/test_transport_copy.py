@@ -161,7 +161,7 @@ def test_threads_of_all_pools_take_turns() -> None:
 
     async def scenario() -> None:
         loop, turns = asyncio.get_running_loop(), threading.Semaphore(1)
-        limits = ShmLinkLimits(copy_chunk_ops_max=1, copy_chunk_bytes_max=1 << 20, abandoned_grants_max=9)
+        limits = ShmLinkLimits(copy_chunk_ops_max=1, copy_chunk_bytes_max=1 << 20)
         src_U8 = np.arange(1, 65, dtype=np.uint8)
         left, drained = 40, [loop.create_future() for _ in range(2)]
         all_done = loop.create_future()
