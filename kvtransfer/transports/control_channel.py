@@ -436,13 +436,7 @@ class WriterChannel:
     @classmethod
     async def open(cls, listens: str, loop: asyncio.AbstractEventLoop, codec: Codec, *, address: str) -> WriterChannel:
         """Connect to `listens`, host:port. Raises OSError, and BatonError BAD_ENDPOINT."""
-        sock = await open_connection(listens, loop)
-        try:
-            tune(sock)
-        except BaseException:
-            sock.close()
-            raise
-        return cls(sock, loop, codec, address=address)
+        return cls(await open_connection(listens, loop), loop, codec, address=address)
 
     async def shake_hands(self, secret: bytes, hello: Hello) -> Welcome:
         """Prove the pair's secret, and have the receiver prove it.
@@ -827,9 +821,9 @@ class SealGather:
 
     def _admitted(self, number: int) -> int:
         number &= _NUMBER_MASK
-        if number not in self._messages and number not in self._arrived:
-            if len(self._messages.keys() | self._arrived.keys()) >= self._seals_max:
-                raise Refusal(RefusalReason.SEALS_MAX)
+        is_new = number not in self._messages and number not in self._arrived
+        if is_new and len(self._messages.keys() | self._arrived.keys()) >= self._seals_max:
+            raise Refusal(RefusalReason.SEALS_MAX)
         return number
 
     def _whole(self, number: int) -> SealSent | None:
@@ -864,7 +858,7 @@ def tune(sock: socket.socket) -> None:
 
 
 async def open_connection(address: str, loop: asyncio.AbstractEventLoop) -> socket.socket:
-    """A non-blocking connection to the first address of `address` (host:port) that takes one; the caller's.
+    """A tuned, non-blocking connection to the first address of `address` (host:port) that takes one; the caller's.
 
     Raises:
         BatonError: BAD_ENDPOINT.
@@ -875,6 +869,7 @@ async def open_connection(address: str, loop: asyncio.AbstractEventLoop) -> sock
     for family, kind, protocol, _, at in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
         try:
+            tune(sock)
             await loop.sock_connect(sock, at)
             return sock
         except OSError as error:

@@ -99,7 +99,7 @@ class UcxAgent:
         self.base, self.nbytes = region_U8.ctypes.data, region_U8.nbytes
         self._agent: Any = None
         self._peer: Any = None
-        self._peer_base = self._peer_nbytes = 0
+        self._peer_base = self.peer_nbytes = 0
         self._transfers: dict[int, int] = {}
         self._prepared: OrderedDict[int, tuple[int, int]] = OrderedDict()
         config = self._lib.nixlAgentConfig()
@@ -125,7 +125,7 @@ class UcxAgent:
         with self._or_failed("no connection"):
             self._peer = self._agent.loadRemoteMD(metadata)
             self._agent.makeConnection(self._peer, [])
-        self._peer_base, self._peer_nbytes = base, nbytes
+        self._peer_base, self.peer_nbytes = base, nbytes
 
     def post(self, ops: WriteOps, number: int) -> None:
         """Begin the writes, none of them empty, all inside both regions. Raises UcxFailed."""
@@ -215,7 +215,7 @@ class UcxAgent:
         if unit in self._prepared:
             self._prepared.move_to_end(unit)
             return self._prepared[unit]
-        if writes < PREPARED_WRITES_MIN or max(self.nbytes, self._peer_nbytes) // unit > PLACES_MAX:
+        if writes < PREPARED_WRITES_MIN or max(self.nbytes, self.peer_nbytes) // unit > PLACES_MAX:
             return None
         if len(self._prepared) >= PREPARED_MAX:
             self._release(self._prepared.popitem(last=False)[1])
@@ -223,7 +223,7 @@ class UcxAgent:
             int(self._agent.prepXferDlist(whose, self._lib.DRAM_SEG, _strided(base, unit, nbytes // unit), []))
             for whose, base, nbytes in (
                 (self._lib.NIXL_INIT_AGENT, self.base, self.nbytes),
-                (self._peer, self._peer_base, self._peer_nbytes),
+                (self._peer, self._peer_base, self.peer_nbytes),
             )
         )
         self._prepared[unit] = (local, remote)
