@@ -96,7 +96,7 @@ class CallReply(Response):
             error = raised
         except Exception:
             log.exception("an answer failed", id=self._replies.id)
-            error = BatonError(Reason.INTERNAL, "This router has failed at the answer; its log says why.")
+            error = BatonError(Reason.INTERNAL, "This router failed to answer; its log says why.")
         try:
             await self._fail(error)
         finally:
@@ -272,7 +272,7 @@ class OpenAiApp:
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error
         except ClientDisconnect as error:
-            raise BatonError(Reason.CANCELLED, "The client went away.") from error
+            raise BatonError(Reason.CANCELLED, "The client has left.") from error
         return bytes(body)
 
 
@@ -391,5 +391,5 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     request_id = getattr(request.state, "request_id", None)
     known = {"request": request_id} if request_id is not None else {}
     log.error("a call failed", path=request.url.path, **known, exc_info=error)
-    internal = BatonError(Reason.INTERNAL, "This router has failed at the call; its log says why.")
+    internal = BatonError(Reason.INTERNAL, "This router failed to answer the call; its log says why.")
     return error_response(internal, headers={"x-request-id": request_id} if request_id is not None else None)

@@ -354,7 +354,7 @@ class RouterNode:
     def _check_unread(self, job: Job, inbox: Inbox) -> None:
         """Something was put into the inbox: cut its client off where it does not read.
 
-        Many tokens may come at once for a client that reads, so that it must have left some for a while, too.
+        A client that reads may get many tokens at once, so time counts too.
         """
         if inbox.unread <= self.config.client_tokens_unread_max or inbox.writing_s is None:
             return
@@ -370,7 +370,7 @@ class RouterNode:
             job.call.cut_off(job.cut_off_with)
 
     async def _goes_on(self, inbox: Inbox, error: BatonError) -> bool:
-        """Something of the attempt has failed. Whether it goes on, as the decode node has committed it all the same.
+        """A part of the attempt has failed. Whether it goes on because the decode node has committed it.
 
         If not, the decode node never runs the attempt, or its tokens are not taken.
         """
@@ -385,7 +385,9 @@ class RouterNode:
             return True  # the rest of the answer has come meanwhile
         if not goes_on or inbox.given_up:
             return False
-        log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
+        log.info(
+            "attempt goes on at its decode node", request=inbox.key.request, node=subscription.name, why=error.message
+        )
         inbox.go_on()
         subscription.add(inbox)
         return True
