@@ -56,7 +56,8 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoad:
-    """Blocks of a region by class (I4), and the promised ones within free + cached."""
+    """Blocks of a region by class (I4). Their sum is the region, but for `promised`, a count that is set aside within
+    free + cached (and host memory, where there is some), and `pinned`."""
 
     quarantined: int = 0
     writer_owned: int = 0

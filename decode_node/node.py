@@ -30,7 +30,6 @@ from engine.wire import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, logprobs_to_proto
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
-from kvtransfer.status import block_load
 from node.engine_loop import EngineLoop
 from node.pool import DevicePool
 
@@ -363,7 +362,7 @@ class DecodeNode:
         return NodeLoad(
             waiting_requests=self._engine.waiting,
             running_requests=len(self._jobs),
-            blocks=block_load(self.ledger),
+            blocks=self.ledger.books(),
             swapped_out_requests=self._engine.swapped_out,
             host_blocks_filled=0 if spilled is None else spilled.host_filled,
             host_blocks_free=0 if spilled is None else spilled.host_free,

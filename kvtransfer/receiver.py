@@ -7,9 +7,9 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
@@ -21,7 +21,7 @@ from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
-from baton.tasks import Tasks
+from baton.tasks import PendingCalls, Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import RecordChecks, RecordChecksums
 from kvtransfer.protocol.receiver import (
@@ -71,8 +71,6 @@ from kvtransfer.transport import (
 )
 
 log = get_log("receiver")
-KeyT = TypeVar("KeyT", bound=Hashable)
-AnswerT = TypeVar("AnswerT")
 
 _OVERDUE = {TimerKind.LEASE: "lease ran out", TimerKind.REVOKE: "grant not given back"}
 _ANSWERS = (AnswerGranted, AnswerRefused, AnswerRenew, AnswerResolve)
@@ -604,46 +602,3 @@ class _PortEvents:
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
         self.ports.writer_gone_from(self.transport, pair, epoch, evidence)
-
-
-class PendingCalls(Generic[KeyT, AnswerT]):
-    """Callers that wait for an answer. All under one key get the same answer, once. Control thread only; the caller
-    bounds the time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waiting: dict[KeyT, list[asyncio.Future[AnswerT]]] = {}
-
-    def __contains__(self, key: KeyT) -> bool:
-        return key in self._waiting
-
-    async def ask(self, key: KeyT, ask: Callable[[], object]) -> AnswerT:
-        """Wait from before `ask` is called, during which the answer may come. Raises what `fail` is given."""
-        waiter: asyncio.Future[AnswerT] = self._loop.create_future()
-        self._waiting.setdefault(key, []).append(waiter)
-        try:
-            ask()
-            return await waiter
-        finally:
-            others = self._waiting.get(key, [])
-            if waiter in others:
-                others.remove(waiter)
-                if not others:
-                    del self._waiting[key]
-
-    def answer(self, key: KeyT, answer: AnswerT) -> None:
-        for waiter in self._pop(key):
-            waiter.set_result(answer)
-
-    def fail(self, key: KeyT, error: Callable[[], Exception]) -> None:
-        """Each gets an error of its own."""
-        for waiter in self._pop(key):
-            waiter.set_exception(error())
-
-    def fail_all(self, error: Callable[[], Exception]) -> None:
-        for key in list(self._waiting):
-            self.fail(key, error)
-
-    def _pop(self, key: KeyT) -> list[asyncio.Future[AnswerT]]:
-        """Without those that were cancelled."""
-        return [waiter for waiter in self._waiting.pop(key, []) if not waiter.done()]

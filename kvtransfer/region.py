@@ -73,8 +73,9 @@ class Region:
         self.nbytes = nbytes
         self._fd = fd
         self._mapping = mapping
-        self._array_U8: np.ndarray | None = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
-        self.huge_bytes = _huge_bytes(self._array_U8.ctypes.data)
+        self.array_U8: np.ndarray = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
+        """All bytes, writable. Views of it must be dropped before `close`, which takes it away."""
+        self.huge_bytes = _huge_bytes(self.array_U8.ctypes.data)
         """How much of it lay in huge pages when it was made: they make copies faster where there are many records."""
 
     @classmethod
@@ -123,12 +124,6 @@ class Region:
             raise
 
     @property
-    def array_U8(self) -> np.ndarray:
-        """All bytes, writable. Views of it must be dropped before `close`."""
-        assert self._array_U8 is not None, "the region is closed"
-        return self._array_U8
-
-    @property
     def memory(self) -> np.ndarray:
         """What a runner is bound to: `array_U8`."""
         return self.array_U8
@@ -136,7 +131,7 @@ class Region:
     @property
     def fd(self) -> int:
         """The memfd; still owned by the region."""
-        assert self._array_U8 is not None, "the region is closed"
+        assert not self._mapping.closed, "the region is closed"
         return self._fd
 
     def close(self) -> None:
@@ -145,13 +140,13 @@ class Region:
         Raises:
             RegionInUse: a view of `array_U8` is still alive; the region stays open.
         """
-        if self._array_U8 is None:
+        if self._mapping.closed:
             return
-        self._array_U8 = None
+        del self.array_U8
         try:
             self._mapping.close()
         except BufferError as error:
-            self._array_U8 = np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes)
+            self.array_U8 = np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes)
             raise RegionInUse("arrays or tensors still look into the region; drop them before closing it") from error
         os.close(self._fd)
 

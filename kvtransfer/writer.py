@@ -24,11 +24,10 @@ from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc_client import Channels, rpc_errors
-from baton.tasks import Tasks
+from baton.tasks import PendingCalls, Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import ChecksumThread, SourceSample
-from kvtransfer.link import LinkMaker, PairLink, PeerAddress
-from kvtransfer.negotiation import Offers
+from kvtransfer.link import LinkMaker, Offers, PairLink, PeerAddress
 from kvtransfer.protocol.receiver import Refusal
 from kvtransfer.protocol.writer import (
     AbandonWrites,
@@ -122,7 +121,7 @@ class WriterConfig:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Handoff:
-    """One handoff as the prefill node holds it, from Reserve to its end. Its `WriterPeer` alone changes it.
+    """One handoff as the prefill node holds it, from Reserve to its end.
 
     `granted` is set when writing may start (None), or to what says why not. `ended` is set once, with how it ended.
     `sources_released` is called once if it was ever granted: the transport has let go of the source blocks.
@@ -152,8 +151,7 @@ class Handoff:
     """When the lease is first renewed."""
     link: WriterLink | None = None
     pinned_blocks: int = 0
-    writes_outstanding: int = 0
-    bytes_outstanding: int = 0
+    """Source blocks that are held for it until `sources_released`."""
     writes: int = 0
     bytes_written: int = 0
     progress_s: float = 0.0
@@ -163,22 +161,49 @@ class Handoff:
     retries: int = 0
     sample: SourceSample | None = None
     """What goes along with the Commit; None where nothing is sampled."""
-    revoke_waiters: list[asyncio.Future[bool]] = field(default_factory=list)
 
     def may_post(self) -> bool:
         return self.peer.machine.may_post(self.number)
 
-    def pin(self, blocks: int) -> None:
-        """So many source blocks are held for it until `sources_released`."""
-        self.peer.pinned(self, blocks)
-
     def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
-        """See `WriterPeer.plan_step`."""
-        return self.peer.plan_step(self, src_blocks_B, dst_blocks_B, layers)
+        """What it writes in one engine step. From here on the writes are outstanding, and only `StepWrites.finish`
+        takes back those that were not posted: they count as completed.
+
+        Raises WriteOutOfBounds: a block that the grant does not open.
+        """
+        assert self.link is not None, self
+        peer = self.peer
+        check_granted(dst_blocks_B, self.dst_blocks)
+        plan = RecordPlan(
+            peer.layout,
+            src_blocks_B,
+            dst_blocks_B,
+            src_num_blocks=peer.src_num_blocks,
+            dst_num_blocks=peer.link.num_blocks,
+        )
+        writes = len(layers) * len(src_blocks_B)
+        nbytes = writes * peer.layout.record_bytes
+        peer.handle(WritesPosted(number=self.number, writes=writes, bytes_written=nbytes))
+        self.writes += writes
+        self.bytes_written += nbytes
+        self.progress_s = peer.loop.time()
+        peer.observer.planned(self.key, layers=len(layers), writes=writes)
+        step = StepWrites(
+            handoff=self,
+            link=self.link,
+            src_blocks_B=src_blocks_B,
+            dst_blocks_B=dst_blocks_B,
+            plan=plan,
+            layers=layers,
+        )
+        self.steps.add(step)
+        return step
 
     def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
-        self.peer.all_posted(self, first_token, first_logprobs)
+        self.first_token, self.first_logprobs = first_token, first_logprobs
+        self.peer.observer.all_posted(self.key)
+        self.peer.handle(AllPosted(number=self.number))
 
     def cancel(self) -> None:
         """Give it up: drain, then tell the receiver. Idempotent; nothing happens once it has ended."""
@@ -229,7 +254,9 @@ class StepWrites:
             self._closed = True
         missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
         self.posted = len(self.layers)
-        self.handoff.peer.step_finished(self, missing)
+        self.handoff.steps.discard(self)
+        if missing:
+            self.handoff.peer.completed(self.handoff, missing)
 
 
 class WriterPeer:
@@ -261,7 +288,7 @@ class WriterPeer:
         self.handoffs_corrupt = 0
         self.records_checksummed = 0
         self._checksums = checksums
-        self._loop = loop
+        self.loop = loop
         self._config = config
         self._channels = channels
         self._stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
@@ -275,7 +302,6 @@ class WriterPeer:
             offers=offers,
             events=self,
             replaced=self.peer_gone,
-            idle=lambda: not self._handoffs,
             loop=loop,
         )
         self._repeats = RepeatLog(log, loop.time)
@@ -283,6 +309,7 @@ class WriterPeer:
         """Those that are not over; `_granted` has those of them that have a grant."""
         self._granted: dict[GrantId, Handoff] = {}
         self._fewer = asyncio.Event()
+        self._revokes: PendingCalls[ReserveNumber, bool] = PendingCalls(loop)
         self._tasks = Tasks(loop, log, peer=address.name)
         self._gone = False
         self._actions: dict[type, Callable[..., Coroutine[Any, Any, None] | None]] = {
@@ -293,7 +320,7 @@ class WriterPeer:
             AbandonWrites: self._abandon,
             ReleaseSources: self._release_sources,
             SendRelease: self._release,
-            AnswerRevoke: self._answer_revoke,
+            AnswerRevoke: lambda i: self._revokes.answer(i.number, i.in_doubt),
             ReportEnd: self._report_end,
         }
 
@@ -314,16 +341,15 @@ class WriterPeer:
 
     def has_room(self) -> bool:
         """Within the limits of unacknowledged bytes and pinned blocks; beyond them nothing new is placed here."""
-        handoffs = self._handoffs.values()
         return (
             self.machine.can_ask
-            and sum(handoff.bytes_outstanding for handoff in handoffs) < self._config.unacked_bytes_max
-            and sum(handoff.pinned_blocks for handoff in handoffs) < self._config.pinned_blocks_max
+            and self.machine.outstanding * self.layout.record_bytes < self._config.unacked_bytes_max
+            and sum(handoff.pinned_blocks for handoff in self._handoffs.values()) < self._config.pinned_blocks_max
         )
 
     def status(self) -> node_pb2.PairStatus:
         """What the node reports of this pair: its path, whether that is open, how fast it is, what it does not use."""
-        link, now_s = self.link, self._loop.time()
+        link, now_s = self.link, self.loop.time()
         in_all, recent = link.moved()
         given_up = link.offers.given_up
         return node_pb2.PairStatus(
@@ -340,10 +366,7 @@ class WriterPeer:
             link_open=link.now is not None,
             moved=_moved(in_all),
             moved_recently=_moved(recent),
-            rejected_transports=[
-                common_pb2.RejectedTransport(transport=other.transport, why=other.why)
-                for other in link.rejected_transports
-            ],
+            rejected_transports=link.rejected_transports,
         )
 
     async def reserve(
@@ -360,15 +383,15 @@ class WriterPeer:
         or what the receiver refused with.
         """
         self._check_here()
-        await self.link.ensure()
+        await self.link.ensure(idle=not self._handoffs)
         self._check_here()
         number = self.machine.next_number
         handoff = Handoff(
             peer=self,
             number=number,
             key=key,
-            granted=self._loop.create_future(),
-            ended=self._loop.create_future(),
+            granted=self.loop.create_future(),
+            ended=self.loop.create_future(),
             metadata=metadata,
             sources_released=sources_released,
             request=request,
@@ -391,59 +414,6 @@ class WriterPeer:
         if self._gone:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{self.address.name} is gone.")
 
-    def pinned(self, handoff: Handoff, blocks: int) -> None:
-        """So many source blocks are held for it until its sources are released."""
-        handoff.pinned_blocks = blocks
-
-    def plan_step(
-        self, handoff: Handoff, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range
-    ) -> StepWrites:
-        """What the handoff writes in one engine step. From here on the writes are outstanding, and only
-        `StepWrites.finish` takes back those that were not posted: they count as completed.
-
-        Raises WriteOutOfBounds: a block that the grant does not open.
-        """
-        assert handoff.link is not None, handoff
-        check_granted(dst_blocks_B, handoff.dst_blocks)
-        plan = RecordPlan(
-            self.layout,
-            src_blocks_B,
-            dst_blocks_B,
-            src_num_blocks=self.src_num_blocks,
-            dst_num_blocks=self.link.num_blocks,
-        )
-        writes = len(layers) * len(src_blocks_B)
-        nbytes = writes * self.layout.record_bytes
-        self.handle(WritesPosted(number=handoff.number, writes=writes, bytes_written=nbytes))
-        handoff.writes += writes
-        handoff.bytes_written += nbytes
-        handoff.writes_outstanding += writes
-        handoff.bytes_outstanding += nbytes
-        handoff.progress_s = self._loop.time()
-        self.observer.planned(handoff.key, layers=len(layers), writes=writes)
-        step = StepWrites(
-            handoff=handoff,
-            link=handoff.link,
-            src_blocks_B=src_blocks_B,
-            dst_blocks_B=dst_blocks_B,
-            plan=plan,
-            layers=layers,
-        )
-        handoff.steps.add(step)
-        return step
-
-    def step_finished(self, step: StepWrites, missing: int) -> None:
-        """The step is over; `missing` of its writes were never posted."""
-        step.handoff.steps.discard(step)
-        if missing:
-            self._completed(step.handoff, missing, missing * self.layout.record_bytes)
-
-    def all_posted(self, handoff: Handoff, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None) -> None:
-        """Seal and commit. Nothing is posted afterwards."""
-        handoff.first_token, handoff.first_logprobs = first_token, first_logprobs
-        self.observer.all_posted(handoff.key)
-        self.handle(AllPosted(number=handoff.number))
-
     def cancel_request(self, key: RequestKey) -> None:
         """Have the receiver not run this attempt, whatever became of its Commit. One call, best effort."""
         if not self._gone:
@@ -458,13 +428,7 @@ class WriterPeer:
         """
         if number >= self.machine.next_number:
             raise BatonError(Reason.UNKNOWN_GRANT, f"No Reserve has had the number {number} yet.")
-        handoff = self._handoffs.get(number)
-        if handoff is None:
-            return self.machine.is_in_doubt(number)
-        waiter: asyncio.Future[bool] = self._loop.create_future()
-        handoff.revoke_waiters.append(waiter)
-        self.handle(RevokeAsked(number=number))
-        return await waiter
+        return await self._revokes.ask(number, lambda: self.handle(RevokeAsked(number=number)))
 
     def peer_gone(self) -> None:
         """The receiver process is known to have ended: give everything up, and call nobody."""
@@ -480,9 +444,9 @@ class WriterPeer:
 
     def upkeep(self) -> None:
         """Give up handoffs that stand still. Called every second by the node's reaper."""
-        latest_s = self._loop.time() - self._config.stall_ms_max / 1000
+        latest_s = self.loop.time() - self._config.stall_ms_max / 1000
         for handoff in list(self._handoffs.values()):
-            if handoff.writes_outstanding and handoff.progress_s < latest_s:
+            if self.machine.outstanding_of(handoff.number) and handoff.progress_s < latest_s:
                 self._repeats.warning("handoff stalled", peer=self.address.name, request=handoff.key.request)
                 handoff.cancel()
         self._repeats.upkeep()
@@ -490,9 +454,8 @@ class WriterPeer:
     async def close(self) -> None:
         """Stop calls, unmap the receiver's region. Handoffs still open end as PEER_GONE."""
         self.peer_gone()
-        self.link.stop_connecting()
-        await self._tasks.cancel()
         await self.link.close()
+        await self._tasks.cancel()
         self._repeats.close()
 
     # What the link reports (kvtransfer.transport.WriterEvents).
@@ -505,7 +468,7 @@ class WriterPeer:
         else:
             # Before the last completion is counted, or a seal would vouch for bytes that were never copied.
             self.handle(WritesDropped(number=handoff.number))
-        self._completed(handoff, writes, bytes_written)
+        self.completed(handoff, writes)
 
     def writes_in_doubt(self, grant: GrantId) -> None:
         self.handle(WritesInDoubt(number=self._granted[grant].number))
@@ -520,14 +483,12 @@ class WriterPeer:
                 if self.machine.state_of(handoff.number) is WriterState.COMMITTING:
                     self._tasks.spawn(self._await_commit(handoff))
 
-    def _completed(self, handoff: Handoff, writes: int, nbytes: int) -> None:
-        handoff.writes_outstanding -= writes
-        handoff.bytes_outstanding -= nbytes
-        handoff.progress_s = self._loop.time()
+    def completed(self, handoff: Handoff, writes: int) -> None:
+        """So many of its writes are outstanding no more."""
+        handoff.progress_s = self.loop.time()
         self.observer.completed(handoff.key, writes=writes)
-        if handoff.writes_outstanding == 0 and handoff.seal is not None:
-            self._seal_now(handoff)
         self.handle(WritesCompleted(number=handoff.number, writes=writes))
+        self._seal_if_completed(handoff)
 
     # Carrying out.
 
@@ -541,7 +502,7 @@ class WriterPeer:
 
     def _forget_if_over(self, number: ReserveNumber) -> None:
         handoff = self._handoffs.get(number)
-        if handoff is None or handoff.writes_outstanding or self.machine.state_of(number) is not WriterState.DONE:
+        if handoff is None or self.machine.knows(number):
             return
         del self._handoffs[number]
         self._granted.pop(handoff.grant, None)
@@ -550,7 +511,7 @@ class WriterPeer:
     def _start_writing(self, instruction: StartWriting) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.epoch = instruction.epoch
-        handoff.progress_s = self._loop.time()
+        handoff.progress_s = self.loop.time()
         self._granted[handoff.grant] = handoff
         link = self.link.now
         if link is None or link.epoch != instruction.epoch:
@@ -567,7 +528,7 @@ class WriterPeer:
             )
         self.observer.granted(handoff.key, prefix_skip=handoff.prefix_skip)
         # Most handoffs are over before it is time to renew: those that are not get a task then.
-        handoff.renewal = self._loop.call_later(
+        handoff.renewal = self.loop.call_later(
             handoff.lease_ms / 3000, lambda: self._tasks.spawn(self._keep_lease(handoff))
         )
         if not handoff.granted.done():
@@ -581,12 +542,13 @@ class WriterPeer:
             writes=instruction.writes,
             bytes_written=instruction.bytes_written,
         )
-        if handoff.writes_outstanding == 0:
-            self._seal_now(handoff)
+        self._seal_if_completed(handoff)
 
-    def _seal_now(self, handoff: Handoff) -> None:
+    def _seal_if_completed(self, handoff: Handoff) -> None:
         """The seal goes behind all writes of the grant, so it waits for their completions (the Commit does not)."""
-        assert handoff.seal is not None and handoff.link is not None, handoff
+        if handoff.seal is None or self.machine.outstanding_of(handoff.number):
+            return
+        assert handoff.link is not None, handoff
         seal, handoff.seal = handoff.seal, None
         if handoff.link is self.link.now:
             handoff.link.seal(seal)
@@ -601,7 +563,7 @@ class WriterPeer:
             handoff.link.abandon(instruction.grant)
         for step in handoff.steps:
             # The step posts nothing more, so the answer to the receiver need not wait for its end.
-            self._loop.call_soon(step.finish)
+            self.loop.call_soon(step.finish)
 
     def _release_sources(self, instruction: ReleaseSources) -> None:
         handoff = self._handoffs[instruction.number]
@@ -617,13 +579,7 @@ class WriterPeer:
         if handoff.sample is None:
             released()
         else:
-            handoff.sample.settled(self._loop, released)
-
-    def _answer_revoke(self, instruction: AnswerRevoke) -> None:
-        handoff = self._handoffs.get(instruction.number)
-        for waiter in handoff.revoke_waiters if handoff is not None else ():
-            if not waiter.done():
-                waiter.set_result(instruction.in_doubt)
+            handoff.sample.settled(self.loop, released)
 
     def _report_end(self, instruction: ReportEnd) -> None:
         handoff = self._handoffs[instruction.number]
@@ -666,7 +622,7 @@ class WriterPeer:
         assert request is not None
         request.number, request.lowest_live = number, instruction.lowest_live
         request.header.CopyFrom(self._header)
-        sent_s = self._loop.time()
+        sent_s = self.loop.time()
         try:
             with rpc_errors(self.address.endpoint):
                 reply: transfer_pb2.ReserveReply = await self._stub.Reserve(
@@ -693,7 +649,7 @@ class WriterPeer:
         """Renew, the first time at once, until the handoff has ended; report the lease lapsed when no renewal was
         answered in time."""
         while not handoff.ended.done():
-            sent_s = self._loop.time()
+            sent_s = self.loop.time()
             left_s = max(handoff.lease_ends_s - sent_s, 0.001)
             request = transfer_pb2.RenewRequest(header=self._header, grant=handoff.grant)
             try:
@@ -704,7 +660,7 @@ class WriterPeer:
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self.peer_gone()
-                elif self._loop.time() >= handoff.lease_ends_s:
+                elif self.loop.time() >= handoff.lease_ends_s:
                     self.handle(LeaseLapsed(number=handoff.number))
             else:
                 if reply.renewed:
@@ -729,7 +685,12 @@ class WriterPeer:
             first_logprobs=handoff.first_logprobs,
         )
         if handoff.sample is not None:
-            checksums = await handoff.sample.checksums()
+            try:
+                checksums = await handoff.sample.checksums()
+            except Exception as error:
+                log.error("reading a handoff's sample failed", request=handoff.key.request, exc_info=error)
+                self.handle(WritesDropped(number=number))
+                return
             request.checksum_layers.extend(checksums.layers_R.tolist())
             request.checksum_blocks.extend(checksums.blocks_R.tolist())
             request.checksums.extend(checksums.crcs_R.tolist())
@@ -741,9 +702,11 @@ class WriterPeer:
                     request, timeout=self._config.call_ms_max / 1000, metadata=handoff.metadata
                 )
         except BatonError as error:
-            if error.reason is Reason.DATA_CORRUPT:
-                self._log_corrupt(handoff, error)
-                self.handle(CommitAnswered(number=number, committed=False, corrupt=True))
+            if error.reason in (Reason.DATA_CORRUPT, Reason.HANDOFF_FAILED):
+                corrupt = error.reason is Reason.DATA_CORRUPT
+                if corrupt:
+                    self._log_corrupt(handoff, error)
+                self.handle(CommitAnswered(number=number, committed=False, corrupt=corrupt))
                 return
             await self._after_failed_call(COMMIT_FAILED, error, number)
             self.handle(CommitUnanswered(number=number))

@@ -18,8 +18,15 @@ from baton.tasks import Tasks
 from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
 from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.link import DataDoesNotPass, LivenessStream, PeerAddress
-from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
+from kvtransfer.link import (
+    DataDoesNotPass,
+    LivenessStream,
+    Offers,
+    PeerAddress,
+    check_some_work,
+    host_identity,
+    host_parts,
+)
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
@@ -116,7 +123,7 @@ class Peers:
                 machine=self._machine(record.incarnation),
                 channels=self._runtime.channels,
                 make_link=self._make_link,
-                offers=Offers(self.transports, self._config.fallback),
+                offers=Offers(self.transports),
                 loop=self._loop,
                 config=self._config.writer,
                 checksums=self._checksums,

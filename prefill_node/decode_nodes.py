@@ -14,7 +14,7 @@ from baton.errors import BatonError, Reason
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.wire import NodeRecord
-from kvtransfer.negotiation import differences
+from kvtransfer.link import differences
 from kvtransfer.writer import Handoff, WriterPeer
 from node.pool import DevicePool
 from prefill_node.config import PrefillConfig

@@ -25,7 +25,6 @@ from engine.sequence import Sequence, SequenceMode
 from engine.types import Batch, FinishReason, KvSink, SequenceSlice
 from engine.wire import NOT_FINITE_MESSAGE, key_from_proto, params_from_proto
 from kvtransfer.protocol.writer import HandoffEnd
-from kvtransfer.status import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites
 from node.engine_loop import EngineLoop
 from node.pool import DevicePool
@@ -392,7 +391,7 @@ class PrefillNode:
             waiting_requests=len(self._queue),
             running_requests=sum(job.local is None for job in self._admitted.values()),
             waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
-            blocks=block_load(self.ledger),
+            blocks=self.ledger.books(),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
         )
@@ -453,7 +452,7 @@ class Posting:
         """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
         self._blocks.hold(table)
         job.pinned = list(table)
-        handoff.pin(len(table))
+        handoff.pinned_blocks = len(table)
         job.next_block = handoff.prefix_skip
         writes = self.plan(job, handoff, cached_blocks)
         if writes is not None:

@@ -12,7 +12,7 @@ from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle
 from baton.wire import ModelInfo, NodeRecord
 from cachestore.block_manager import growth_blocks
-from kvtransfer.negotiation import differences
+from kvtransfer.link import differences
 
 NOBODY_TO_ASK: Final = frozenset({Reason.NO_DECODE_NODE, Reason.INCOMPATIBLE_NODE, Reason.DECODE_FULL})
 """What `order_decode_nodes` ends with."""

@@ -356,13 +356,17 @@ class WriterMachine:
         """Posted writes whose sources the transport still reads."""
         return sum(h.outstanding for h in self._handoffs.values())
 
+    def outstanding_of(self, number: ReserveNumber) -> int:
+        """The same of one handoff."""
+        return self._handoffs[number].outstanding if number in self._handoffs else 0
+
+    def knows(self, number: ReserveNumber) -> bool:
+        """It is not over, or its sources are still being read."""
+        return number in self._handoffs
+
     def state_of(self, number: ReserveNumber) -> WriterState:
         known = self._handoffs.get(number)
         return known.state if known else _W.DONE
-
-    def is_in_doubt(self, number: ReserveNumber) -> bool:
-        """Writes of this number were on their way when their link ended, and the peer was given up before it knew."""
-        return number in self._in_doubt
 
     def may_post(self, number: ReserveNumber) -> bool:
         return self.state_of(number) is _W.WRITING
@@ -523,7 +527,8 @@ class WriterMachine:
         assert event.number < self._next, (event, self._next)
         handoff = self._handoffs.get(event.number)
         if handoff is None:
-            self._out.append(AnswerRevoke(number=event.number, in_doubt=self.is_in_doubt(event.number)))
+            # Writes in doubt: they were on their way when their link ended, and the peer was given up before it knew.
+            self._out.append(AnswerRevoke(number=event.number, in_doubt=event.number in self._in_doubt))
             return
         if handoff.state is _W.RELEASING:
             self._out.append(AnswerRevoke(number=event.number, in_doubt=handoff.in_doubt))

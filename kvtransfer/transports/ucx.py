@@ -23,7 +23,7 @@ import numpy as np
 from baton.errors import InvalidField
 from baton.ids import Pair
 from baton.log import get_log
-from kvtransfer.negotiation import host_identity
+from kvtransfer.link import host_identity
 from kvtransfer.transport import DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import WriterChannel, connect_error
@@ -43,7 +43,7 @@ CODEC: Final = wire.Codec(TransportName.UCX, payload_bytes_max=_WELCOME.size + M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxHello:
-    """`host` is `negotiation.host_identity`, 32 hexadecimal digits; `pid` is of use only where it is the same."""
+    """`host` is `link.host_identity`, 32 hexadecimal digits; `pid` is of use only where it is the same."""
 
     host: str
     pid: int

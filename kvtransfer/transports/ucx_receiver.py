@@ -19,7 +19,7 @@ from typing import ClassVar, Final
 
 from baton.ids import Epoch, Pair
 from baton.log import get_log
-from kvtransfer.negotiation import host_identity
+from kvtransfer.link import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, TransportName
 from kvtransfer.transports import control_channel as wire

@@ -24,7 +24,7 @@ from kvtransfer.checksums import crcs
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS
+from kvtransfer.link import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.writer import WriterConfig
 from mixed_node.config import MixedConfig
