@@ -35,17 +35,15 @@ from kvtransfer.protocol.writer import (
     AnswerRevoke,
     CommitAnswered,
     CommitUnanswered,
+    GiveUp,
     HandoffAsked,
-    HandoffCancelled,
     HandoffEnd,
     HandoffEvent,
-    LeaseLapsed,
     LinkLost,
     PeerGone,
     ReleaseAnswered,
     ReleaseSources,
     ReleaseUnanswered,
-    RenewRefused,
     ReportEnd,
     ReserveGranted,
     ReserveRefused,
@@ -60,7 +58,6 @@ from kvtransfer.protocol.writer import (
     WriterMachine,
     WriterState,
     WritesCompleted,
-    WritesDropped,
     WritesInDoubt,
     WritesPosted,
 )
@@ -207,7 +204,7 @@ class Handoff:
 
     def cancel(self) -> None:
         """Give it up: drain, then tell the receiver. Idempotent; nothing happens once it has ended."""
-        self.peer.handle(HandoffCancelled(number=self.number))
+        self.peer.handle(GiveUp(number=self.number, end=HandoffEnd.CANCELLED))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -440,7 +437,7 @@ class WriterPeer:
     def receiver_lost(self) -> None:
         """The receiver is out of reach, and may come back: handoffs end as when the link is lost."""
         for number in list(self._handoffs):
-            self.handle(WritesDropped(number=number))
+            self.handle(GiveUp(number=number, end=HandoffEnd.LINK_LOST))
 
     def upkeep(self) -> None:
         """Give up handoffs that stand still. Called every second by the node's reaper."""
@@ -467,7 +464,7 @@ class WriterPeer:
             self.bytes_moved += bytes_written
         else:
             # Before the last completion is counted, or a seal would vouch for bytes that were never copied.
-            self.handle(WritesDropped(number=handoff.number))
+            self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
         self.completed(handoff, writes)
 
     def writes_in_doubt(self, grant: GrantId) -> None:
@@ -488,7 +485,8 @@ class WriterPeer:
         handoff.progress_s = self.loop.time()
         self.observer.completed(handoff.key, writes=writes)
         self.handle(WritesCompleted(number=handoff.number, writes=writes))
-        self._seal_if_completed(handoff)
+        if handoff.seal is not None and self.machine.outstanding_of(handoff.number) == 0:
+            self._seal_now(handoff)
 
     # Carrying out.
 
@@ -542,19 +540,18 @@ class WriterPeer:
             writes=instruction.writes,
             bytes_written=instruction.bytes_written,
         )
-        self._seal_if_completed(handoff)
+        if self.machine.outstanding_of(handoff.number) == 0:
+            self._seal_now(handoff)
 
-    def _seal_if_completed(self, handoff: Handoff) -> None:
+    def _seal_now(self, handoff: Handoff) -> None:
         """The seal goes behind all writes of the grant, so it waits for their completions (the Commit does not)."""
-        if handoff.seal is None or self.machine.outstanding_of(handoff.number):
-            return
-        assert handoff.link is not None, handoff
+        assert handoff.seal is not None and handoff.link is not None, handoff
         seal, handoff.seal = handoff.seal, None
         if handoff.link is self.link.now:
             handoff.link.seal(seal)
             self.observer.sealed(handoff.key)
         else:
-            self.handle(WritesDropped(number=handoff.number))
+            self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
 
     def _abandon(self, instruction: AbandonWrites) -> None:
         handoff = self._handoffs[instruction.number]
@@ -610,7 +607,7 @@ class WriterPeer:
         """The link ended behind a Commit: if the seal still arrived, the Commit is answered within one call's time."""
         await asyncio.wait([handoff.ended], timeout=self._config.call_ms_max / 1000)
         if not handoff.ended.done():
-            self.handle(WritesDropped(number=handoff.number))
+            self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
 
     async def _reserve(self, instruction: SendReserve) -> None:
         """Ask once, and resolve `granted` with what came of it."""
@@ -661,12 +658,12 @@ class WriterPeer:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self.peer_gone()
                 elif self.loop.time() >= handoff.lease_ends_s:
-                    self.handle(LeaseLapsed(number=handoff.number))
+                    self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LEASE_LAPSED))
             else:
                 if reply.renewed:
                     self._set_lease(handoff, sent_s, reply.lease_ms)
                 else:
-                    self.handle(RenewRefused(number=handoff.number))
+                    self.handle(GiveUp(number=handoff.number, end=HandoffEnd.REVOKED))
             if not handoff.ended.done():
                 await asyncio.wait([handoff.ended], timeout=handoff.lease_ms / 3000)
 
@@ -689,7 +686,7 @@ class WriterPeer:
                 checksums = await handoff.sample.checksums()
             except Exception as error:
                 log.error("reading a handoff's sample failed", request=handoff.key.request, exc_info=error)
-                self.handle(WritesDropped(number=number))
+                self.handle(GiveUp(number=number, end=HandoffEnd.LINK_LOST))
                 return
             request.checksum_layers.extend(checksums.layers_R.tolist())
             request.checksum_blocks.extend(checksums.blocks_R.tolist())

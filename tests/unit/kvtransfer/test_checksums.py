@@ -34,7 +34,7 @@ from kvtransfer.checksums import (
     sample_fraction,
 )
 from kvtransfer.protocol.receiver import AnswerCommit, RecordsChecked, ReportCorrupt
-from kvtransfer.protocol.writer import SendCommit, WriterEvent, WritesDropped
+from kvtransfer.protocol.writer import GiveUp, HandoffEnd, SendCommit, WriterEvent
 from kvtransfer.status import WriterPlace
 from kvtransfer.transport import RecordPlan, TransportName, WriteOps
 from kvtransfer.writer import StepWrites, WriterConfig, WriterPeer
@@ -304,7 +304,7 @@ def test_a_source_that_cannot_be_read_ends_the_handoff(
         peer = SimpleNamespace(_handoffs={0: handoff}, _header=common_pb2.Header(), handle=happened.append)
         commit = SendCommit(number=ReserveNumber(0), grant=GRANT, writes=2, bytes_written=128)
         await WriterPeer._commit(cast(Any, peer), commit)
-        assert happened == [WritesDropped(number=ReserveNumber(0))]
+        assert happened == [GiveUp(number=ReserveNumber(0), end=HandoffEnd.LINK_LOST)]
         released = asyncio.Event()
         sample.settled(asyncio.get_running_loop(), released.set)
         assert released.is_set()
