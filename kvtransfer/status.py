@@ -1,7 +1,7 @@
 """What a node reports and measures of its handoffs. Pure: the caller passes the time in and holds the locks.
 
-How fast the bytes of a pair move, what each writer process holds of a receiver's region, and the trace points of a
-handoff. Nothing here changes what it watches. Times are seconds of a clock that never goes back.
+How fast the bytes of a pair move, and what each writer process holds of a receiver's region. Nothing here changes what
+it watches. Times are seconds of a clock that never goes back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from batonpb import node_pb2
 
-from baton.ids import GrantId, Pair, RequestKey
+from baton.ids import GrantId, Pair
 from baton.log import get_log
 from kvtransfer.protocol.receiver import (
     CommitAsked,
@@ -303,31 +303,3 @@ class WriterHoldings:
 def _age_ms(since_s: float, now_s: float) -> int:
     """At least 1: 0 stands for no age at all."""
     return max(1, round((now_s - since_s) * 1000))
-
-
-class HandoffObserver:
-    """Trace points of a process's handoffs. These do nothing: whoever measures passes a subclass to `WriterPeer`.
-
-    A method must return at once and not raise. The control thread calls them; `layer_posted` also the engine thread.
-    """
-
-    def granted(self, key: RequestKey, *, prefix_skip: int) -> None:
-        """The receiver has so many blocks already."""
-
-    def planned(self, key: RequestKey, *, layers: int, writes: int) -> None:
-        """A step begins that will post so many records."""
-
-    def layer_posted(self, key: RequestKey, layer: int, *, writes: int, nbytes: int) -> None:
-        """A layer of a step is computed, and its finished records are with the transport."""
-
-    def completed(self, key: RequestKey, *, writes: int) -> None:
-        """The transport has let go of so many records, in the order in which they were posted."""
-
-    def all_posted(self, key: RequestKey) -> None:
-        """The first token is drawn; seal and Commit are on their way as soon as may be."""
-
-    def sealed(self, key: RequestKey) -> None:
-        """The last write is completed and the seal is behind it."""
-
-    def ended(self, key: RequestKey, *, committed: bool) -> None:
-        """It is over."""

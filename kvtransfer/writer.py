@@ -61,7 +61,7 @@ from kvtransfer.protocol.writer import (
     WritesInDoubt,
     WritesPosted,
 )
-from kvtransfer.status import HandoffObserver, Moved
+from kvtransfer.status import Moved
 from kvtransfer.transport import Int64Array, RecordPlan, Seal, WriterLink, check_granted
 
 log = get_log("writer")
@@ -184,7 +184,6 @@ class Handoff:
         self.writes += writes
         self.bytes_written += nbytes
         self.progress_s = peer.loop.time()
-        peer.observer.planned(self.key, layers=len(layers), writes=writes)
         step = StepWrites(
             handoff=self,
             link=self.link,
@@ -199,7 +198,6 @@ class Handoff:
     def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
         self.first_token, self.first_logprobs = first_token, first_logprobs
-        self.peer.observer.all_posted(self.key)
         self.peer.handle(AllPosted(number=self.number))
 
     def cancel(self) -> None:
@@ -241,7 +239,6 @@ class StepWrites:
         self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
         if self.handoff.sample is not None:
             self.handoff.sample.take(layer, self.dst_blocks_B, ops)
-        peer.observer.layer_posted(self.handoff.key, layer, writes=len(self.src_blocks_B), nbytes=nbytes)
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
@@ -273,11 +270,9 @@ class WriterPeer:
         loop: asyncio.AbstractEventLoop,
         config: WriterConfig,
         checksums: ChecksumThread | None = None,
-        observer: HandoffObserver | None = None,
     ) -> None:
         """`checksums` reads the source region, where records are sampled; the caller closes it after this."""
         self.address = address
-        self.observer = observer or HandoffObserver()
         self.machine = machine
         self.layout = layout
         self.src_num_blocks = src_num_blocks
@@ -483,7 +478,6 @@ class WriterPeer:
     def completed(self, handoff: Handoff, writes: int) -> None:
         """So many of its writes are outstanding no more."""
         handoff.progress_s = self.loop.time()
-        self.observer.completed(handoff.key, writes=writes)
         self.handle(WritesCompleted(number=handoff.number, writes=writes))
         if handoff.seal is not None and self.machine.outstanding_of(handoff.number) == 0:
             self._seal_now(handoff)
@@ -524,7 +518,6 @@ class WriterPeer:
                 fraction=self._config.checksum_fraction,
                 records=self.layout.num_layers * len(handoff.dst_blocks),
             )
-        self.observer.granted(handoff.key, prefix_skip=handoff.prefix_skip)
         # Most handoffs are over before it is time to renew: those that are not get a task then.
         handoff.renewal = self.loop.call_later(
             handoff.lease_ms / 3000, lambda: self._tasks.spawn(self._keep_lease(handoff))
@@ -549,7 +542,6 @@ class WriterPeer:
         seal, handoff.seal = handoff.seal, None
         if handoff.link is self.link.now:
             handoff.link.seal(seal)
-            self.observer.sealed(handoff.key)
         else:
             self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
 
@@ -589,7 +581,6 @@ class WriterPeer:
         handoff.ended.set_result(instruction.end)
         if handoff.renewal is not None:
             handoff.renewal.cancel()
-        self.observer.ended(handoff.key, committed=instruction.end is HandoffEnd.COMMITTED)
 
     # Calls to the receiver: each a task, whose outcome becomes an event. None raises, all have their deadlines.
 

@@ -28,7 +28,6 @@ from kvtransfer.link import (
     host_parts,
 )
 from kvtransfer.protocol.writer import WriterMachine
-from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma_device import LentRegistration, register_if_usable
@@ -60,12 +59,10 @@ class Peers:
         runtime: NodeRuntime,
         config: WriterNodeConfig,
         pool: DevicePool,
-        observer: HandoffObserver | None = None,
         lent: LentRegistration | None = None,
     ) -> None:
         """Registers the region for rdma itself, unless that is `lent`. Raises InvalidField."""
         self._runtime = runtime
-        self._observer = observer
         self._config = config
         self._copy_turns = copy_turns(config.shm)
         self._pool = pool
@@ -127,7 +124,6 @@ class Peers:
                 loop=self._loop,
                 config=self._config.writer,
                 checksums=self._checksums,
-                observer=self._observer,
             )
             self._peers[record.incarnation] = peer
             self.liveness[record.incarnation] = self._watch(peer)

@@ -11,7 +11,6 @@ from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 from baton.drain import Holdings
 from baton.runtime import NodeRuntime, Progress
 from baton.wire import NodeLoad, NodeRecord, Role
-from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_device import LentRegistration
 from node.engine_loop import EngineLoop
@@ -33,12 +32,11 @@ async def serve(
     drain: asyncio.Event | None = None,
     on_ready: Callable[[str], None],
     progress: Progress,
-    observer: HandoffObserver | None = None,
 ) -> None:
-    """See `serve_node`. `observer` is called at every stage of every handoff, for measurements."""
+    """See `serve_node`."""
 
     def make(runtime: NodeRuntime, pool: DevicePool) -> PrefillHalf:
-        half = PrefillHalf(config, runtime, pool, observer=observer)
+        half = PrefillHalf(config, runtime, pool)
         half.engine_loop = half.node.engine_loop = EngineLoop(pool.engine, half.node, name=config.name)
         return half
 
@@ -65,14 +63,13 @@ class PrefillHalf:
         runtime: NodeRuntime,
         pool: DevicePool,
         *,
-        observer: HandoffObserver | None = None,
         lent: LentRegistration | None = None,
         local: LocalRunner | None = None,
     ) -> None:
         """See `Peers` for `lent`, `PrefillNode` for `local`. Raises InvalidField."""
         loop = asyncio.get_running_loop()
         self._runtime = runtime
-        self.peers = Peers(runtime=runtime, config=config, pool=pool, observer=observer, lent=lent)
+        self.peers = Peers(runtime=runtime, config=config, pool=pool, lent=lent)
         decode_nodes = DecodeNodes(
             config=config, pool=pool, records=self._records, peer_for=self.peers.for_record, loop=loop, rng=runtime.rng
         )

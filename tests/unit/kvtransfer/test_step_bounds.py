@@ -11,7 +11,6 @@ import pytest
 from baton.ids import BlockId, ReserveNumber
 from cachestore.layout import kv_layout
 from kvtransfer.protocol.writer import WriterEvent, WritesPosted
-from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import WriteOutOfBounds
 from kvtransfer.writer import Handoff, StepWrites
 
@@ -22,7 +21,6 @@ def test_a_block_outside_the_grant_is_not_posted() -> None:
     planned: list[WriterEvent] = []
     layout = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", dtype_bytes=4)
     peer = SimpleNamespace(
-        observer=HandoffObserver(),
         layout=layout,
         src_num_blocks=8,
         link=SimpleNamespace(num_blocks=8),
