@@ -159,8 +159,9 @@ class LandedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterPlace:
-    """A writer process, for people. `transport` is that of its newest connection."""
+    """A writer process, by its own word. `transport` is that of its newest connection."""
 
+    endpoint: str
     name: str
     host: str
     transport: TransportName

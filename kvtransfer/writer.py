@@ -28,39 +28,9 @@ from baton.tasks import PendingCalls, Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import ChecksumThread, SourceSample
 from kvtransfer.link import LinkMaker, Offers, PairLink, PeerAddress
+from kvtransfer.protocol import writer as protocol
 from kvtransfer.protocol.receiver import Refusal
-from kvtransfer.protocol.writer import (
-    AbandonWrites,
-    AllPosted,
-    AnswerRevoke,
-    CommitAnswered,
-    CommitUnanswered,
-    GiveUp,
-    HandoffAsked,
-    HandoffEnd,
-    HandoffEvent,
-    LinkLost,
-    PeerGone,
-    ReleaseAnswered,
-    ReleaseSources,
-    ReleaseUnanswered,
-    ReportEnd,
-    ReserveGranted,
-    ReserveRefused,
-    ReserveUnanswered,
-    RevokeAsked,
-    SendCommit,
-    SendRelease,
-    SendReserve,
-    SendSeal,
-    StartWriting,
-    WriterEvent,
-    WriterMachine,
-    WriterState,
-    WritesCompleted,
-    WritesInDoubt,
-    WritesPosted,
-)
+from kvtransfer.protocol.writer import GiveUp, HandoffEnd, WriterMachine, WriterState
 from kvtransfer.status import Moved
 from kvtransfer.transport import Int64Array, RecordPlan, Seal, WriterLink, check_granted
 
@@ -180,7 +150,7 @@ class Handoff:
         )
         writes = len(layers) * len(src_blocks_B)
         nbytes = writes * peer.layout.record_bytes
-        peer.handle(WritesPosted(number=self.number, writes=writes, bytes_written=nbytes))
+        peer.handle(protocol.WritesPosted(number=self.number, writes=writes, bytes_written=nbytes))
         self.writes += writes
         self.bytes_written += nbytes
         self.progress_s = peer.loop.time()
@@ -198,7 +168,7 @@ class Handoff:
     def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
         self.first_token, self.first_logprobs = first_token, first_logprobs
-        self.peer.handle(AllPosted(number=self.number))
+        self.peer.handle(protocol.AllPosted(number=self.number))
 
     def cancel(self) -> None:
         """Give it up: drain, then tell the receiver. Idempotent; nothing happens once it has ended."""
@@ -305,15 +275,15 @@ class WriterPeer:
         self._tasks = Tasks(loop, log, peer=address.name)
         self._gone = False
         self._actions: dict[type, Callable[..., Coroutine[Any, Any, None] | None]] = {
-            SendReserve: self._reserve,
-            StartWriting: self._start_writing,
-            SendSeal: self._send_seal,
-            SendCommit: self._commit,
-            AbandonWrites: self._abandon,
-            ReleaseSources: self._release_sources,
-            SendRelease: self._release,
-            AnswerRevoke: lambda i: self._revokes.answer(i.number, i.in_doubt),
-            ReportEnd: self._report_end,
+            protocol.SendReserve: self._reserve,
+            protocol.StartWriting: self._start_writing,
+            protocol.SendSeal: self._send_seal,
+            protocol.SendCommit: self._commit,
+            protocol.AbandonWrites: self._abandon,
+            protocol.ReleaseSources: self._release_sources,
+            protocol.SendRelease: self._release,
+            protocol.AnswerRevoke: lambda i: self._revokes.answer(i.number, i.in_doubt),
+            protocol.ReportEnd: self._report_end,
         }
 
     # What the prefill node asks.
@@ -389,7 +359,7 @@ class WriterPeer:
             request=request,
         )
         self._handoffs[number] = handoff
-        self.handle(HandoffAsked(key=key))
+        self.handle(protocol.HandoffAsked(key=key))
         try:
             refusal = await handoff.granted
         except BaseException:
@@ -420,14 +390,14 @@ class WriterPeer:
         """
         if number >= self.machine.next_number:
             raise BatonError(Reason.UNKNOWN_GRANT, f"No Reserve has had the number {number} yet.")
-        return await self._revokes.ask(number, lambda: self.handle(RevokeAsked(number=number)))
+        return await self._revokes.ask(number, lambda: self.handle(protocol.RevokeAsked(number=number)))
 
     def peer_gone(self) -> None:
         """The receiver process is known to have ended: give everything up, and call nobody."""
         if not self._gone:
             self._gone = True
             self._repeats.over(self.address.name, "nothing more is asked of it")
-            self.handle(PeerGone())
+            self.handle(protocol.PeerGone())
 
     def receiver_lost(self) -> None:
         """The receiver is out of reach, and may come back: handoffs end as when the link is lost."""
@@ -463,14 +433,14 @@ class WriterPeer:
         self.completed(handoff, writes)
 
     def writes_in_doubt(self, grant: GrantId) -> None:
-        self.handle(WritesInDoubt(number=self._granted[grant].number))
+        self.handle(protocol.WritesInDoubt(number=self._granted[grant].number))
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         assert pair == self.address.pair, (pair, self.address)
         log.info("data link lost", peer=self.address.name, reason=reason)
         epoch = self.link.lost(reason)
         if epoch is not None:
-            self.handle(LinkLost(epoch=epoch))
+            self.handle(protocol.LinkLost(epoch=epoch))
             for handoff in self._handoffs.values():
                 if self.machine.state_of(handoff.number) is WriterState.COMMITTING:
                     self._tasks.spawn(self._await_commit(handoff))
@@ -478,18 +448,18 @@ class WriterPeer:
     def completed(self, handoff: Handoff, writes: int) -> None:
         """So many of its writes are outstanding no more."""
         handoff.progress_s = self.loop.time()
-        self.handle(WritesCompleted(number=handoff.number, writes=writes))
+        self.handle(protocol.WritesCompleted(number=handoff.number, writes=writes))
         if handoff.seal is not None and self.machine.outstanding_of(handoff.number) == 0:
             self._seal_now(handoff)
 
     # Carrying out.
 
-    def handle(self, event: WriterEvent) -> None:
+    def handle(self, event: protocol.WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             call = self._actions[type(instruction)](instruction)
             if call is not None:
                 self._tasks.spawn(call)
-        for number in [event.number] if isinstance(event, HandoffEvent) else list(self._handoffs):
+        for number in [event.number] if isinstance(event, protocol.HandoffEvent) else list(self._handoffs):
             self._forget_if_over(number)
 
     def _forget_if_over(self, number: ReserveNumber) -> None:
@@ -500,7 +470,7 @@ class WriterPeer:
         self._granted.pop(handoff.grant, None)
         self._fewer.set()
 
-    def _start_writing(self, instruction: StartWriting) -> None:
+    def _start_writing(self, instruction: protocol.StartWriting) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.epoch = instruction.epoch
         handoff.progress_s = self.loop.time()
@@ -508,7 +478,7 @@ class WriterPeer:
         link = self.link.now
         if link is None or link.epoch != instruction.epoch:
             # The pair was fenced between Connect and Reserve: the next request reconnects.
-            self.handle(LinkLost(epoch=instruction.epoch))
+            self.handle(protocol.LinkLost(epoch=instruction.epoch))
             return
         handoff.link = link
         if self._checksums is not None:
@@ -525,7 +495,7 @@ class WriterPeer:
         if not handoff.granted.done():
             handoff.granted.set_result(None)
 
-    def _send_seal(self, instruction: SendSeal) -> None:
+    def _send_seal(self, instruction: protocol.SendSeal) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.seal = Seal(
             grant=instruction.grant,
@@ -545,7 +515,7 @@ class WriterPeer:
         else:
             self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
 
-    def _abandon(self, instruction: AbandonWrites) -> None:
+    def _abandon(self, instruction: protocol.AbandonWrites) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.seal = None
         if handoff.link is not None:
@@ -554,7 +524,7 @@ class WriterPeer:
             # The step posts nothing more, so the answer to the receiver need not wait for its end.
             self.loop.call_soon(step.finish)
 
-    def _release_sources(self, instruction: ReleaseSources) -> None:
+    def _release_sources(self, instruction: protocol.ReleaseSources) -> None:
         handoff = self._handoffs[instruction.number]
         if handoff.link is not None:
             handoff.link.forget(handoff.grant)
@@ -570,7 +540,7 @@ class WriterPeer:
         else:
             handoff.sample.settled(self.loop, released)
 
-    def _report_end(self, instruction: ReportEnd) -> None:
+    def _report_end(self, instruction: protocol.ReportEnd) -> None:
         handoff = self._handoffs[instruction.number]
         if handoff.sample is not None and instruction.end in (HandoffEnd.COMMITTED, HandoffEnd.CORRUPT):
             self.records_checksummed += handoff.sample.records
@@ -600,7 +570,7 @@ class WriterPeer:
         if not handoff.ended.done():
             self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
 
-    async def _reserve(self, instruction: SendReserve) -> None:
+    async def _reserve(self, instruction: protocol.SendReserve) -> None:
         """Ask once, and resolve `granted` with what came of it."""
         number = instruction.number
         handoff = self._handoffs.get(number)
@@ -620,18 +590,18 @@ class WriterPeer:
             _fail_grant(handoff, error)
             if error.reason is Reason.INCARNATION_MISMATCH:
                 self.peer_gone()
-            self.handle(ReserveUnanswered(number=number))
+            self.handle(protocol.ReserveUnanswered(number=number))
             return
         if reply.WhichOneof("answer") != "granted":
             _fail_grant(handoff, _refusal_error(reply, self.address.name))
-            self.handle(ReserveRefused(number=number))
+            self.handle(protocol.ReserveRefused(number=number))
         elif number in self._handoffs:
             grant = reply.granted
             handoff.grant = GrantId(grant.grant)
             handoff.dst_blocks = [BlockId(b) for b in grant.blocks]
             handoff.prefix_skip = grant.prefix_skip
             self._set_lease(handoff, sent_s, grant.lease_ms)
-            self.handle(ReserveGranted(number=number, grant=handoff.grant, epoch=Epoch(grant.epoch)))
+            self.handle(protocol.ReserveGranted(number=number, grant=handoff.grant, epoch=Epoch(grant.epoch)))
 
     async def _keep_lease(self, handoff: Handoff) -> None:
         """Renew, the first time at once, until the handoff has ended; report the lease lapsed when no renewal was
@@ -658,7 +628,7 @@ class WriterPeer:
             if not handoff.ended.done():
                 await asyncio.wait([handoff.ended], timeout=handoff.lease_ms / 3000)
 
-    async def _commit(self, instruction: SendCommit) -> None:
+    async def _commit(self, instruction: protocol.SendCommit) -> None:
         """Ask once; the machine asks again where there was no answer, after a pause. So with `_release`."""
         number = instruction.number
         handoff = self._handoffs.get(number)
@@ -694,13 +664,13 @@ class WriterPeer:
                 corrupt = error.reason is Reason.DATA_CORRUPT
                 if corrupt:
                     self._log_corrupt(handoff, error)
-                self.handle(CommitAnswered(number=number, committed=False, corrupt=corrupt))
+                self.handle(protocol.CommitAnswered(number=number, committed=False, corrupt=corrupt))
                 return
             await self._after_failed_call(COMMIT_FAILED, error, number)
-            self.handle(CommitUnanswered(number=number))
+            self.handle(protocol.CommitUnanswered(number=number))
             return
         self._repeats.over(self.address.name, "it has answered", what=COMMIT_FAILED)
-        self.handle(CommitAnswered(number=number, committed=reply.committed))
+        self.handle(protocol.CommitAnswered(number=number, committed=reply.committed))
 
     def _log_corrupt(self, handoff: Handoff, error: BatonError) -> None:
         """As loud as at the receiver: either machine may be the one that is failing."""
@@ -718,7 +688,7 @@ class WriterPeer:
             layer_block=error.metadata.get("layer_block", ""),
         )
 
-    async def _release(self, instruction: SendRelease) -> None:
+    async def _release(self, instruction: protocol.SendRelease) -> None:
         request = transfer_pb2.ReleaseRequest(
             header=self._header,
             number=instruction.number,
@@ -730,10 +700,10 @@ class WriterPeer:
                 await self._stub.Release(request, timeout=self._config.call_ms_max / 1000)
         except BatonError as error:
             await self._after_failed_call(RELEASE_FAILED, error, instruction.number)
-            self.handle(ReleaseUnanswered(number=instruction.number))
+            self.handle(protocol.ReleaseUnanswered(number=instruction.number))
             return
         self._repeats.over(self.address.name, "it has answered", what=RELEASE_FAILED)
-        self.handle(ReleaseAnswered(number=instruction.number))
+        self.handle(protocol.ReleaseAnswered(number=instruction.number))
 
     async def _after_failed_call(self, what: str, error: BatonError, number: ReserveNumber) -> None:
         """Notice a receiver that is another process by now; otherwise pause before the machine asks again."""

@@ -426,7 +426,7 @@ def test_records_that_cannot_be_read_end_the_handoff_with_an_error(
             i for i in script.machine.handle(told[0]) if isinstance(i, ReportCorrupt | AnswerCommit)
         ]  # fmt: skip
         assert isinstance(report, ReportCorrupt)
-        checks.report(report, WriterPlace(name="prefill-0", host="", transport=TransportName.TCP))
+        checks.report(report, WriterPlace(endpoint="", name="prefill-0", host="", transport=TransportName.TCP))
         assert answer == AnswerCommit(pair=SCRIPT_PAIR, grant=grant, committed=False, corrupt=True)
         for _ in range(2):
             error = checks.error(grant)

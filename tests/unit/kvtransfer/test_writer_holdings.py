@@ -27,8 +27,8 @@ from kvtransfer.transport import TransportName
 from tests.support.grant_scripts import EPOCH_0, OTHER_PAIR, PAIR, Receiver, grant_of, key_of, nth
 
 PLACES = {
-    PAIR: WriterPlace(name="prefill-0", host="one", transport=TransportName.SHM),
-    OTHER_PAIR: WriterPlace(name="prefill-1", host="two", transport=TransportName.TCP),
+    PAIR: WriterPlace(endpoint="", name="prefill-0", host="one", transport=TransportName.SHM),
+    OTHER_PAIR: WriterPlace(endpoint="", name="prefill-1", host="two", transport=TransportName.TCP),
 }
 WRITER = f"prefill-0/{PAIR.writer:016x}"
 
