@@ -4,41 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any
 
 
-class Clock(Protocol):
-    """Seconds, as floats. `monotonic_s` never goes back; `wall_s` may jump and is for display and logs only."""
-
-    def monotonic_s(self) -> float: ...
-
-    def wall_s(self) -> float: ...
-
-    async def sleep_s(self, delay_s: float) -> None:
-        """Return after at least `delay_s` of `monotonic_s`; at the next turn of the loop for 0."""
-        ...
-
-
-class SystemClock:
-    """The machine's clock and the running event loop's timer."""
+class Clock:
+    """The machine's clock and the running event loop's timer, in seconds. A simulation has one of its own."""
 
     def monotonic_s(self) -> float:
+        """Never goes back."""
         return time.monotonic()
 
     def wall_s(self) -> float:
+        """May jump: for display and logs only."""
         return time.time()
 
     async def sleep_s(self, delay_s: float) -> None:
+        """Return after at least `delay_s` of `monotonic_s`; at the next turn of the loop for 0."""
         await asyncio.sleep(delay_s)
+
+
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait for one of them and cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def wait_s(clock: Clock, event: asyncio.Event, delay_s: float) -> bool:
     """Wait for `event`, for at most `delay_s`. Whether it was set."""
-    sleep = asyncio.ensure_future(clock.sleep_s(delay_s))
-    wake = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({sleep, wake}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        sleep.cancel()
-        wake.cancel()
+    await first_of(clock.sleep_s(delay_s), event.wait())
     return event.is_set()

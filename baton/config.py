@@ -11,10 +11,10 @@ import difflib
 import json
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -24,7 +24,6 @@ from baton.errors import BatonError, InvalidField, Reason
 T = TypeVar("T")
 _ENV_NESTING: Final = "__"
 _NONE_TEXTS: Final = frozenset({"", "none"})
-_NO_FORMER: Final[Mapping[str, str]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,48 +79,62 @@ def load(
     env: Mapping[str, str],
     flags: Mapping[str, object],
     known_sections: Collection[str] | None = None,
-    former: Mapping[str, str] = _NO_FORMER,
+    former: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
     """Build `cls`, a frozen dataclass of scalars, enums, Path, Optional, tuples and further such dataclasses.
 
-    File: the table `section` ("prefill", "nodes.prefill") of `toml_path`; with `known_sections`, other top-level names
-    are refused. Environment: `env_prefix` + KEY, nested keys joined by two underscores ("BATON_PREFILL_RPC__RPCS_MAX");
-    unknown names under the prefix are refused. Flags: dotted keys ("rpc.rpcs_max"); a None value means not given.
-    Text (environment, flags) is converted; a tuple is written with commas or as JSON, None as "none". The file's own
-    types must fit: "8" is no number there. `__post_init__` of the classes raises InvalidField, or another ValueError.
-    Help texts come from `setting`, or `field(metadata={"help": ..., "when": ...})`; `"shown": False` there keeps a key,
-    or all of a nested class, out of a command's help. Fields made by `fixed` are not loaded.
-    `former` has what to say of keys that an earlier version had.
+    File: the table `section` ("prefill", "nodes.prefill") of `toml_path`. With `known_sections`, other top-level names
+    are refused. Its types must fit: "8" is no number there.
+    Environment: `env_prefix` + KEY, nested keys joined by two underscores ("BATON_PREFILL_RPC__RPCS_MAX"). Unknown
+    names under the prefix are refused.
+    Flags: dotted keys ("rpc.rpcs_max"); None means not given.
+    Text (environment, flags) is converted; a tuple is written with commas or as JSON, None as "none".
+    `former` has the message for each key of an earlier version.
+
+    Fields come from `setting`, or `field(metadata={"help": ..., "when": ...})`; `"shown": False` there hides a key, or
+    all of a nested class, in a command's help. Fields made by `fixed` are not loaded. `__post_init__` of the classes
+    raises InvalidField or another ValueError.
 
     Raises ConfigError with every problem found.
     """
-    assert dataclasses.is_dataclass(cls), cls
-    return cast(
-        T,
-        _Loader(
-            cls,
-            section=section,
-            toml_path=toml_path,
-            env_prefix=env_prefix,
-            env=env,
-            flags=flags,
-            known_sections=known_sections,
-            former=former,
-        ).load(),
-    )
+    loader = _Loader(cls, section, toml_path, env_prefix, env, flags, former)
+    return cast(T, loader.load(known_sections))
 
 
 def describe(cls: type[Any]) -> Iterator[ConfigKey]:
     """The keys of `cls` in order of declaration, nested ones dotted."""
-    for key, leaf in _leaves(cls).items():
-        yield ConfigKey(
-            key=key,
-            type_text=_type_text(leaf.type),
-            default=_default_text(leaf.default),
-            help=str(leaf.field.metadata.get("help", "")),
-            when=str(leaf.field.metadata.get("when", "")),
-            shown=leaf.shown,
-        )
+    return _describe(cls, "", default=dataclasses.MISSING, shown=True)
+
+
+def _describe(cls: type[Any], path: str, *, default: object, shown: bool) -> Iterator[ConfigKey]:
+    for field, kind, own in _settings(cls, default):
+        told = field.metadata
+        visible = shown and bool(told.get("shown", True))
+        if dataclasses.is_dataclass(kind):
+            yield from _describe(cast(type[Any], kind), f"{path}{field.name}.", default=own, shown=visible)
+        else:
+            yield ConfigKey(
+                key=path + field.name,
+                type_text=_type_text(kind),
+                default=_default_text(own),
+                help=str(told.get("help", "")),
+                when=str(told.get("when", "")),
+                shown=visible,
+            )
+
+
+def _settings(cls: type[Any], default: object) -> Iterator[tuple[dataclasses.Field[Any], Any, object]]:
+    """Each setting of `cls`, its type and its default: that of the instance `default`, or the field's own where that is
+    MISSING. It is MISSING for a required one."""
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        if not field.metadata.get("setting", True):
+            continue
+        if default is not dataclasses.MISSING:
+            own = getattr(default, field.name)
+        else:
+            own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        yield field, hints[field.name], own
 
 
 def env_name(prefix: str, key: str) -> str:
@@ -134,184 +147,165 @@ def flag_name(key: str) -> str:
     return "--" + key.replace("_", "-").replace(".", "-")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaf:
-    field: dataclasses.Field[Any]
-    type: Any
-    default: object
-    """MISSING for a required key."""
-    shown: bool = True
+class _From(Enum):
+    FILE = "file"
+    TEXT = "text"
+    CODE = "code"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Given:
     source: str
     value: Any
-    from_text: bool
-    from_file: bool = False
+    origin: _From
 
 
+@dataclass(slots=True)
 class _Loader:
-    def __init__(
-        self,
-        cls: type[Any],
-        *,
-        section: str,
-        toml_path: Path | None,
-        env_prefix: str,
-        env: Mapping[str, str],
-        flags: Mapping[str, object],
-        known_sections: Collection[str] | None,
-        former: Mapping[str, str],
-    ) -> None:
-        self._cls = cls
-        self._section = section
-        self._toml_path = toml_path
-        self._env_prefix = env_prefix
-        self._env = env
-        self._flags = flags
-        self._known_sections = known_sections
-        self._former = former
-        self._leaves = _leaves(cls)
-        self._given: dict[str, _Given] = {}
-        self._problems: list[ConfigProblem] = []
+    cls: type[Any]
+    section: str
+    toml_path: Path | None
+    env_prefix: str
+    env: Mapping[str, str]
+    flags: Mapping[str, object]
+    former: Mapping[str, str]
+    keys: list[str] = dataclasses.field(init=False)
+    given: dict[str, _Given] = dataclasses.field(default_factory=dict)
+    problems: list[ConfigProblem] = dataclasses.field(default_factory=list)
 
-    def load(self) -> object:
-        self._read_file()
+    def load(self, known_sections: Collection[str] | None) -> object:
+        self.keys = [each.key for each in describe(self.cls)]
+        self._read_file(known_sections)
         self._read_env()
         self._read_flags()
-        value = self._build(self._cls, "")
-        if self._problems:
-            raise ConfigError(self._problems)
+        value = self._build(self.cls, "", dataclasses.MISSING)
+        if self.problems:
+            raise ConfigError(self.problems)
         return value
 
-    def _read_file(self) -> None:
-        if self._toml_path is None:
+    def _read_file(self, known_sections: Collection[str] | None) -> None:
+        if self.toml_path is None:
             return
         try:
-            document: object = tomllib.loads(self._toml_path.read_text(encoding="utf-8"))
+            document: object = tomllib.loads(self.toml_path.read_text(encoding="utf-8"))
         except OSError as error:
-            self._report(str(self._toml_path), f"cannot be read: {error.strerror}")
+            self._report(str(self.toml_path), f"cannot be read: {error.strerror}")
             return
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            self._report(str(self._toml_path), f"is not valid TOML: {error}")
+            self._report(str(self.toml_path), f"is not valid TOML: {error}")
             return
         assert isinstance(document, dict)
-        if self._known_sections is not None:
-            for name in document:
-                if name not in self._known_sections:
-                    self._report(f"{self._toml_path}:{name}", "unknown section" + _hint(name, self._known_sections))
-        for name in self._section.split("."):
+        for name in document:
+            if known_sections is not None and name not in known_sections:
+                self._report(f"{self.toml_path}:{name}", "unknown section" + _hint(name, known_sections))
+        for name in self.section.split("."):
             document = document.get(name, {})
             if not isinstance(document, dict):
-                self._report(f"{self._toml_path}:{self._section}", "must be a table")
+                self._report(f"{self.toml_path}:{self.section}", "must be a table")
                 return
         self._read_table(document, "")
 
     def _read_table(self, table: Mapping[str, object], path: str) -> None:
-        tables = {key.rpartition(".")[0] for key in self._leaves if "." in key}
-        tables |= {key.rpartition(".")[0] for key in self._former}
+        tables = {key.rpartition(".")[0] for key in self.keys if "." in key}
+        tables |= {key.rpartition(".")[0] for key in self.former}
         tables |= {table.rpartition(".")[0] for table in tables if "." in table}
         for name, value in table.items():
             key = path + name
-            source = f"{self._toml_path}:{self._section}.{key}"
-            if key in self._leaves:
-                self._given[key] = _Given(source=source, value=value, from_text=False, from_file=True)
-            elif key in self._former:
-                self._report(source, self._former[key])
+            source = f"{self.toml_path}:{self.section}.{key}"
+            if key in self.keys:
+                self.given[key] = _Given(source, value, _From.FILE)
+            elif key in self.former:
+                self._report(source, self.former[key])
             elif key not in tables:
-                self._report(source, "unknown key" + _hint(key, self._leaves))
+                self._report(source, "unknown key" + _hint(key, self.keys))
             elif isinstance(value, dict):
                 self._read_table(value, key + ".")
             else:
                 self._report(source, f"must be a table, not {value!r}")
 
     def _read_env(self) -> None:
-        names = {env_name(self._env_prefix, key): key for key in self._leaves}
-        former = {env_name(self._env_prefix, key): text for key, text in self._former.items()}
-        for name, text in self._env.items():
+        names = {env_name(self.env_prefix, key): key for key in self.keys}
+        former = {env_name(self.env_prefix, key): text for key, text in self.former.items()}
+        for name, text in self.env.items():
             if name in names:
-                self._given[names[name]] = _Given(source=name, value=text, from_text=True)
+                self.given[names[name]] = _Given(name, text, _From.TEXT)
             elif name in former:
                 self._report(name, former[name])
-            elif name.startswith(self._env_prefix):
+            elif name.startswith(self.env_prefix):
                 self._report(name, "unknown variable" + _hint(name, names))
 
     def _read_flags(self) -> None:
-        for key, value in self._flags.items():
+        for key, value in self.flags.items():
             if value is None:
                 continue
-            if key in self._leaves:
-                self._given[key] = _Given(source=flag_name(key), value=value, from_text=isinstance(value, str))
+            if key in self.keys:
+                origin = _From.TEXT if isinstance(value, str) else _From.CODE
+                self.given[key] = _Given(flag_name(key), value, origin)
             else:
-                self._report(flag_name(key), self._former.get(key) or "unknown flag" + _hint(key, self._leaves))
+                self._report(flag_name(key), self.former.get(key) or "unknown flag" + _hint(key, self.keys))
 
-    def _build(self, cls: type[Any], path: str, default: object = dataclasses.MISSING) -> object:
-        """An instance of `cls`, over `default` where there is one, or None after reporting why there is none."""
+    def _build(self, cls: type[Any], path: str, default: object) -> object:
+        """An instance of `cls`, over `default` unless that is MISSING; None after a report of why there is none."""
         values: dict[str, object] = {}
-        if default is not dataclasses.MISSING:
-            values = {f.name: getattr(default, f.name) for f in dataclasses.fields(cls) if not _is_setting(f)}
-        problems_before = len(self._problems)
-        for name, leaf in _fields(cls, default).items():
-            key = path + name
-            if dataclasses.is_dataclass(leaf.type):
-                if leaf.default is dataclasses.MISSING or any(given.startswith(key + ".") for given in self._given):
-                    values[name] = self._build(cast(type[Any], leaf.type), key + ".", leaf.default)
-                else:
-                    values[name] = leaf.default
-            elif key in self._given:
-                self._take(values, name, key, leaf.type)
-            elif leaf.default is dataclasses.MISSING:
+        problems_before = len(self.problems)
+        for field, kind, own in _settings(cls, default):
+            key = path + field.name
+            if dataclasses.is_dataclass(kind):
+                if own is dataclasses.MISSING or any(given.startswith(key + ".") for given in self.given):
+                    values[field.name] = self._build(cast(type[Any], kind), key + ".", own)
+            elif key in self.given:
+                values[field.name] = self._converted(kind, self.given[key])
+            elif own is dataclasses.MISSING:
                 self._report(self._where(key), "is required and not set")
-            else:
-                values[name] = leaf.default
-        if len(self._problems) > problems_before:
+        if len(self.problems) > problems_before:
             return None
         try:
-            return cls(**values)
+            made: object = cls(**values) if default is dataclasses.MISSING else replace(cast(Any, default), **values)
+            return made
         except InvalidField as error:
             self._report(self._where(path + error.field), str(error.args[0]))
         except ValueError as error:
             self._report(self._where(path.removesuffix(".")), str(error))
         return None
 
-    def _take(self, values: dict[str, object], name: str, key: str, kind: Any) -> None:
-        given = self._given[key]
+    def _converted(self, kind: Any, given: _Given) -> object:
+        """The value as `kind`; None after a report of why it is none."""
         try:
-            values[name] = _convert(kind, given)
+            return _convert(kind, given)
         except ValidationError as error:
             for detail in error.errors(include_url=False, include_context=False):
                 inner = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
                 self._report(given.source + inner, f"{detail['msg']}; got {detail['input']!r}")
         except ValueError as error:
             self._report(given.source, f"{error}; got {given.value!r}")
+        return None
 
     def _where(self, key: str) -> str:
         """Where `key` is set, or all places where it could be."""
-        if key in self._given:
-            return self._given[key].source
+        if key in self.given:
+            return self.given[key].source
         places = []
-        if self._toml_path is not None:
-            places.append(f"{self._toml_path}:{self._section}" + (f".{key}" if key else ""))
-        if key in self._leaves:
-            places += [env_name(self._env_prefix, key), flag_name(key)]
-        return " or ".join(places) or (key or self._section)
+        if self.toml_path is not None:
+            places.append(f"{self.toml_path}:{self.section}" + (f".{key}" if key else ""))
+        if key in self.keys:
+            places += [env_name(self.env_prefix, key), flag_name(key)]
+        return " or ".join(places) or (key or self.section)
 
     def _report(self, source: str, problem: str) -> None:
-        self._problems.append(ConfigProblem(source=source, problem=problem))
+        self.problems.append(ConfigProblem(source=source, problem=problem))
 
 
 def _convert(kind: Any, given: _Given) -> object:
     """The value as `kind`. Raises ValidationError or ValueError."""
     # Dataclasses inside a tuple take the configuration of the adapter; on a dataclass itself it is not allowed.
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(extra="forbid"))
-    if given.from_file:
+    if given.origin is _From.FILE:
         try:
             text = json.dumps(given.value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError("dates, infinities and not-a-number are not used here") from error
         return adapter.validate_json(text, strict=True)
-    if not given.from_text:
+    if given.origin is _From.CODE:
         return adapter.validate_python(given.value)
     text = str(given.value)
     if _is_optional(kind) and text.lower() in _NONE_TEXTS:
@@ -321,40 +315,6 @@ def _convert(kind: Any, given: _Given) -> object:
     if text.startswith("["):
         return adapter.validate_json(text, strict=True)
     return adapter.validate_python(tuple(part.strip() for part in text.split(",")) if text else ())
-
-
-def _fields(cls: type[Any], default: object) -> dict[str, _Leaf]:
-    """The fields of `cls`; their defaults are those of the instance `default`, where it is not MISSING."""
-    hints = get_type_hints(cls, include_extras=True)
-    fields = {}
-    for field in dataclasses.fields(cls):
-        if not _is_setting(field):
-            continue
-        own = _default_of(field) if default is dataclasses.MISSING else getattr(default, field.name)
-        shown = bool(field.metadata.get("shown", True))
-        fields[field.name] = _Leaf(field=field, type=hints[field.name], default=own, shown=shown)
-    return fields
-
-
-def _is_setting(field: dataclasses.Field[Any]) -> bool:
-    return bool(field.metadata.get("setting", True))
-
-
-def _leaves(cls: type[Any], path: str = "", default: object = dataclasses.MISSING) -> dict[str, _Leaf]:
-    found: dict[str, _Leaf] = {}
-    for name, leaf in _fields(cls, default).items():
-        if dataclasses.is_dataclass(leaf.type):
-            inner = _leaves(cast(type[Any], leaf.type), f"{path}{name}.", leaf.default)
-            found |= {key: dataclasses.replace(each, shown=each.shown and leaf.shown) for key, each in inner.items()}
-        else:
-            found[path + name] = leaf
-    return found
-
-
-def _default_of(field: dataclasses.Field[Any]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _default_text(value: object) -> str | None:

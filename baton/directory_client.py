@@ -12,7 +12,7 @@ from batonpb import directory_pb2, directory_pb2_grpc
 from baton.errors import BatonError, Reason, check_positive
 from baton.ids import Incarnation, NodeName
 from baton.log import get_log
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord, record_from_proto, record_to_proto
 
 log = get_log("directory")

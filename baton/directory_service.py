@@ -14,6 +14,7 @@ from baton.directory import Changes, DirectoryLimits, DirectoryState, PushOutcom
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import get_log
 from baton.rpc import RpcServer
+from baton.tasks import end_task
 
 log = get_log("directory")
 DIRECTORY_SERVICE: Final = "baton.v1.Directory"
@@ -63,9 +64,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         """End the watches, so that the server can stop without waiting for them. Idempotent."""
         self._closing = True
         self._wake()
-        if self._expirer is not None:
-            self._expirer.cancel()
-            await asyncio.wait([self._expirer])
+        await end_task(self._expirer)
 
     async def Push(self, request: directory_pb2.PushRequest, _context: object) -> directory_pb2.PushReply:
         now_s = self._expire()

@@ -10,7 +10,7 @@ from baton.clock import Clock
 from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
 from baton.endpoint import REDIS_PORT, RedisAddress, check_reachable
 from baton.errors import BatonError, InvalidField, Reason
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 
 DIRECTORY_HELP: Final = "host:port of the directory, or redis://[user:password@]host:port/number (rediss:// for TLS)"
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from baton.clock import Clock
+from baton.clock import Clock, first_of
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
 from baton.log import get_log
+from baton.tasks import end_task
 
 log = get_log("drain")
 
@@ -110,22 +111,20 @@ class NodeDrain:
         if drain is None:
             await stop.wait()
             return
-        await _first_of(stop.wait(), drain.wait())
+        await first_of(stop.wait(), drain.wait())
         if stop.is_set():
             return
         self._stopping = True
         self.order(LifecycleEvent.DRAIN, "asked to end")
         if self._proving is not None:
-            await _first_of(stop.wait(), asyncio.wait([self._proving]), self._clock.sleep_s(drain_ms_max / 1e3))
+            await first_of(stop.wait(), asyncio.wait([self._proving]), self._clock.sleep_s(drain_ms_max / 1e3))
         if self._lifecycle.state is not Lifecycle.DRAINED:
             left = ", ".join(f"{what}: {count}" for what, count in self._holds().left().items())
             log.warning("drain given up", limit_ms=drain_ms_max, stopped=stop.is_set(), left=left)
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._proving is not None:
-            self._proving.cancel()
-            await asyncio.wait([self._proving])
+        await end_task(self._proving)
 
     def _handle(self, event: LifecycleEvent, why: str) -> None:
         before = self._lifecycle.state
@@ -144,14 +143,3 @@ class NodeDrain:
     async def _prove(self) -> None:
         while self._lifecycle.state is Lifecycle.DRAINING and not self._is_empty():
             await self._clock.sleep_s(PROOF_MS / 1e3)
-
-
-async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait for one of them and cancel the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

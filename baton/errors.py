@@ -32,127 +32,82 @@ class Code(IntEnum):
 
 
 class Reason(Enum):
-    """What is wrong, for machines. Part of the public interface: never renamed, never given another meaning."""
+    """What is wrong, for machines, and the code that goes with it unless the error says otherwise.
+
+    Part of the public interface: never renamed, never given another meaning.
+    """
+
+    _value_: str
+    code: Code
+
+    def __new__(cls, value: str, code: Code = Code.UNKNOWN) -> Reason:
+        reason = object.__new__(cls)
+        reason._value_, reason.code = value, code
+        return reason
 
     # The request itself is wrong: sending it again does not help.
-    EMPTY_PROMPT = "EMPTY_PROMPT"
-    PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
-    TOKEN_OUT_OF_RANGE = "TOKEN_OUT_OF_RANGE"
-    SAMPLING_OUT_OF_RANGE = "SAMPLING_OUT_OF_RANGE"
-    BAD_FIELD = "BAD_FIELD"
-    BAD_CONFIG = "BAD_CONFIG"
-    BAD_NAME = "BAD_NAME"
-    BAD_ENDPOINT = "BAD_ENDPOINT"
-    BAD_REQUEST_ID = "BAD_REQUEST_ID"
-    NO_DEADLINE = "NO_DEADLINE"
-    NO_TOKENIZER = "NO_TOKENIZER"
-    NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
+    EMPTY_PROMPT = "EMPTY_PROMPT", Code.INVALID_ARGUMENT
+    PROMPT_TOO_LONG = "PROMPT_TOO_LONG", Code.INVALID_ARGUMENT
+    TOKEN_OUT_OF_RANGE = "TOKEN_OUT_OF_RANGE", Code.INVALID_ARGUMENT
+    SAMPLING_OUT_OF_RANGE = "SAMPLING_OUT_OF_RANGE", Code.INVALID_ARGUMENT
+    BAD_FIELD = "BAD_FIELD", Code.INVALID_ARGUMENT
+    BAD_CONFIG = "BAD_CONFIG", Code.INVALID_ARGUMENT
+    BAD_NAME = "BAD_NAME", Code.INVALID_ARGUMENT
+    BAD_ENDPOINT = "BAD_ENDPOINT", Code.INVALID_ARGUMENT
+    BAD_REQUEST_ID = "BAD_REQUEST_ID", Code.INVALID_ARGUMENT
+    NO_DEADLINE = "NO_DEADLINE", Code.INVALID_ARGUMENT
+    NO_TOKENIZER = "NO_TOKENIZER", Code.FAILED_PRECONDITION
+    NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE", Code.FAILED_PRECONDITION
 
     # What it names is not here, or is here already.
-    UNKNOWN_MODEL = "UNKNOWN_MODEL"
-    UNKNOWN_NODE = "UNKNOWN_NODE"
-    UNKNOWN_GRANT = "UNKNOWN_GRANT"
-    NAME_IN_USE = "NAME_IN_USE"
-    PORT_IN_USE = "PORT_IN_USE"
-    REQUEST_EXISTS = "REQUEST_EXISTS"
+    UNKNOWN_MODEL = "UNKNOWN_MODEL", Code.NOT_FOUND
+    UNKNOWN_NODE = "UNKNOWN_NODE", Code.NOT_FOUND
+    UNKNOWN_GRANT = "UNKNOWN_GRANT", Code.NOT_FOUND
+    NAME_IN_USE = "NAME_IN_USE", Code.ALREADY_EXISTS
+    PORT_IN_USE = "PORT_IN_USE", Code.ALREADY_EXISTS
+    REQUEST_EXISTS = "REQUEST_EXISTS", Code.ALREADY_EXISTS
 
     # The model folder.
-    MODEL_MISSING = "MODEL_MISSING"
-    MODEL_BROKEN = "MODEL_BROKEN"
-    MODEL_UNSUPPORTED = "MODEL_UNSUPPORTED"
+    MODEL_MISSING = "MODEL_MISSING", Code.NOT_FOUND
+    MODEL_BROKEN = "MODEL_BROKEN", Code.FAILED_PRECONDITION
+    MODEL_UNSUPPORTED = "MODEL_UNSUPPORTED", Code.FAILED_PRECONDITION
 
     # No room now: the retry time says when to come back.
-    QUEUE_FULL = "QUEUE_FULL"
-    DECODE_FULL = "DECODE_FULL"
-    DIRECTORY_FULL = "DIRECTORY_FULL"
-    PINS_FULL = "PINS_FULL"
-    TOO_MANY_CALLS = "TOO_MANY_CALLS"
-    TOO_MANY_PEERS = "TOO_MANY_PEERS"
+    QUEUE_FULL = "QUEUE_FULL", Code.RESOURCE_EXHAUSTED
+    DECODE_FULL = "DECODE_FULL", Code.RESOURCE_EXHAUSTED
+    DIRECTORY_FULL = "DIRECTORY_FULL", Code.RESOURCE_EXHAUSTED
+    PINS_FULL = "PINS_FULL", Code.RESOURCE_EXHAUSTED
+    TOO_MANY_CALLS = "TOO_MANY_CALLS", Code.RESOURCE_EXHAUSTED
+    TOO_MANY_PEERS = "TOO_MANY_PEERS", Code.RESOURCE_EXHAUSTED
 
     # The cluster is not in the state that the call needs.
-    NO_PREFILL_NODE = "NO_PREFILL_NODE"
-    NO_DECODE_NODE = "NO_DECODE_NODE"
-    NODE_DRAINING = "NODE_DRAINING"
-    DIRECTORY_LOST = "DIRECTORY_LOST"
-    PEER_UNREACHABLE = "PEER_UNREACHABLE"
-    PAIR_FENCING = "PAIR_FENCING"
-    INCARNATION_MISMATCH = "INCARNATION_MISMATCH"
-    INCOMPATIBLE_NODE = "INCOMPATIBLE_NODE"
-    BAD_LIFECYCLE = "BAD_LIFECYCLE"
-    LISTEN_REFUSED = "LISTEN_REFUSED"
+    NO_PREFILL_NODE = "NO_PREFILL_NODE", Code.UNAVAILABLE
+    NO_DECODE_NODE = "NO_DECODE_NODE", Code.UNAVAILABLE
+    NODE_DRAINING = "NODE_DRAINING", Code.UNAVAILABLE
+    DIRECTORY_LOST = "DIRECTORY_LOST", Code.UNAVAILABLE
+    PEER_UNREACHABLE = "PEER_UNREACHABLE", Code.UNAVAILABLE
+    PAIR_FENCING = "PAIR_FENCING", Code.UNAVAILABLE
+    INCARNATION_MISMATCH = "INCARNATION_MISMATCH", Code.FAILED_PRECONDITION
+    INCOMPATIBLE_NODE = "INCOMPATIBLE_NODE", Code.FAILED_PRECONDITION
+    BAD_LIFECYCLE = "BAD_LIFECYCLE", Code.FAILED_PRECONDITION
+    LISTEN_REFUSED = "LISTEN_REFUSED", Code.FAILED_PRECONDITION
 
     # It was begun and did not end well.
-    GRANT_REVOKED = "GRANT_REVOKED"
-    HANDOFF_FAILED = "HANDOFF_FAILED"
-    DATA_CORRUPT = "DATA_CORRUPT"
-    SCORES_NOT_FINITE = "SCORES_NOT_FINITE"
-    ATTEMPTS_SPENT = "ATTEMPTS_SPENT"
-    NOT_RESUMABLE = "NOT_RESUMABLE"
-    DEADLINE = "DEADLINE"
-    CANCELLED = "CANCELLED"
-    SLOW_CLIENT = "SLOW_CLIENT"
-    UNIMPLEMENTED = "UNIMPLEMENTED"
-    INTERNAL = "INTERNAL"
-    UNRECOGNISED = "UNRECOGNISED"  # a peer's reason that this version does not know; metadata["reason"] has its text
+    GRANT_REVOKED = "GRANT_REVOKED", Code.ABORTED
+    HANDOFF_FAILED = "HANDOFF_FAILED", Code.ABORTED
+    DATA_CORRUPT = "DATA_CORRUPT", Code.DATA_LOSS
+    SCORES_NOT_FINITE = "SCORES_NOT_FINITE", Code.INTERNAL
+    ATTEMPTS_SPENT = "ATTEMPTS_SPENT", Code.ABORTED
+    NOT_RESUMABLE = "NOT_RESUMABLE", Code.ABORTED
+    DEADLINE = "DEADLINE", Code.DEADLINE_EXCEEDED
+    CANCELLED = "CANCELLED", Code.CANCELLED
+    SLOW_CLIENT = "SLOW_CLIENT", Code.CANCELLED
+    UNIMPLEMENTED = "UNIMPLEMENTED", Code.UNIMPLEMENTED
+    INTERNAL = "INTERNAL", Code.INTERNAL
+    UNRECOGNISED = "UNRECOGNISED", Code.UNKNOWN
+    """A peer's reason that this version does not know; metadata["reason"] has its text."""
 
 
-_REASONS_OF: Final[Mapping[Code, tuple[Reason, ...]]] = {
-    Code.INVALID_ARGUMENT: (
-        Reason.EMPTY_PROMPT,
-        Reason.PROMPT_TOO_LONG,
-        Reason.TOKEN_OUT_OF_RANGE,
-        Reason.SAMPLING_OUT_OF_RANGE,
-        Reason.BAD_FIELD,
-        Reason.BAD_CONFIG,
-        Reason.BAD_NAME,
-        Reason.BAD_ENDPOINT,
-        Reason.BAD_REQUEST_ID,
-        Reason.NO_DEADLINE,
-    ),
-    Code.NOT_FOUND: (
-        Reason.UNKNOWN_MODEL,
-        Reason.UNKNOWN_NODE,
-        Reason.UNKNOWN_GRANT,
-        Reason.MODEL_MISSING,
-    ),
-    Code.ALREADY_EXISTS: (Reason.NAME_IN_USE, Reason.PORT_IN_USE, Reason.REQUEST_EXISTS),
-    Code.RESOURCE_EXHAUSTED: (
-        Reason.QUEUE_FULL,
-        Reason.DECODE_FULL,
-        Reason.DIRECTORY_FULL,
-        Reason.PINS_FULL,
-        Reason.TOO_MANY_CALLS,
-        Reason.TOO_MANY_PEERS,
-    ),
-    Code.FAILED_PRECONDITION: (
-        Reason.NO_TOKENIZER,
-        Reason.NO_CHAT_TEMPLATE,
-        Reason.MODEL_BROKEN,
-        Reason.MODEL_UNSUPPORTED,
-        Reason.INCARNATION_MISMATCH,
-        Reason.INCOMPATIBLE_NODE,
-        Reason.BAD_LIFECYCLE,
-        Reason.LISTEN_REFUSED,
-    ),
-    Code.UNAVAILABLE: (
-        Reason.NO_PREFILL_NODE,
-        Reason.NO_DECODE_NODE,
-        Reason.NODE_DRAINING,
-        Reason.DIRECTORY_LOST,
-        Reason.PEER_UNREACHABLE,
-        Reason.PAIR_FENCING,
-    ),
-    Code.ABORTED: (Reason.GRANT_REVOKED, Reason.HANDOFF_FAILED, Reason.ATTEMPTS_SPENT, Reason.NOT_RESUMABLE),
-    Code.DATA_LOSS: (Reason.DATA_CORRUPT,),
-    Code.DEADLINE_EXCEEDED: (Reason.DEADLINE,),
-    Code.CANCELLED: (Reason.CANCELLED, Reason.SLOW_CLIENT),
-    Code.UNIMPLEMENTED: (Reason.UNIMPLEMENTED,),
-    Code.INTERNAL: (Reason.INTERNAL, Reason.SCORES_NOT_FINITE),
-    Code.UNKNOWN: (Reason.UNRECOGNISED,),
-}
-
-CODE_OF: Final[Mapping[Reason, Code]] = {reason: code for code, reasons in _REASONS_OF.items() for reason in reasons}
-"""The code that goes with a reason unless the error says otherwise."""
 REGION_BLOCKS_KEY: Final = "region_blocks"
 """In the metadata of a PROMPT_TOO_LONG: one prefill node's own region is too small, and another one's may do."""
 
@@ -180,7 +135,7 @@ class BatonError(Exception):
         super().__init__(message)
         self.reason = reason
         self.message = message
-        self.code = CODE_OF[reason] if code is None else code
+        self.code = reason.code if code is None else code
         self.field = field
         self.retry_after_ms = retry_after_ms
         self.metadata: dict[str, str] = dict(metadata or {})

@@ -12,6 +12,7 @@ from typing import Final
 
 from baton.clock import Clock
 from baton.log import get_log
+from baton.tasks import end_task
 
 log = get_log("node")
 
@@ -43,9 +44,7 @@ class LoopLag:
 
     async def close(self) -> None:
         """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await end_task(self._task)
 
     @property
     def max_ms(self) -> float:

@@ -1,4 +1,4 @@
-"""One node's place in the cluster: it reports itself to the directory and keeps the directory's records of the others.
+"""One node's place in the cluster: it reports itself to the directory and keeps the records of the others.
 
 The directory gives hints. When it is lost, the last known records stay, marked stale, and nothing else happens.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from baton.clock import Clock, wait_s
 from baton.config import fixed, setting
@@ -19,6 +19,8 @@ from baton.directory_client import Directory, Snapshot
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import NodeName
 from baton.log import get_log
+from baton.retry_time import backoff_s
+from baton.tasks import end_task, log_failure
 from baton.wire import NodeRecord, Role
 
 log = get_log("membership")
@@ -27,7 +29,7 @@ _TRANSIENT: Final = frozenset(
     {Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.TOO_MANY_CALLS, Reason.DIRECTORY_FULL, Reason.CANCELLED}
 )
 _NAME_WAIT_TTLS: Final = 1.5
-"""How many times `ttl_ms` a starting node waits for the record of its predecessor to run out."""
+"""For how many times `ttl_ms` a starting node waits until its predecessor's record has expired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class MembershipConfig:
         "Nodes start long before the directory does.",
     )
     backoff_ms_min: int = fixed(50)
-    """First pause before the directory is asked again after a failure; it doubles."""
+    """First pause before the directory is asked again after a failure; it doubles each time."""
     backoff_ms_max: int = fixed(1_000)
     """Longest such pause."""
 
@@ -67,19 +69,18 @@ class MembershipConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unconfirmed:
-    """A record that a directory found again does not know."""
+    """How long a record is kept that the directory, found again, does not list."""
 
     until_s: float
-    """It is kept until then."""
     last_s: float
-    """And no longer than this, however often the directory is lost and found meanwhile."""
+    """The end of `until_s`, however often the directory is lost and found meanwhile."""
 
 
 class Membership:
     """Heartbeat and watch of one process, on one event loop. Does not own the directory client.
 
-    `own_record` is called before each push and returns the record as it is now (`sequence` is set here); None watches
-    only. `on_change` is called on the loop, after `nodes()` or `stale` has changed; it must not raise.
+    `own_record` returns the record as it is now, before each push (`sequence` is set here); None: only watch.
+    `on_change` is called on the loop after `nodes()` or `stale` has changed; it must not raise.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Membership:
         self._on_change = on_change
         self._records: tuple[NodeRecord, ...] = ()
         self._of_role: dict[Role, tuple[NodeRecord, ...]] = {}
-        """Those that serve a role, for the roles asked for since the records last changed."""
+        """Cache of `nodes(role)`, emptied when the records change."""
         self._unconfirmed: dict[NodeName, _Unconfirmed] = {}
         self._stale = True
         self._stale_since_s = clock.monotonic_s()
@@ -108,16 +109,15 @@ class Membership:
         self._registered = False
         self._push_trouble: Reason | None = None
         self._announced = asyncio.Event()
-        self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def stale(self) -> bool:
-        """Whether the directory is out of reach (or was not reached yet), so that `nodes()` may be out of date."""
+        """The directory is out of reach or was not reached yet, so `nodes()` may be out of date."""
         return self._stale
 
     def check_known(self) -> None:
-        """Raises BatonError DIRECTORY_LOST where `nodes()` is too old to give new work by."""
+        """Raises BatonError DIRECTORY_LOST if `nodes()` is too old to place new requests by."""
         lost_ms = (self._clock.monotonic_s() - self._stale_since_s) * 1e3
         if self._stale and lost_ms > self._config.stale_ms_max:
             raise BatonError(
@@ -129,9 +129,9 @@ class Membership:
             )
 
     def nodes(self, role: Role | None = None) -> tuple[NodeRecord, ...]:
-        """The last known records, ordered by name, this node's own among them. No I/O.
+        """The last known records, ordered by name and with this node's own. No I/O.
 
-        With `role`, those that serve it: a mixed node is among the prefill nodes and among the decode nodes.
+        With `role`, those that serve it: a mixed node is both a prefill node and a decode node.
         """
         if role is None:
             return self._records
@@ -143,22 +143,22 @@ class Membership:
     async def start(self) -> None:
         """Register, then keep pushing and watching in the background.
 
-        A name that is held is waited for, since it may be this node's own predecessor that was killed; likewise a
-        directory that does not answer yet. Raises BatonError, with nothing running: NAME_IN_USE after 1.5 `ttl_ms`,
+        It waits for a name that is taken, which may be taken by this node's killed predecessor, and for a directory
+        that does not answer yet. Raises BatonError with nothing left running: NAME_IN_USE after 1.5 `ttl_ms`,
         PEER_UNREACHABLE or DEADLINE after `directory_wait_ms_max`, anything else at once.
         """
         assert not self._tasks, "started twice"
         if self._own_record is not None:
             await self._register()
-        self._tasks = [self._spawn(self._beat_forever(), "heartbeat"), self._spawn(self._watch_forever(), "watch")]
+        for work, name in ((self._beat_forever(), "heartbeat"), (self._watch_forever(), "watch")):
+            task = asyncio.create_task(work, name=f"membership-{name}")
+            task.add_done_callback(log_failure)
+            self._tasks.append(task)
 
     async def stop(self) -> None:
-        """Stop both, then take the own record back; a directory that is gone only gets a log line. Idempotent."""
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        """Stop both, then remove the own record; if the directory is gone, only log that. Idempotent."""
+        while self._tasks:
+            await end_task(self._tasks.pop())
         if self._registered and self._own_record is not None:
             self._registered = False
             record = self._own_record()
@@ -168,13 +168,8 @@ class Membership:
                 log.warning("own record stays in the directory until it runs out", problem=error.message)
 
     def announce(self) -> None:
-        """Push the own record now instead of at the next heartbeat: its lifecycle has changed, say."""
+        """Push the own record now and not at the next heartbeat, for example because the lifecycle has changed."""
         self._announced.set()
-
-    async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Return once `holds()` is true, asked again after every change. The caller sets the time limit."""
-        while not holds():
-            await self._changed.wait()
 
     async def _register(self) -> None:
         config, begun_s, attempt = self._config, self._clock.monotonic_s(), 0
@@ -187,7 +182,7 @@ class Membership:
                 if error.reason is Reason.NAME_IN_USE:
                     wait_ms_max, delay_s = config.ttl_ms * _NAME_WAIT_TTLS, config.heartbeat_ms / 1e3
                 elif error.reason in _TRANSIENT:
-                    wait_ms_max, delay_s = float(config.directory_wait_ms_max), self._backoff_s(attempt)
+                    wait_ms_max, delay_s = float(config.directory_wait_ms_max), self._pause_s(attempt)
                 else:
                     raise
                 if waited_ms >= wait_ms_max:
@@ -197,11 +192,14 @@ class Membership:
             attempt += 1
             await self._clock.sleep_s(delay_s)
 
+    def _pause_s(self, attempt: int) -> float:
+        return backoff_s(attempt, self._config.backoff_ms_min, self._config.backoff_ms_max, self._rng)
+
     async def _push(self) -> None:
         assert self._own_record is not None
         self._sequence += 1
         record = dataclasses.replace(self._own_record(), sequence=self._sequence)
-        # Before the answer: a push whose answer is lost may still have landed, and then stop() must remove it.
+        # Set before the answer: a push whose answer is lost may have arrived, and then stop() must remove it.
         self._registered = True
         await self._directory.push(record, ttl_ms=self._config.ttl_ms)
 
@@ -237,15 +235,17 @@ class Membership:
                 if attempt == 0:
                     log.warning("directory lost; going on with the last known nodes", problem=error.message)
                 self._publish(self._records, stale=True)
-            await self._clock.sleep_s(self._backoff_s(attempt))
+            await self._clock.sleep_s(self._pause_s(attempt))
             attempt += 1
 
     def _take(self, snapshot: Snapshot, *, found_again: bool) -> None:
-        """A directory that is found again may have heard of nobody for as long as it was lost: it was restarted, stood
-        still, or was cut off from all of them. It hears of those that live within a heartbeat. Nodes that it neither
-        lists nor knows to have said goodbye are kept for `ttl_ms` more, so that its trouble is not an outage. Where it
-        is lost again and again before that is over, the dead would never run out: they have `stale_ms_max` in all, as
-        while it is out of reach. A loss of `ttl_ms` or more, in which nobody could be heard of, does not count."""
+        """Take over the directory's records, and keep for a while those that it may have lost.
+
+        A directory that is found again may not know the living nodes: it was restarted, stood still, or was cut off
+        from them. It knows them again within a heartbeat. Until then, for `ttl_ms`, nodes stay that it neither lists
+        nor reports as removed, so that its trouble causes no outage. If it is lost again and again, a dead node stays
+        for `stale_ms_max` in all; a loss of `ttl_ms` or more, during which nothing could be learned, does not count.
+        """
         settled = {record.name for record in snapshot.records} | snapshot.left
         if found_again:
             self._unconfirmed = {record.name: self._wait_for(record.name) for record in self._records}
@@ -255,7 +255,7 @@ class Membership:
         self._publish(tuple(sorted([*snapshot.records, *kept], key=lambda record: record.name)), stale=False)
 
     def _wait_for(self, name: NodeName) -> _Unconfirmed:
-        """How long a record stays that a directory, found again just now, may not know."""
+        """How long to keep a record that the directory, found again just now, may not know."""
         now_s, ttl_s = self._clock.monotonic_s(), self._config.ttl_ms / 1e3
         before, last_s = self._unconfirmed.get(name), now_s + self._config.stale_ms_max / 1e3
         if before is not None:
@@ -279,20 +279,8 @@ class Membership:
             self._stale_since_s = self._clock.monotonic_s()
         self._records, self._stale = records, stale
         self._of_role.clear()
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
         if self._on_change is not None:
             self._on_change()
-
-    def _backoff_s(self, attempt: int) -> float:
-        """Doubling, capped, with jitter: many nodes lose the directory at the same moment."""
-        ceiling_ms = min(self._config.backoff_ms_max, self._config.backoff_ms_min * (1 << min(attempt, 16)))
-        return self._rng.uniform(0.5, 1.0) * ceiling_ms / 1e3
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=f"membership-{name}")
-        task.add_done_callback(_log_failure)
-        return task
 
 
 def _gave_up(error: BatonError, waited_ms: float) -> BatonError:
@@ -306,9 +294,3 @@ def _gave_up(error: BatonError, waited_ms: float) -> BatonError:
         retry_after_ms=error.retry_after_ms,
         metadata=error.metadata,
     )
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    failure = None if task.cancelled() else task.exception()
-    if failure is not None:
-        log.error("ended by a bug of ours", task=task.get_name(), exc_info=failure)

@@ -1,20 +1,19 @@
-"""The Kubernetes pod that a node runs in: which pod a smaller pool gives up first.
+"""The Kubernetes pod that a node runs in: a draining node makes its pod the first that a smaller pool gives up.
 
-A ReplicaSet that loses a replica removes pods that are not ready first, and among those alike the one of the lowest
-`controller.kubernetes.io/pod-deletion-cost`. A draining node gives its own pod the lowest cost there is, and takes that
-back when it takes requests again. It is a hint: a drain goes on without it.
+A ReplicaSet that shrinks removes pods that are not ready first, and of the others the one with the lowest
+`controller.kubernetes.io/pod-deletion-cost`. A draining node sets the lowest cost, and removes it when it takes
+requests again. This is a hint: a drain goes on without it.
 https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost
 
-The API is called by lightkube, the extra `k8s`, which is imported when the first call is made.
+The client library is lightkube, the extra `k8s`; it is imported at the first call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -24,93 +23,22 @@ from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
+from baton.retry_time import backoff_s
+from baton.tasks import end_task, log_failure
 
 if TYPE_CHECKING:
     from lightkube import AsyncClient
 
+log = get_log("pod")
+
 TOKEN_FILE: Final = "token"
 CA_FILE: Final = "ca.crt"
 NAMESPACE_FILE: Final = "namespace"
-"""Of a mounted service account, see https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/."""
+"""Files of a mounted service account: https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/."""
 FIELD_MANAGER: Final = "baton"
 PROBLEM_CHARS_MAX: Final = 200
 _AGAIN_LATER: Final = frozenset({401, 408, 409, 429})
-"""Refusals that may pass: 401 while the token is being renewed. All of 5xx too."""
-
-
-class KubernetesError(Exception):
-    """The API server was not reached, or has refused. `may_pass`: another try later may succeed."""
-
-    def __init__(self, problem: str, *, may_pass: bool) -> None:
-        super().__init__(problem[:PROBLEM_CHARS_MAX])
-        self.may_pass = may_pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodAddress:
-    """One pod, the API server that knows it, and the folder of the service account to speak as."""
-
-    api: str
-    """https://host[:port]"""
-    credentials: Path
-    pod: str
-
-
-async def patch_annotations(address: PodAddress, annotations: Mapping[str, str | None]) -> None:
-    """Set annotations of the pod; None removes one, or leaves it removed. Sets no time limit.
-
-    The files of the service account are read again for each call: the kubelet renews the token. Raises KubernetesError.
-    """
-    try:
-        import httpx2
-        from lightkube.resources.core_v1 import Pod
-    except ImportError as error:
-        problem = f"{error.name} is not installed, which pod.name needs: pip install 'baton-serve[k8s]'"
-        raise KubernetesError(problem, may_pass=False) from error
-    try:
-        # Mounted files, but files: not for the event loop.
-        client = await asyncio.to_thread(_client, address)
-    except (OSError, ValueError) as error:
-        problem = f"the service account in {address.credentials} is not usable: {error}"
-        raise KubernetesError(problem, may_pass=True) from error
-    try:
-        await client.patch(Pod, address.pod, {"metadata": {"annotations": dict(annotations)}})
-    except httpx2.ConnectError as error:
-        raise KubernetesError(f"{address.api} cannot be called: {error}", may_pass=True) from error
-    except httpx2.TransportError as error:
-        raise KubernetesError(f"{address.api} broke the call off: {error}", may_pass=True) from error
-    except (httpx2.HTTPStatusError, ValueError, TypeError, AttributeError, LookupError) as error:
-        # lightkube fails in many ways on a refusal whose body is no Status object.
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, httpx2.HTTPStatusError):
-            cause = cause.__context__
-        if cause is None:
-            raise
-        status, body = cause.response.status_code, cause.response.text
-        words = str(error) if cause is error and type(error) is not httpx2.HTTPStatusError else body or "nothing more"
-        may_pass = status in _AGAIN_LATER or status >= 500
-        raise KubernetesError(f"{address.api} answered {status}: {words}", may_pass=may_pass) from error
-    finally:
-        await client.close()
-
-
-def _client(address: PodAddress) -> AsyncClient:
-    """Raises OSError or ValueError: the service account's files cannot be read."""
-    import httpx2
-    from lightkube import AsyncClient, KubeConfig
-    from lightkube.config.models import Cluster, User
-
-    config = KubeConfig.from_one(
-        cluster=Cluster(server=address.api, certificate_auth=str(address.credentials / CA_FILE)),
-        user=User(token=(address.credentials / TOKEN_FILE).read_text().strip()),
-        namespace=(address.credentials / NAMESPACE_FILE).read_text().strip(),
-    )
-    # No proxy of the environment: the API server is reached directly. The caller sets the time limit.
-    return AsyncClient(config=config, timeout=httpx2.Timeout(None), field_manager=FIELD_MANAGER, trust_env=False)
-
-
-log = get_log("pod")
-
+"""Refusals that may pass (401 while the token is renewed), as all of 5xx."""
 ANNOTATION: Final = "controller.kubernetes.io/pod-deletion-cost"
 FIRST_TO_GO: Final = "-2147483648"
 """The lowest value that the controller takes."""
@@ -119,7 +47,13 @@ COST_FAILURES: Final = "pod deletion cost: failed calls"
 COST_GIVEN_UP: Final = "pod deletion cost: given up"
 """Names of status counters."""
 
-PatchAnnotations = Callable[[PodAddress, Mapping[str, str | None]], Awaitable[None]]
+
+class KubernetesError(Exception):
+    """The API server was not reached, or has refused. `may_pass`: another try later may succeed."""
+
+    def __init__(self, problem: str, *, may_pass: bool) -> None:
+        super().__init__(problem[:PROBLEM_CHARS_MAX])
+        self.may_pass = may_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,17 +94,62 @@ class PodConfig:
             raise InvalidField("api", "must be https://host or https://host:port")
 
 
-class _Cost(Enum):
-    """The value is the annotation's."""
+async def set_deletion_cost(config: PodConfig, cost: str | None) -> None:
+    """Annotate the pod with `cost`; None removes the annotation. Has no time limit.
 
-    NORMAL = None
-    LOWERED = FIRST_TO_GO
+    Each call reads the files of the service account again: the kubelet renews the token. Raises KubernetesError.
+    """
+    assert config.name is not None
+    try:
+        import httpx2
+        from lightkube.resources.core_v1 import Pod
+    except ImportError as error:
+        problem = f"{error.name} is not installed, which pod.name needs: pip install 'baton-serve[k8s]'"
+        raise KubernetesError(problem, may_pass=False) from error
+    try:
+        client = await asyncio.to_thread(_client, config)
+    except (OSError, ValueError) as error:
+        problem = f"the service account in {config.credentials} is not usable: {error}"
+        raise KubernetesError(problem, may_pass=True) from error
+    try:
+        await client.patch(Pod, config.name, {"metadata": {"annotations": {ANNOTATION: cost}}})
+    except httpx2.TransportError as error:
+        what = "cannot be called" if isinstance(error, httpx2.ConnectError) else "broke the call off"
+        raise KubernetesError(f"{config.api} {what}: {error}", may_pass=True) from error
+    except (httpx2.HTTPStatusError, ValueError, TypeError, AttributeError, LookupError) as error:
+        # lightkube fails in many ways on a refusal whose body is no Status object.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, httpx2.HTTPStatusError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        status, body = cause.response.status_code, cause.response.text
+        words = str(error) if cause is error and type(error) is not httpx2.HTTPStatusError else body or "nothing more"
+        may_pass = status in _AGAIN_LATER or status >= 500
+        raise KubernetesError(f"{config.api} answered {status}: {words}", may_pass=may_pass) from error
+    finally:
+        await client.close()
+
+
+def _client(config: PodConfig) -> AsyncClient:
+    """Raises OSError or ValueError: the service account's files cannot be read."""
+    import httpx2
+    from lightkube import AsyncClient, KubeConfig
+    from lightkube.config.models import Cluster, User
+
+    kube = KubeConfig.from_one(
+        cluster=Cluster(server=config.api, certificate_auth=str(config.credentials / CA_FILE)),
+        user=User(token=(config.credentials / TOKEN_FILE).read_text().strip()),
+        namespace=(config.credentials / NAMESPACE_FILE).read_text().strip(),
+    )
+    # The API server is reached directly, without a proxy of the environment.
+    return AsyncClient(config=kube, timeout=httpx2.Timeout(None), field_manager=FIELD_MANAGER, trust_env=False)
 
 
 class DeletionCost:
     """Keeps the deletion cost of the node's own pod in step with its lifecycle. One event loop, one task.
 
-    Does nothing where `config.name` is None.
+    Does nothing if `config.name` is None.
     """
 
     def __init__(
@@ -179,16 +158,17 @@ class DeletionCost:
         *,
         clock: Clock,
         rng: random.Random,
-        patch: PatchAnnotations = patch_annotations,
+        set_cost: Callable[[PodConfig, str | None], Awaitable[None]] = set_deletion_cost,
     ) -> None:
         self._config = config
         self._clock = clock
         self._rng = rng
-        self._patch = patch
-        self._wanted: _Cost | None = None
-        self._applied: _Cost | None = None
-        """As far as the API server has confirmed it; None: nobody knows."""
-        self._given_up: _Cost | None = None
+        self._set_cost = set_cost
+        # Each is whether the cost is lowered; None: neither of both.
+        self._wanted: bool | None = None
+        self._applied: bool | None = None
+        """As the API server has confirmed it; None: unknown."""
+        self._given_up: bool | None = None
         self._failures = 0
         self._working: asyncio.Task[None] | None = None
         self._closed = False
@@ -199,88 +179,67 @@ class DeletionCost:
         return self._working is None or self._working.done()
 
     def follow(self, state: Lifecycle) -> None:
-        """The lifecycle is `state` now. Returns at once; a repeat of what has been given up is not tried again.
+        """The lifecycle is `state` now. Returns at once. A cost that was given up is not tried again.
 
-        To be called once at the start too: the process before this one, in the same pod, may have been drained.
+        Call it once at the start too: the process before this one, in the same pod, may have been drained.
         """
         if self._config.name is None or self._closed:
             return
-        self._wanted = _Cost.LOWERED if state in (Lifecycle.DRAINING, Lifecycle.DRAINED) else _Cost.NORMAL
+        self._wanted = state in (Lifecycle.DRAINING, Lifecycle.DRAINED)
         if self._given_up is not self._wanted:
             self._given_up = None
         if self.settled and self._is_to_do():
             self._working = asyncio.create_task(self._work(), name="pod-deletion-cost")
-            self._working.add_done_callback(_log_failure)
+            self._working.add_done_callback(log_failure)
 
     def retry(self, state: Lifecycle) -> None:
-        """As `follow`, on an operator's order: tries again what has been given up."""
+        """As `follow`, on an operator's order: tries again what was given up."""
         self._given_up = None
         self.follow(state)
 
     def counters(self) -> dict[str, int]:
-        """For the node's status; empty where there is no pod."""
+        """For the node's status; empty without a pod."""
         if self._config.name is None:
             return {}
         return {
-            COST_LOWERED: int(self._applied is _Cost.LOWERED),
+            COST_LOWERED: int(self._applied is True),
             COST_FAILURES: self._failures,
             COST_GIVEN_UP: int(self._given_up is not None),
         }
 
     async def close(self) -> None:
-        """Cancel the call that is running: the pod is about to go, or the next process here starts over. Idempotent."""
+        """Cancel the running call: the pod is about to go, or the next process here starts over. Idempotent."""
         self._closed = True
-        if self._working is not None:
-            self._working.cancel()
-            await asyncio.wait([self._working])
+        await end_task(self._working)
 
     def _is_to_do(self) -> bool:
         return self._wanted not in (self._applied, self._given_up)
 
     async def _work(self) -> None:
+        config, attempt = self._config, 0
         while self._is_to_do():
-            wanted = self._wanted
-            assert wanted is not None
-            if not await self._apply(wanted) and self._wanted is wanted:
-                self._given_up = wanted
-
-    async def _apply(self, wanted: _Cost) -> bool:
-        """Tell the API server; False when that has failed for good, or something else is wanted by now."""
-        config = self._config
-        assert config.name is not None
-        address = PodAddress(api=config.api, credentials=config.credentials, pod=config.name)
-        for attempt in range(1, config.tries_max + 1):
+            lowered, attempt = self._wanted, attempt + 1
+            cost = FIRST_TO_GO if lowered else None
             self._applied = None
             try:
                 async with asyncio.timeout(config.call_ms_max / 1e3):
-                    await self._patch(address, {ANNOTATION: wanted.value})
+                    await self._set_cost(config, cost)
             except TimeoutError:
                 problem, may_pass = f"{config.api} did not answer within {config.call_ms_max} ms", True
             except KubernetesError as error:
                 problem, may_pass = str(error), error.may_pass
             else:
-                self._applied = wanted
-                log.info("pod deletion cost set", pod=config.name, cost=wanted.value or "none")
-                return True
+                self._applied, attempt = lowered, 0
+                log.info("pod deletion cost set", pod=config.name, cost=cost or "none")
+                continue
             self._failures += 1
-            if not may_pass or attempt == config.tries_max:
+            if may_pass and attempt < config.tries_max:
+                await self._clock.sleep_s(backoff_s(attempt - 1, config.retry_ms_min, config.retry_ms_max, self._rng))
+            elif self._wanted is lowered:
                 log.warning(
                     "pod deletion cost not set: a smaller pool may remove another pod than this one",
-                    pod=config.name, cost=wanted.value or "none", tries=attempt, problem=problem,
+                    pod=config.name, cost=cost or "none", tries=attempt, problem=problem,
                 )  # fmt: skip
-                return False
-            await self._clock.sleep_s(self._pause_s(attempt))
-            if self._wanted is not wanted:
-                return False
-        raise AssertionError("the last try returns")
-
-    def _pause_s(self, attempt: int) -> float:
-        """Doubling, capped, with jitter: many pods are drained at the same moment."""
-        ceiling_ms = min(self._config.retry_ms_max, self._config.retry_ms_min << (attempt - 1))
-        return self._rng.uniform(0.5, 1.0) * ceiling_ms / 1e3
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    failure = None if task.cancelled() else task.exception()
-    if failure is not None:
-        log.error("ended by a bug of ours", task=task.get_name(), exc_info=failure)
+                self._given_up = lowered
+            if self._wanted is not lowered:
+                attempt = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import deque
 
@@ -27,6 +28,11 @@ def retry_after_ms(wait_s: float | None, *, ms_min: int, spread: float) -> int:
     most = max(ms_min, RETRY_MS_MAX)
     wait_ms = ms_min if wait_s is None else min(max(wait_s * 1000, ms_min), most)
     return min(most, int(wait_ms * (1 + SPREAD * spread)))
+
+
+def backoff_s(attempt: int, ms_min: int, ms_max: int, rng: random.Random) -> float:
+    """The pause before the next try, `attempt` from 0: doubled each time, capped, with jitter since many may retry."""
+    return rng.uniform(0.5, 1.0) * min(ms_max, ms_min << min(attempt, 16)) / 1e3
 
 
 def wait_s(amount: float, per_s: float) -> float | None:

@@ -1,40 +1,43 @@
-"""The serving side of gRPC: one server per process, and the edge where domain errors become statuses.
+"""gRPC: one server per process, one channel per peer, and the edge where domain errors become statuses and back.
 
-Handlers raise `BatonError`; nothing else in the project speaks of status codes. Every call has a deadline (I10):
-internal calls without one are refused, public calls get a default, long-lived streams are exempt by name.
+Handlers raise `BatonError` and callers get it; nothing else in the project knows status codes. Every call has a
+deadline (I10): internal calls without one are refused, public calls get a default. `UNTIMED_METHODS` are exempt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
 import inspect
 import random
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 import grpc.aio
 
-from baton.binding import check_can_bind, port_in_use
-from baton.config import fixed, setting
-from baton.endpoint import join_endpoint, split_endpoint
+from baton.config import fixed, flag_name, setting
+from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
-from baton.health import HEALTH_SERVICE, REFLECTION_SERVICE
 from baton.liveness import LivenessConfig
 from baton.log import get_log
-from baton.rpc_wakes import whole_wakes
-from baton.status import to_status
+from baton.status import from_rpc_error, to_status
 
 log = get_log("rpc")
 _T = TypeVar("_T")
 if TYPE_CHECKING:
-    from baton.health_service import HealthService
+    from baton.health import HealthService
 
     _Handler = grpc.RpcMethodHandler[Any, Any]
     _Context = grpc.aio.ServicerContext[Any, Any]
 
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+REFLECTION_SERVICE: Final = "grpc.reflection.v1alpha.ServerReflection"
 RPCS_UNTIMED_MAX: Final = 1024
 """Calls beyond `rpcs_max` for health checks and long-lived streams, so that a full node still answers them."""
 PING_INTERVAL_MS_MIN: Final = 50
@@ -107,11 +110,13 @@ class RpcServer:
         self._limits = limits
         self._liveness = liveness or CLIENT_LIVENESS
         self._services: list[tuple[str, Callable[[Any, grpc.aio.Server], None], object]] = []
-        self._edge = _Edge(limits=limits, rng=rng, refused=lambda error: self.refused(error))
-        self.refused: Callable[[BatonError], None] = lambda _error: None
-        """Called with the error of each public call that is refused before its handler has it."""
+        self._edge = _Edge(limits=limits, rng=rng)
         self._server: grpc.aio.Server | None = None
         self._health: HealthService | None = None
+
+    def on_refused(self, refused: Callable[[BatonError], None]) -> None:
+        """`refused` is called with the error of each public call that is refused before its handler runs."""
+        self._edge.refused = refused
 
     def add(self, service: str, register: Callable[[Any, grpc.aio.Server], None], servicer: object) -> None:
         """Serve `service` (full name, "baton.v1.Node") by `servicer`; `register` is the generated add function."""
@@ -130,7 +135,7 @@ class RpcServer:
         try:
             bound = server.add_insecure_port(join_endpoint(host, port))
         except RuntimeError as error:  # gRPC does not say why; the usual reasons were ruled out just before
-            raise port_in_use(host, port, "listen") from error
+            raise _port_in_use(listen, "listen") from error
         await server.start()
         self._server = server
         return bound
@@ -178,7 +183,7 @@ class RpcServer:
             from grpc_health.v1 import health_pb2_grpc
             from grpc_reflection.v1alpha import reflection
 
-            from baton.health_service import HealthService
+            from baton.health import HealthService
         except ImportError as error:
             log.warning(
                 "no health checks and no reflection here: install grpcio-health-checking and grpcio-reflection",
@@ -193,14 +198,12 @@ class RpcServer:
 class _Edge(grpc.aio.ServerInterceptor):
     """Wraps every handler: admission, deadline, errors to statuses."""
 
-    def __init__(
-        self, *, limits: RpcLimits, rng: random.Random, refused: Callable[[BatonError], None] = lambda _error: None
-    ) -> None:
+    def __init__(self, *, limits: RpcLimits, rng: random.Random) -> None:
         self._limits = limits
         self._rng = rng
-        self._refused = refused
         self._running = 0
         self._tasks: dict[asyncio.Task[Any], str] = {}
+        self.refused: Callable[[BatonError], None] = lambda _error: None
 
     async def ended(self, timeout_s: float) -> list[str]:
         """Wait until no handler runs; the methods of those that still do after `timeout_s`."""
@@ -217,34 +220,21 @@ class _Edge(grpc.aio.ServerInterceptor):
         return None if handler is None else self._wrap(handler_call_details.method, handler)
 
     def _wrap(self, method: str, handler: _Handler) -> _Handler:
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.response_streaming:
-            streaming = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            assert streaming is not None, method
-            write_all = _write_all if inspect.isasyncgenfunction(streaming) else _let_write
+        requests = "stream" if handler.request_streaming else "unary"
+        responses = "stream" if handler.response_streaming else "unary"
+        behavior = getattr(handler, f"{requests}_{responses}")
+        if inspect.isasyncgenfunction(behavior):
+            behavior = functools.partial(_write_all, behavior)
 
-            async def stream(request: Any, context: _Context) -> None:
-                await self._run(method, context, lambda: write_all(streaming, request, context))
+        async def run(request: Any, context: _Context) -> Any:
+            return await self._run(method, context, lambda: behavior(request, context))
 
-            make_stream = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            return make_stream(stream, **codecs)
-        single = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        assert single is not None, method
-
-        async def unary(request: Any, context: _Context) -> Any:
-            return await self._run(method, context, lambda: single(request, context))  # type: ignore[arg-type]
-
-        make = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+        wrapped: _Handler = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")(
+            run,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
         )
-        return make(unary, **codecs)
+        return wrapped
 
     async def _run(self, method: str, context: _Context, body: Callable[[], Awaitable[_T]]) -> _T:
         scope: asyncio.Timeout | None = None
@@ -311,7 +301,7 @@ class _Edge(grpc.aio.ServerInterceptor):
             return
         if self._running >= self._limits.rpcs_max:
             if _service_of(method) in PUBLIC_SERVICES:
-                self._refused(self._full())
+                self.refused(self._full())
             raise self._full()
         self._running += 1
         try:
@@ -327,14 +317,9 @@ class _Edge(grpc.aio.ServerInterceptor):
         )
 
 
-async def _let_write(behavior: Callable[..., Any], request: Any, context: _Context) -> None:
-    """Run a streaming handler that writes by itself."""
-    await behavior(request, context)
-
-
 async def _write_all(behavior: Callable[..., Any], request: Any, context: _Context) -> None:
-    """Run a streaming handler that is a generator. It is closed here and now when the call ends early, not when
-    the garbage collector finds it: what a request holds is freed by its handler's `finally`."""
+    """Run a streaming handler that is a generator. If the call ends early it is closed at once and not by the garbage
+    collector: its `finally` frees what the request holds."""
     messages: AsyncIterator[Any]
     async with aclosing(behavior(request, context)) as messages:
         async for message in messages:
@@ -349,3 +334,204 @@ def _deadline_left_s(context: _Context) -> float | None:
 
 def _service_of(method: str) -> str:
     return method[1:].partition("/")[0]
+
+
+async def check_can_bind(listen: str, *, setting: str = "listen") -> None:
+    """Bind `listen` and let go of it, so that a start fails early. `setting` is the key to name in the error.
+
+    It tries each address of the host: gRPC is content with one of them, and gives no reason if it gets none.
+
+    Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT.
+    """
+    host, port = split_endpoint(listen)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise _listen_refused(listen, setting, f"the host is not known ({error.strerror})") from error
+    refusals: list[OSError] = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _port_in_use(listen, setting) from error
+            refusals.append(error)
+    if len(refusals) == len(found):
+        raise _listen_refused(listen, setting, str(refusals[0].strerror).lower()) from refusals[0]
+
+
+def _port_in_use(listen: str, setting: str) -> BatonError:
+    _, port = split_endpoint(listen)
+    return BatonError(
+        Reason.PORT_IN_USE,
+        f"Cannot listen on {listen}: the port is in use. Stop the process that has it "
+        f"(`ss -ltnp 'sport = :{port}'` shows it), or choose another port with {flag_name(setting)}.",
+        field=setting,
+    )
+
+
+def _listen_refused(listen: str, setting: str, why: str) -> BatonError:
+    return BatonError(
+        Reason.LISTEN_REFUSED,
+        f"Cannot listen on {listen}: {why}. Choose an address of this machine and a port that this user may bind, "
+        f"with {flag_name(setting)}.",
+        field=setting,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelLimits:
+    """How a process keeps its channels."""
+
+    channels_max: int = 1024
+    message_bytes_max: int = 16 * 1024 * 1024
+    connect_ms_max: int = 1_000
+    reconnect_ms_min: int = 50
+    reconnect_ms_max: int = 500
+    """A peer that restarts is reached again within about this time."""
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    """A peer that is stopped or cut off ends its calls after its `heartbeat_ms` and `answer_ms_max`."""
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "channels_max", "message_bytes_max", "connect_ms_max", "reconnect_ms_min", "reconnect_ms_max"
+        )
+        if self.reconnect_ms_min > self.reconnect_ms_max:
+            raise InvalidField("reconnect_ms_min", "must not exceed reconnect_ms_max")
+
+
+class Channels:
+    """Channels by endpoint, made on first use and kept. Lives on one event loop."""
+
+    def __init__(self, *, limits: ChannelLimits, rng: random.Random | None = None) -> None:
+        """`rng` spreads the pings of different channels; None: all keep the same pause."""
+        self._limits = limits
+        self._rng = rng
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closed = False
+
+    def get(self, endpoint: str) -> grpc.aio.Channel:
+        """The channel to `endpoint` ("host:port"); connects in the background. The caller does not close it.
+
+        Raises BatonError BAD_ENDPOINT, or TOO_MANY_PEERS beyond `channels_max`.
+        """
+        assert not self._closed, "get after close"
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            check_reachable(endpoint)
+            if len(self._channels) >= self._limits.channels_max:
+                raise BatonError(
+                    Reason.TOO_MANY_PEERS,
+                    f"No channel to {endpoint}: this process has {len(self._channels)} already, its limit.",
+                )
+            with whole_wakes():
+                channel = grpc.aio.insecure_channel(endpoint, options=self._options())
+            self._channels[endpoint] = channel
+        return channel
+
+    async def drop(self, endpoint: str) -> None:
+        """Forget a peer that is gone. Its running calls end as if their tasks were cancelled: stop them first."""
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        """Close all channels; stop the calls that use them first, as for `drop`. Idempotent."""
+        self._closed = True
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+    def _options(self) -> list[tuple[str, int]]:
+        limits = self._limits
+        return [
+            ("grpc.max_receive_message_length", limits.message_bytes_max),
+            ("grpc.max_send_message_length", limits.message_bytes_max),
+            *limits.liveness.ping_options(self._rng),
+            ("grpc.initial_reconnect_backoff_ms", limits.reconnect_ms_min),
+            ("grpc.max_reconnect_backoff_ms", limits.reconnect_ms_max),
+            # gRPC's name for the time one attempt to connect may take.
+            ("grpc.min_reconnect_backoff_ms", limits.connect_ms_max),
+            # A restarted pod keeps its name and gets another address.
+            ("grpc.dns_min_time_between_resolutions_ms", limits.reconnect_ms_max),
+            # Peers are inside the cluster, whatever http_proxy says.
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+
+
+async def begun(call: Any) -> bool:
+    """Wait until the peer's handler has sent its initial metadata, by which it says that it has the call. False: the
+    call is over. (In the moment in which it fails, True may come first.)
+
+    What the peer has written is left to be read, also where a failure came behind it: `wait_for_connection` would
+    raise that first. Cancelling the caller cancels the call.
+    """
+    try:
+        await call.initial_metadata()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    return not call.done()
+
+
+@contextmanager
+def rpc_errors(peer: str) -> Iterator[None]:
+    """Turn a call's failure inside the block into the BatonError that the peer raised, or one that names `peer`.
+
+    Cancellation of the calling task passes through.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, peer=peer) from error
+
+
+_BYTES_AT_ONCE: Final = 4096
+_BYTES_LEFT: Final = 32
+"""Under a quarter of what the kernel takes: it must let a blocked thread go on."""
+_MAKING: Final = threading.Lock()
+
+
+class WakeReader(socket.socket):
+    """The event loop's end of the socket through which gRPC wakes it.
+
+    gRPC's thread writes one byte per event. The loop reads one byte per turn, in which it takes all waiting events, so
+    a busy loop leaves bytes over. At 278 of them the kernel blocks gRPC's thread until three quarters are read. Until
+    then no connection of the process is read or written and its peers' pings stay unanswered: with 20 ms per turn these
+    are four seconds, and all peers count as lost. So this class reads many bytes at once.
+
+    It leaves a few to be read one by one. If an event belongs to a loop that is closed, the turn ends before the events
+    behind it are delivered, and each byte left is another turn. Measured with gRPC 1.74.
+    """
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        flags |= socket.MSG_DONTWAIT
+        try:
+            waiting = len(super().recv(_BYTES_AT_ONCE, flags | socket.MSG_PEEK))
+            return super().recv(max(bufsize, waiting - _BYTES_LEFT), flags)
+        except BlockingIOError:
+            return b""
+
+
+@contextmanager
+def whole_wakes() -> Iterator[None]:
+    """Make gRPC use `WakeReader`: with the first channel or server it makes its thread and that socket.
+
+    Other threads that make socket pairs meanwhile get plain ones.
+    """
+    own = threading.get_ident()
+
+    def pair(*args: Any, **kwargs: Any) -> tuple[socket.socket, socket.socket]:
+        reader, writer = plain(*args, **kwargs)
+        return (WakeReader(fileno=reader.detach()), writer) if threading.get_ident() == own else (reader, writer)
+
+    with _MAKING:
+        plain, socket.socketpair = socket.socketpair, pair
+        try:
+            yield
+        finally:
+            socket.socketpair = plain

@@ -11,7 +11,6 @@ from typing import Any
 
 from batonpb import node_pb2, node_pb2_grpc
 
-from baton.binding import check_can_bind
 from baton.clock import Clock, wait_s
 from baton.config import setting
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, open_directory
@@ -25,9 +24,9 @@ from baton.log import get_log
 from baton.loop_lag import LoopLag
 from baton.membership import Membership, MembershipConfig
 from baton.pod import DeletionCost, PodConfig
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
-from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, record_to_proto
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
+from baton.tasks import end_task
+from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, check_receiver, record_to_proto
 
 log = get_log("node")
 
@@ -198,9 +197,7 @@ class NodeRuntime:
 
     async def close(self) -> None:
         """End running calls within the grace time, then everything else. Idempotent."""
-        if self._upkeep_task is not None:
-            self._upkeep_task.cancel()
-            await asyncio.wait([self._upkeep_task])
+        await end_task(self._upkeep_task)
         await self.loop_lag.close()
         await self.drain.close()
         await self.deletion_cost.close()
@@ -268,14 +265,8 @@ class _NodeService(node_pb2_grpc.NodeServicer):
         return self._order(request, LifecycleEvent.UNDRAIN)
 
     def _order(self, request: node_pb2.LifecycleOrder, event: LifecycleEvent) -> node_pb2.NodeStatus:
-        own = self._runtime.incarnation
-        if request.incarnation not in (0, own):
-            raise BatonError(
-                Reason.INCARNATION_MISMATCH,
-                f"This process is incarnation {own:016x}, the order is for {request.incarnation:016x}: the node has "
-                "restarted since. Look it up again.",
-                metadata={"incarnation": f"{own:016x}"},
-            )
+        if request.incarnation:
+            check_receiver(request.incarnation, own=self._runtime.incarnation)
         self._runtime.drain.order(event, request.why)
         self._runtime.deletion_cost.retry(self._runtime.lifecycle.state)
         return self._status()

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from baton.errors import CODE_OF, BatonError, Code, Reason
+from baton.errors import BatonError, Code, Reason
 
 DOMAIN: Final = "baton"
 MESSAGE_BYTES_MAX: Final = 800
@@ -131,7 +131,7 @@ def _plain(code: Code, details: str, peer: str | None) -> BatonError:
     reason = _PLAIN_REASONS.get(code, Reason.UNRECOGNISED)
     if code is Code.RESOURCE_EXHAUSTED and _TOO_LARGE in details:
         reason = Reason.BAD_FIELD  # the same again would be as large
-        code = CODE_OF[reason]
+        code = reason.code
     for part, words in _WORDS:
         if part in details:
             return BatonError(reason, f"{peer or 'The peer'} {words}.", code=code)

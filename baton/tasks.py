@@ -8,7 +8,9 @@ import contextlib
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
-from baton.log import Log
+from baton.log import Log, get_log
+
+_log = get_log("tasks")
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 AnswerT = TypeVar("AnswerT")
@@ -60,6 +62,19 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._log.error(self._broken, **self._fields, exc_info=task.exception())
+
+
+def log_failure(task: asyncio.Task[None]) -> None:
+    """Done callback of a task that runs for as long as its owner: whatever ends it is a bug."""
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("ended by a bug of ours", task=task.get_name(), exc_info=task.exception())
+
+
+async def end_task(task: asyncio.Task[None] | None) -> None:
+    """Cancel `task`, if there is one, and wait until it has ended. Does not raise what it raises. Idempotent."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:

@@ -1,14 +1,15 @@
-"""Node records and headers: frozen values here, protocol buffers on the wire. Pure."""
+"""Node records and headers. In the program they are frozen values, on the wire protocol buffers. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from batonpb import common_pb2, directory_pb2
+from google.protobuf.message import Message
 
 from baton.endpoint import check_reachable
 from baton.errors import BatonError, Reason, bad_field
@@ -16,7 +17,7 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 
 LOCAL_TRANSPORT: Final = "local"
-"""In place of a transport's name: a mixed node has kept the request, and nothing was written."""
+"""Stands in place of a transport's name when a mixed node keeps the request and writes nothing."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _E = TypeVar("_E", bound=IntEnum)
 
@@ -28,16 +29,16 @@ class Role(IntEnum):
     PREFILL = 2
     DECODE = 3
     MIXED = 4
-    """Both halves, over one region."""
+    """A prefill node and a decode node that share one region."""
 
     def serves(self, role: Role) -> bool:
-        """Whether a node of this role does what `role` does."""
+        """Whether a node of this role does the work of `role`."""
         return self is role or (self is Role.MIXED and role in (Role.PREFILL, Role.DECODE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What must agree before two nodes hand KV over (I9)."""
+    """What two nodes compare before they hand KV over (I9)."""
 
     name: str
     fingerprint: str
@@ -49,7 +50,7 @@ class ModelInfo:
     protocol_min: int
     protocol_max: int
     quantisation: str = ""
-    """How the weights are rounded for computing; empty: not at all. Apart from the fingerprint."""
+    """How the weights are quantised; empty: not at all. The fingerprint does not cover it."""
     quantisation_must_agree: bool = False
     """This node hands over only with nodes of the same quantisation."""
 
@@ -66,7 +67,7 @@ class BlockLoad:
     free: int = 0
     promised: int = 0
     pinned: int = 0
-    """Within cached: kept from eviction."""
+    """Also counted in cached; they are not evicted."""
 
     @property
     def total(self) -> int:
@@ -76,12 +77,12 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
-    """How busy a node says it is."""
+    """How busy a node is, as it reports it."""
 
     waiting_requests: int = 0
     running_requests: int = 0
     waiting_tokens: int = 0
-    """Of prompts, still to compute: cached and computed ones are not counted."""
+    """Prompt tokens still to compute; cached and computed ones are not counted."""
     blocks: BlockLoad = BlockLoad()
     prefill_tokens_per_s: float = 0.0
     """Measured; 0 while unknown."""
@@ -92,18 +93,18 @@ class NodeLoad:
     transports_given_up: int = 0
     """Transports no longer offered to some peer, counted over the peers."""
     control_loop_lag_ms_max: int = 0
-    """Lately; see `baton.loop_lag`."""
+    """In the last half minute or so; see `baton.loop_lag`."""
     requests_taken: int = 0
-    """Since the start of the process. Two reports between which a request came and went differ by it, so that everybody
-    is told of the second: of one that says what the last one said, nobody is."""
+    """Since the process started. The directory passes on only a report that differs from the last one. By this count
+    two reports differ when a request came and went between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """What one node says of itself to the directory. Hints: the node's own answer is the truth.
+    """What one node reports about itself to the directory. A hint: the node's own answer is the truth.
 
-    `sequence` rises with every push of one incarnation; `Membership` sets it. Other nodes see it rise when there is
-    something new in the record, not with every heartbeat. `model` is None for a router.
+    `Membership` raises `sequence` with every push of one incarnation. Other nodes see it rise when something else in
+    the record changes, not with every heartbeat. `model` is None for a router.
     """
 
     name: NodeName
@@ -129,7 +130,7 @@ def check_name(name: str) -> NodeName:
 
 
 def check_record(message: directory_pb2.NodeRecord) -> None:
-    """Refuse a record that nobody could use. Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_FIELD."""
+    """Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_FIELD for a record that nobody could use."""
     check_name(message.name)
     check_reachable(message.endpoint)
     if message.incarnation == 0:
@@ -141,137 +142,59 @@ def check_record(message: directory_pb2.NodeRecord) -> None:
 
 
 def record_to_proto(record: NodeRecord) -> directory_pb2.NodeRecord:
-    return directory_pb2.NodeRecord(
-        name=record.name,
-        role=f"ROLE_{record.role.name}",
-        incarnation=record.incarnation,
-        endpoint=record.endpoint,
-        lifecycle=f"LIFECYCLE_{record.lifecycle.name}",
-        model=None if record.model is None else model_to_proto(record.model),
-        load=load_to_proto(record.load),
-        transports=record.transports,
-        sequence=record.sequence,
-    )
+    return directory_pb2.NodeRecord(**asdict(record))
 
 
 def record_from_proto(message: directory_pb2.NodeRecord) -> NodeRecord:
     """Raises BatonError for a record that `check_record` refuses, or with a role or state unknown to this version."""
     check_record(message)
+    blocks = BlockLoad(**_values(BlockLoad, message.load.blocks))
     return NodeRecord(
-        name=NodeName(message.name),
-        role=_enum(Role, message.role, "role"),
-        incarnation=Incarnation(message.incarnation),
-        endpoint=message.endpoint,
-        lifecycle=_enum(Lifecycle, message.lifecycle, "lifecycle"),
-        model=model_from_proto(message.model) if message.HasField("model") else None,
-        load=load_from_proto(message.load),
-        transports=tuple(message.transports),
-        sequence=message.sequence,
+        **_values(
+            NodeRecord,
+            message,
+            role=_enum(Role, message.role, "role"),
+            lifecycle=_enum(Lifecycle, message.lifecycle, "lifecycle"),
+            model=model_from_proto(message.model) if message.HasField("model") else None,
+            load=NodeLoad(**_values(NodeLoad, message.load, blocks=blocks)),
+            transports=tuple(message.transports),
+        )
     )
 
 
 def model_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
-    return common_pb2.ModelInfo(
-        name=model.name,
-        fingerprint=model.fingerprint,
-        vocab_size=model.vocab_size,
-        context_len_max=model.context_len_max,
-        eos_token_ids=model.eos_token_ids,
-        layout_hash=model.layout_hash,
-        block_size=model.block_size,
-        protocol_min=model.protocol_min,
-        protocol_max=model.protocol_max,
-        quantisation=model.quantisation,
-        quantisation_must_agree=model.quantisation_must_agree,
-    )
+    return common_pb2.ModelInfo(**asdict(model))
 
 
 def model_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(
-        name=message.name,
-        fingerprint=message.fingerprint,
-        vocab_size=message.vocab_size,
-        context_len_max=message.context_len_max,
-        eos_token_ids=tuple(message.eos_token_ids),
-        layout_hash=message.layout_hash,
-        block_size=message.block_size,
-        protocol_min=message.protocol_min,
-        protocol_max=message.protocol_max,
-        quantisation=message.quantisation,
-        quantisation_must_agree=message.quantisation_must_agree,
-    )
+    return ModelInfo(**_values(ModelInfo, message, eos_token_ids=tuple(message.eos_token_ids)))
 
 
-def load_to_proto(load: NodeLoad) -> directory_pb2.NodeLoad:
-    blocks = load.blocks
-    return directory_pb2.NodeLoad(
-        waiting_requests=load.waiting_requests,
-        running_requests=load.running_requests,
-        waiting_tokens=load.waiting_tokens,
-        blocks=common_pb2.BlockCounts(
-            quarantined=blocks.quarantined,
-            writer_owned=blocks.writer_owned,
-            held=blocks.held,
-            cached=blocks.cached,
-            free=blocks.free,
-            promised=blocks.promised,
-            pinned=blocks.pinned,
-        ),
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        swapped_out_requests=load.swapped_out_requests,
-        host_blocks_filled=load.host_blocks_filled,
-        host_blocks_free=load.host_blocks_free,
-        transports_given_up=load.transports_given_up,
-        control_loop_lag_ms_max=load.control_loop_lag_ms_max,
-        requests_taken=load.requests_taken,
-    )
+def _values(cls: type[Any], message: Message, **converted: object) -> dict[str, Any]:
+    """The fields of `cls`: those in `converted`, the others from the fields of the same names of `message`."""
+    return {each.name: getattr(message, each.name) for each in fields(cls) if each.name not in converted} | converted
 
 
-def load_from_proto(message: directory_pb2.NodeLoad) -> NodeLoad:
-    blocks = message.blocks
-    return NodeLoad(
-        waiting_requests=message.waiting_requests,
-        running_requests=message.running_requests,
-        waiting_tokens=message.waiting_tokens,
-        blocks=BlockLoad(
-            quarantined=blocks.quarantined,
-            writer_owned=blocks.writer_owned,
-            held=blocks.held,
-            cached=blocks.cached,
-            free=blocks.free,
-            promised=blocks.promised,
-            pinned=blocks.pinned,
-        ),
-        prefill_tokens_per_s=message.prefill_tokens_per_s,
-        swapped_out_requests=message.swapped_out_requests,
-        host_blocks_filled=message.host_blocks_filled,
-        host_blocks_free=message.host_blocks_free,
-        transports_given_up=message.transports_given_up,
-        control_loop_lag_ms_max=message.control_loop_lag_ms_max,
-        requests_taken=message.requests_taken,
-    )
+def check_header(header: common_pb2.Header, *, own: Incarnation) -> Incarnation:
+    """The sender of a message to this process (I7).
 
-
-def make_header(*, sender: Incarnation, receiver: Incarnation | None) -> common_pb2.Header:
-    """The header of a message; `receiver` None is "whoever answers there"."""
-    return common_pb2.Header(sender=sender, receiver=0 if receiver is None else receiver)
-
-
-def check_header(header: common_pb2.Header, *, own: Incarnation, receiver_optional: bool = False) -> Incarnation:
-    """The sender of a message that is meant for this process (I7).
-
-    Raises BatonError INCARNATION_MISMATCH where it is meant for another one, BAD_FIELD where it names no sender.
+    Raises BatonError INCARNATION_MISMATCH for a message to another process, BAD_FIELD if no sender is named.
     """
     if header.sender == 0:
         raise bad_field("header.sender", "The header must name the sender's incarnation.")
-    if header.receiver != own and not (receiver_optional and header.receiver == 0):
+    check_receiver(header.receiver, own=own)
+    return Incarnation(header.sender)
+
+
+def check_receiver(receiver: int, *, own: Incarnation) -> None:
+    """Raises BatonError INCARNATION_MISMATCH for a message to another process than this one."""
+    if receiver != own:
         raise BatonError(
             Reason.INCARNATION_MISMATCH,
-            f"This process is incarnation {own:016x}, the message is for {header.receiver:016x}: the node has "
+            f"This process is incarnation {own:016x}, the message is for {receiver:016x}: the node has "
             "restarted since, and what was agreed with its predecessor is void. Look it up again.",
             metadata={"incarnation": f"{own:016x}"},
         )
-    return Incarnation(header.sender)
 
 
 def _enum(kind: Callable[[int], _E], value: int, name: str) -> _E:

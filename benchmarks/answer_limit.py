@@ -27,7 +27,7 @@ from typing import Any
 
 from batonpb import inference_pb2
 
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli.client import InferenceClient
 from cli.supervisor import Cluster, ClusterSpec
 from engine.demo_model import DemoModelParams, write_demo_model

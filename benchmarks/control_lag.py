@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from baton import loop_lag
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.ids import Attempt, RequestId, RequestKey
 from engine.build import EngineConfig
 from engine.core import TokenEvent
 from engine.demo_model import write_demo_model
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
 from node.engine_loop import EngineLoop
 from node.main import ConservationWatch
@@ -87,7 +87,7 @@ class FullHost:
 async def lags_ms(seconds: float) -> np.ndarray:
     """What is seen on this loop for so long."""
     found: list[float] = []
-    lag = loop_lag.LoopLag(SystemClock())
+    lag = loop_lag.LoopLag(Clock())
     lag.told = found.append
     lag.start()
     await asyncio.sleep(seconds)
@@ -103,7 +103,7 @@ async def measure(config: EngineConfig, seconds: float) -> tuple[np.ndarray, np.
         host = FullHost(pool, config.sequences_max)
         loop = EngineLoop(pool.engine, host, name="bench")
         stepping = asyncio.create_task(loop.run())
-        watch = ConservationWatch(pool.ledger, SystemClock())
+        watch = ConservationWatch(pool.ledger, Clock())
 
         async def reap() -> None:
             while True:

@@ -21,8 +21,7 @@ from engine.model_config import Quantisation, load_model_config
 from engine.models.weights import weight_shapes
 from engine.native.packing import huge_pages
 from engine.runner import TorchRunner, configure_threads
-from engine.scheduler import SchedulerConfig
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
 from node.pool import layout_of
 

@@ -1,4 +1,4 @@
-"""Decode steps through the engine and its loop, launched ahead and one after the other: what the host's work costs."""
+"""Decode steps through the engine and its loop, overlapped and one after the other: what the host's work costs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from baton.ids import Attempt, RequestId, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
-from engine.gpu.runner import ROWS_AHEAD_MAX, GpuRunner
-from engine.scheduler import SchedulerConfig
-from engine.sequence import Sequence, SequenceMode
+from engine.gpu.runner import OVERLAP_ROWS_MAX, GpuRunner
+from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
 from node.engine_loop import EngineLoop
 
@@ -44,13 +43,13 @@ class _Host:
 def steps_through_the_engine(
     runner: GpuRunner, num_blocks: int, *, rows: int, prompt_len: int, tokens: int
 ) -> dict[str, Any]:
-    """Both ways, ahead first; the last block of the region is the padding's. `runner` is bound and warmed up."""
+    """Both ways, overlapped first; the last block of the region is the padding's. `runner` is bound and warmed up."""
     results: dict[str, Any] = {}
-    for name, rows_ahead_max in (("ahead", ROWS_AHEAD_MAX), ("one_after_the_other", 0)):
-        runner.rows_ahead_max = rows_ahead_max
+    for name, overlap_rows_max in (("overlapped", OVERLAP_ROWS_MAX), ("one_after_the_other", 0)):
+        runner.overlap_rows_max = overlap_rows_max
         engine, host = asyncio.run(_decode(runner, num_blocks, rows, prompt_len, tokens))
         results[f"steps_s_{name}"] = (host.steps - 1) / (host.ended_s - host.began_s)
-        results[f"steps_{name}"] = engine.describe().get("steps launched ahead", "none launched ahead")
+        results[f"steps_{name}"] = engine.describe().get("steps overlapped", "none overlapped")
     return results
 
 

@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu_bench import Bench
 from benchmarks.gpu_children import Figures
 from engine.attention import TorchAttention
-from engine.gpu import linears, paged
+from engine.gpu import kernels, linears
 from engine.gpu.attention import ERROR_MAX
 from engine.gpu.linears import Int4Matmul
 from engine.kv_pool import KvPool
@@ -89,10 +89,10 @@ def _attention(bench: Bench, shape: Shape, seed: int) -> Iterator[Compared]:
     contexts_B = torch.tensor([s.stop for s in batch.slices], dtype=torch.int32)
     wanted = _reference(kept, shape, batch, q_BHD)
     for splits in (1, 3, 8):
-        found = paged.decode(pool, 1, q_BHD.to(device), tables_BM.to(device), contexts_B.to(device), splits)
+        found = kernels.decode(pool, 1, q_BHD.to(device), tables_BM.to(device), contexts_B.to(device), splits)
         yield "decode", dtype, found, wanted, allowed
 
-    k_CKD, v_CKD = paged.gather(pool, 1, paged.plan_gather(pool, batch))
+    k_CKD, v_CKD = kernels.gather(pool, 1, kernels.plan_gather(pool, batch))
     at_C = torch.cat([torch.arange(s.stop) for s in batch.slices])
     blocks_C = torch.cat([torch.tensor(s.block_table)[torch.arange(s.stop) // shape.block_size] for s in batch.slices])
     for half, found in enumerate((k_CKD, v_CKD)):
@@ -113,13 +113,13 @@ def _stores(bench: Bench, shape: Shape, batch: Batch, generator: torch.Generator
     positions_T = torch.cat([torch.arange(s.start, s.stop) for s in batch.slices])
     angles = rotary_angles(positions_T, torch.rand(shape.head_dim // 2, generator=generator), dtype=kept.dtype)
     near = (angles[0].to(device), angles[1].to(device))
-    turned = paged.rotate_and_store(pool, 0, q_THD.to(device), kv[0].to(device), kv[1].to(device), near, *at)
+    turned = kernels.rotate_and_store(pool, 0, q_THD.to(device), kv[0].to(device), kv[1].to(device), near, *at)
     wide = (angles[0].float(), angles[1].float())
     yield "turned queries", dtype, turned, rotate(q_THD.float(), *wide), allowed
     found = pool.kv_LN2KSD.cpu()[0][where.blocks_T, :, :, where.slots_T]
     yield "turned keys", dtype, found[:, 0], rotate(kv[0].float(), *wide), allowed
     yield "stored values", dtype, _bits(found[:, 1]), _bits(kv[1]), 0.0
-    paged.store(pool, 1, kv[0].to(device), kv[1].to(device), *at)
+    kernels.store(pool, 1, kv[0].to(device), kv[1].to(device), *at)
     for half in range(2):
         kept.kv_LN2KSD[1][where.blocks_T, half, :, where.slots_T] = kv[half]
     yield "store", dtype, _bits(pool.kv_LN2KSD[1]), _bits(kept.kv_LN2KSD[1]), 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections import defaultdict
 from typing import Any
@@ -75,8 +74,6 @@ async def _listen(device: str) -> None:
     port = CudaIpcReceiverPort(
         region=region,
         events=events,
-        loop=asyncio.get_running_loop(),
-        randomness=os.urandom,
     )
     endpoint = port.expect(PAIR, Epoch(1))
     told = {"address": endpoint.address, "secret": endpoint.secret.hex(), "commit_port": commit_port}

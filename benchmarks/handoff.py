@@ -34,7 +34,7 @@ from typing import Any
 from batonpb import inference_pb2
 
 from baton.errors import BatonError
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from cli.child import Child, stop_children
 from cli.client import InferenceClient

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from benchmarks.interference_report import LONG_PROMPT, best_chunk, draw, report
 from cli.bench_load import OpenAiTarget, RouterTarget, Target, TargetError
 from cli.services import Service

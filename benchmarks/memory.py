@@ -24,7 +24,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli.bench_load import RouterTarget, TargetError
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterSpec

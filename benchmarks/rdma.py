@@ -86,14 +86,10 @@ async def ours(size: int, count: int, region_bytes: int, rounds: int, between: C
     config, device = RdmaConfig(qps=1), RdmaLimits(send_wrs_max=DEPTH + 1)
     region = Region.create(region_bytes, "bench-region")
     source_U8 = np.random.default_rng(1).integers(0, 255, region_bytes, dtype=np.uint8)
-    receiver = RdmaMemory(
-        region=HostBytes(lambda: region.array_U8), config=config, loop=loop, remote_writes=True, limits=device
-    )
-    writer = RdmaMemory(
-        region=HostBytes(lambda: source_U8), config=config, loop=loop, remote_writes=False, limits=device
-    )
+    receiver = RdmaMemory(region=HostBytes(lambda: region.array_U8), config=config, remote_writes=True, limits=device)
+    writer = RdmaMemory(region=HostBytes(lambda: source_U8), config=config, remote_writes=False, limits=device)
     events = Events()
-    port = RdmaReceiverPort(memory=receiver, events=events, loop=loop, randomness=os.urandom)
+    port = RdmaReceiverPort(memory=receiver, events=events)
     limits = RdmaLinkLimits(on_the_way_bytes_max=DEPTH * size, connect_ms_max=30_000)
     link = await RdmaWriterLink.connect(port.expect(PAIR, EPOCH), PAIR, writer, events, loop, limits)
     rates = []

@@ -31,6 +31,20 @@ def growth_blocks(
     return max(0, -(-end // block_size) - blocks_held)
 
 
+def footprint_blocks(known_len: int, *, prompt_len: int, max_tokens: int, context_len_max: int, block_size: int) -> int:
+    """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer so
+    far, of which the first one that it lacks is drawn elsewhere, and for what it may draw behind them."""
+    held = -(-known_len // block_size)
+    return held + growth_blocks(
+        prompt_len=prompt_len,
+        known_len=known_len + 1,
+        max_tokens=max_tokens,
+        context_len_max=context_len_max,
+        block_size=block_size,
+        blocks_held=held,
+    )
+
+
 class BlockManager:
     """Hands out the blocks of one region, and keeps what is left behind as prefix cache.
 
@@ -61,6 +75,10 @@ class BlockManager:
     def match(self, tokens: Sequence[int], salt: bytes, blocks_max: int) -> list[BlockId]:
         """The longest cached chain of full blocks. Not held: do so before anything else is allocated."""
         return self.prefix_cache.match(tokens, salt, blocks_max)
+
+    def match_prompt(self, tokens: Sequence[int], salt: bytes) -> list[BlockId]:
+        """What of it may come from the cache where the next token is drawn: its last token is always computed."""
+        return self.match(tokens, salt, prefix_blocks_max(len(tokens), self.block_size))
 
     def admission_need(self, prefix_blocks: Sequence[BlockId], new_blocks: int, promise: int) -> int:
         """What an admission takes from `ledger.available`: a prefix block counts unless somebody holds it anyway."""

@@ -256,12 +256,20 @@ class PrefixCache:
         """How many blocks of this chain are here and pinned."""
         return sum(digest in self._entries and self._entries[digest].pinned for digest in chain)
 
+    def forget(self, blocks: Iterable[BlockId]) -> None:
+        """Remove these blocks and all behind them from the index: their content is not to be used again.
+
+        Held ones stay with their holders. Pins stay, for the blocks to come.
+        """
+        for entry in [self._by_block[block] for block in blocks if block in self._by_block]:
+            if entry.alive:
+                for pinned in [e for e in _with_descendants(entry) if e.pinned]:
+                    self._unpin(pinned)
+                self._remove(entry)
+
     def clear(self) -> None:
-        """Forget every block; held ones stay with their holders. Pins stay, for the blocks to come."""
-        for pinned in [e for e in self._entries.values() if e.pinned]:
-            self._unpin(pinned)
-        for entry in [e for e in self._entries.values() if e.parent is None]:
-            self._remove(entry)
+        """Forget every block."""
+        self.forget([entry.block for entry in self._entries.values() if entry.parent is None])
         self._heap.clear()
         assert not self._entries, len(self._entries)
 
@@ -346,15 +354,20 @@ class PrefixCache:
     def _remove(self, entry: Entry) -> None:
         if entry.parent is not None:
             del entry.parent.children[entry.digest]
-        chain = [entry]
-        for gone in chain:  # grows while it is walked: parents before children
-            chain.extend(gone.children.values())
-        for gone in reversed(chain):
+        for gone in reversed(_with_descendants(entry)):
             assert not gone.pinned, (gone.block, "evicted, though it is pinned")
             gone.alive = False
             gone.children.clear()
             del self._entries[gone.digest], self._by_block[gone.block]
             self._ledger.evict(gone.block)
+
+
+def _with_descendants(entry: Entry) -> list[Entry]:
+    """Parents before children."""
+    chain = [entry]
+    for each in chain:  # grows while it is walked
+        chain.extend(each.children.values())
+    return chain
 
 
 def _is_same(entry: Entry, parent: Entry | None, salt: bytes, packed: bytes) -> bool:

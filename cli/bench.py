@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from baton.errors import BatonError, InvalidField, Reason
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli.bench_load import LoadConfig, Loader, OpenAiTarget, RouterTarget, Target
 from cli.bench_plan import (
     BLOCK_TOKENS,

@@ -24,7 +24,7 @@ from batonpb import inference_pb2
 
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from cli.bench_plan import Planned, prompt_ids
 from cli.bench_stats import Answered, Measured, Slo
 from cli.client import InferenceClient, no_router, unreached

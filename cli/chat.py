@@ -16,7 +16,7 @@ import click
 from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli.client import (
     Answer,
     AnswerBuilder,

@@ -13,7 +13,7 @@ import click
 from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from cli.output import format_table
 from cli.parameters import timeout_option
 

@@ -20,7 +20,7 @@ from batonpb import inference_pb2
 
 from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli.client import Answer, InferenceClient, answer_data
 from cli.cluster_view import NodeView, view_nodes
 from cli.demo_model import FAMILIES

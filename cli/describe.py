@@ -8,7 +8,7 @@ from typing import Final
 import click
 from batonpb import node_pb2
 
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from baton.wire import Role
 from cli.cluster_view import (
     UNREACHABLE_HINT,

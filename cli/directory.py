@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.config import setting
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.endpoint import join_endpoint, split_endpoint
@@ -44,7 +44,7 @@ async def serve(
     """Answer until `stop`, then let running calls end. Raises BatonError where it cannot listen."""
     del progress, drain  # it runs nothing that could be waited for
     server = RpcServer(limits=config.rpc, rng=random.Random())
-    service = DirectoryService(config=limits or DirectoryConfig(), clock=SystemClock())
+    service = DirectoryService(config=limits or DirectoryConfig(), clock=Clock())
     service.start(server)
     try:
         port = await server.start(config.listen)

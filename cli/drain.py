@@ -14,7 +14,7 @@ from batonpb import node_pb2, node_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.pod import COST_GIVEN_UP
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord
 from cli.cluster_view import (
     NodeView,

@@ -145,6 +145,7 @@ _RDMA: Final = ("device", "qps", "ack_timeout_code", "retries_max", "traffic_cla
 
 def _renamed() -> Iterator[tuple[str, str]]:
     yield "resumed_queue_max", "queue_max"
+    yield "engine.gpu.steps_ahead", "engine.gpu.overlap_steps"
     for name in _RDMA:
         for section in ("rdma", "rdma_writer", "rdma_receiver"):
             yield f"{section}.rdma.{name}", f"rdma.{name}"

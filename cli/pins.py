@@ -11,7 +11,7 @@ from batonpb import pins_pb2, pins_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord, Role
 from cli.cluster_view import directory_option, list_records, run_with_channels
 from cli.invocation import EXIT_ERROR

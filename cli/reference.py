@@ -13,8 +13,8 @@ from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.build import EngineConfig, EngineKind, build_runner
 from engine.core import Engine
-from engine.sequence import Sequence as EngineSequence
-from engine.sequence import SequenceMode
+from engine.scheduler import Sequence as EngineSequence
+from engine.scheduler import SequenceMode
 from engine.types import NullSink, SamplingParams, TokenLogprobs
 from node.pool import layout_of
 from router.text import TextCodec

@@ -14,23 +14,31 @@ from batonpb import transfer_pb2
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Code, Reason
-from baton.ids import GrantId, Incarnation, Pair, RequestId, RequestKey
+from baton.ids import GrantId, Incarnation, Pair, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from decode_node.config import DecodeConfig
-from decode_node.job import Job, check_first_token, granted_job, kept_job
-from decode_node.reserving import Admission, Reserving
-from decode_node.streams import TokenStreams
+from decode_node.job import Job, check_first_token
+from decode_node.reserving import Reserving
+from decode_node.streams import RequestOutput, TokenStreams
 from engine.core import TokenEvent
-from engine.sequence import Sequence
-from engine.types import Batch, FinishReason, KvSink, NullSink
-from engine.wire import FINISH_TO_PROTO, NOT_FINITE_MESSAGE, logprobs_to_proto
+from engine.scheduler import Sequence, SequenceMode
+from engine.types import (
+    FINISH_TO_PROTO,
+    NOT_FINITE_MESSAGE,
+    Batch,
+    FinishReason,
+    KvSink,
+    NullSink,
+    key_from_proto,
+    logprobs_to_proto,
+    params_from_proto,
+)
 from kvtransfer.checksums import checksums_from_proto
-from kvtransfer.protocol.receiver import CommitAsked, GrantState
+from kvtransfer.protocol.receiver import AnswerGranted, CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
-from node.engine_loop import EngineLoop
 from node.pool import DevicePool
 
 log = get_log("decode")
@@ -57,35 +65,19 @@ class DecodeNode:
     """
 
     receiver: Receiver
-    engine_loop: EngineLoop
 
-    def __init__(
-        self,
-        *,
-        config: DecodeConfig,
-        pool: DevicePool,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
-    ) -> None:
+    def __init__(self, *, config: DecodeConfig, pool: DevicePool) -> None:
         self.config = config
         self.pool = pool
         self.ledger = pool.ledger
+        self._loop = loop = asyncio.get_running_loop()
         self.streams = TokenStreams(loop)
         self._engine = pool.engine
-        self._vocab_size = pool.runner.vocab_size
         self._blocks = pool.blocks
         self._spill = None if pool.host is None else pool.host.spill
-        self._loop = loop
         self._jobs: dict[GrantId, Job] = {}
         self._by_key: dict[RequestKey, Job] = {}
-        self.reserving = Reserving(
-            config=config,
-            pool=pool,
-            admission=Admission(self._spill, pool.ledger, pool.blocks, self._jobs.values()),
-            requests=lambda: self.requests,
-            loop=loop,
-            randomness=randomness,
-        )
+        self.reserving = Reserving(config=config, pool=pool, jobs=self._jobs.values())
         self._lives = Tasks(loop, log, broken="a request's life broke off")
         self._repeats = RepeatLog(log, loop.time, key="router")
         self._requests_taken = 0
@@ -121,7 +113,6 @@ class DecodeNode:
         finally:
             if job.runs:
                 self._engine.abort(job.key)
-                self.engine_loop.wake()
                 self.receiver.ended(job.key)  # of a kept request it knows nothing
             del self._jobs[job.grant]
             self.reserving.ended(job.footprint)
@@ -152,19 +143,20 @@ class DecodeNode:
             return reserved
         answer = reserved.answer
         if answer.grant not in self._jobs:
-            self._drop_kept(RequestId(request.key.request), below=request.key.attempt)
-            deadline_s = self._loop.time() + request.deadline_left_ms / 1000
-            committed = self._loop.create_future()
-            self._start(
-                granted_job(
-                    request,
-                    reserved.tokens,
-                    answer,
-                    deadline_s=deadline_s,
-                    footprint=reserved.footprint,
-                    committed=committed,
-                )
+            seq = Sequence(
+                key=key_from_proto(request.key),
+                params=params_from_proto(request.sampling),
+                tokens=reserved.tokens,
+                prompt_len=len(request.prompt),
+                computed=0,
+                block_table=[],
+                promise_key=answer.grant,
+                mode=SequenceMode.COMPLETE,
+                cache_salt=request.cache_salt,
+                cached_tokens=len(answer.prefix) * self._blocks.block_size,
             )
+            deadline_s = self._loop.time() + request.deadline_left_ms / 1000
+            self._start(seq, answer, Incarnation(request.router), deadline_s, footprint=reserved.footprint)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -186,7 +178,7 @@ class DecodeNode:
         is_open = self.receiver.grants.blocks_uncommitted(grant, pair) is not None  # and it is this writer's
         try:
             if job is not None and is_open:
-                check_first_token(request, vocab_size=self._vocab_size)
+                check_first_token(request, vocab_size=self.pool.runner.vocab_size)
                 job.first_token = request.first_token
                 if request.HasField("first_logprobs"):
                     job.first_logprobs = request.first_logprobs
@@ -213,16 +205,11 @@ class DecodeNode:
 
         The engine holds its blocks, and its promise is named by a grant id that no writer knows.
         """
-        assert self.reserving.has_place and isinstance(seq.promise_key, bytes), seq.key
+        assert self.reserving.has_place, seq.key
         self.receiver.supersede(seq.key)
         self.reserving.waits_no_more(seq.key)
-        self._drop_kept(seq.key.request, below=seq.key.attempt)
         footprint = len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0)
-        job = kept_job(
-            seq, router=router, deadline_s=deadline_s, footprint=footprint, committed=self._loop.create_future()
-        )
-        self._start(job)
-        self.streams.open(job.output)
+        self.streams.open(self._start(seq, None, router, deadline_s, footprint=footprint).output)
 
     def commit_kept(self, key: RequestKey) -> None:
         """The prefill half has the first token: from here on only the router, or the deadline, ends the request."""
@@ -281,14 +268,13 @@ class DecodeNode:
     def cancelled(self, key: RequestKey, grant: GrantId) -> None:
         del grant
         self._engine.abort(key)
-        self.engine_loop.wake()
 
     def let_go(self, grant: GrantId) -> None:
         job = self._jobs.get(grant)
         if job is None:
             return
         self._blocks.prefix_cache.released((*job.prefix, *job.blocks))
-        self.engine_loop.wake()  # a sequence may wait for these blocks
+        self._engine.changed()  # a sequence may wait for these blocks
         if not job.committed.done():
             job.committed.set_result(False)
             job.output.end(error="the handoff did not complete")
@@ -360,10 +346,10 @@ class DecodeNode:
     def load(self) -> NodeLoad:
         spilled = None if self._spill is None else self._spill.figures
         return NodeLoad(
-            waiting_requests=self._engine.waiting,
+            waiting_requests=self._engine.scheduler.waiting,
             running_requests=len(self._jobs),
             blocks=self.ledger.books(),
-            swapped_out_requests=self._engine.swapped_out,
+            swapped_out_requests=self._engine.scheduler.swapped_out,
             host_blocks_filled=0 if spilled is None else spilled.host_filled,
             host_blocks_free=0 if spilled is None else spilled.host_free,
             requests_taken=self._requests_taken,
@@ -377,23 +363,33 @@ class DecodeNode:
         await self._lives.drain(self.config.stop_grace_ms)
         self._repeats.close()
 
-    # Small helpers.
+    # Steps of a request's life.
 
-    def _forget(self, job: Job) -> None:
-        if self._by_key.get(job.key) is job:  # a later grant of the same attempt may have taken its place
-            del self._by_key[job.key]
-
-    def _start(self, job: Job) -> None:
-        self._jobs[job.grant] = job
-        self._by_key[job.key] = job
+    def _start(
+        self, seq: Sequence, granted: AnswerGranted | None, router: Incarnation, deadline_s: float, *, footprint: int
+    ) -> Job:
+        """Begin the life of a request that was granted, or (None) that the engine has already."""
+        for older in list(self._jobs.values()):  # of the same request; the receiver does this for granted ones
+            if older.kept and older.key.request == seq.key.request and older.key.attempt < seq.key.attempt:
+                self.cancel(older.key, "a newer attempt has come")
+        assert isinstance(seq.promise_key, bytes), seq.key
+        kept = granted is None
+        job = Job(
+            seq=seq,
+            grant=GrantId(seq.promise_key),
+            prefix=() if granted is None else granted.prefix,
+            blocks=() if granted is None else granted.blocks,
+            deadline_s=deadline_s,
+            output=RequestOutput(key=seq.key, router=router, first_index=seq.output_count),
+            committed=self._loop.create_future(),
+            footprint=footprint,
+            resumed=kept,
+            kept=kept,
+        )
+        self._jobs[job.grant] = self._by_key[job.key] = job
         self._requests_taken += 1
         self._lives.spawn(self.live(job))
-
-    def _drop_kept(self, request: RequestId, *, below: int) -> None:
-        """A newer attempt is here: the older ones let go. Granted ones do so by the receiver's own rule."""
-        for job in list(self._jobs.values()):
-            if job.kept and job.key.request == request and job.key.attempt < below:
-                self.cancel(job.key, "a newer attempt has come")
+        return job
 
     def _resume(self, job: Job) -> bool:
         """Give the committed sequence to the engine, with the grant's references to every block.
@@ -404,8 +400,14 @@ class DecodeNode:
             return False
         job.resumed = True
         # The references are nobody's until the engine has them: nothing between here and resume may fail.
-        table = [*job.prefix, *job.blocks]
+        seq = job.seq
+        seq.block_table = [*job.prefix, *job.blocks]
+        seq.computed = len(seq.tokens)
+        seq.tokens.append(job.first_token)
         job.output.append(job.first_token, job.first_logprobs)
-        self._engine.resume(job.sequence(table, block_size=self._blocks.block_size))
-        self.engine_loop.wake()
+        self._engine.resume(seq)
         return True
+
+    def _forget(self, job: Job) -> None:
+        if self._by_key.get(job.key) is job:  # a later grant of the same attempt may have taken its place
+            del self._by_key[job.key]

@@ -1,75 +1,94 @@
-"""What a decode node answers to a Reserve: a grant of blocks, that there is no room now, or that there never is."""
+"""What a decode node answers to a Reserve: a grant of blocks, that there is no room now, or that there never is.
+
+A decode node has no queue: whoever it refuses asks again after a pause. Among many new requests, one that has lost its
+node would find the room taken each time, until its wait is over and half an answer lost. So new ones wait for it
+(`ResumedFirst`), but not for good: one that is too large for the room that comes would keep a node's memory idle for as
+long as it asks.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 from batonpb import transfer_pb2
 
-from baton.ids import GrantId, Pair, RequestKey, ReserveNumber
+from baton.ids import Attempt, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
-from cachestore.block_manager import BlockManager
-from cachestore.ledger import Ledger
 from cachestore.spill_policy import Claim, each_fits
 from decode_node.config import DecodeConfig
-from decode_node.job import Job, answer_growth, why_never
-from decode_node.resumed_first import ResumedFirst
-from engine.wire import key_from_proto
+from decode_node.job import Job, why_never
+from engine.types import key_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from kvtransfer.receiver import Receiver
 from node.pool import DevicePool
-from node.spill import Spill
+
+WAITING_MAX: Final = 1_024
+"""Beyond so many the one that asked longest ago is forgotten."""
 
 
-class Admission:
-    """Of one decode node; reads only. Under overcommit (`spill`) it answers the prefix cache about pins too."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wait:
+    """One search for room. Kept when its hold is over: by it the request is known when it asks again."""
 
-    def __init__(self, spill: Spill | None, ledger: Ledger, blocks: BlockManager, jobs: Collection[Job]) -> None:
-        """`jobs` is a view: the node's requests as they are at each question."""
-        self._spill = spill
-        self._ledger = ledger
-        self._blocks = blocks
-        self._jobs = jobs
-        self.host_backed = spill is not None
-        """Whether promises may be covered by host memory."""
-        if spill is not None:
-            blocks.prefix_cache.may_pin = self._may_pin
+    attempt: Attempt
+    """That asked last."""
+    output_tokens: int
+    first_s: float
+    until_s: float
 
-    def has_room(self, *, prefix: int, new: int, footprint: int) -> bool:
-        """The request would hold `prefix` blocks that are here, take `new` ones, and may come to `footprint` in all.
 
-        Under overcommit, beside the sum of blocks and promises: nobody waits in host memory, those who run find their
-        headroom, and each request could still grow to its full size.
+class ResumedFirst:
+    """Which resumed requests were refused here for want of room, and how long new ones wait. Control thread only.
+
+    They do for `wait_ms` after each refusal, and no longer than `hold_ms_max` after the first one of a search. A
+    request that comes with more of its answer has had a node meanwhile: that is another search.
+    """
+
+    def __init__(self, *, wait_ms: int, hold_ms_max: int) -> None:
+        assert 0 < wait_ms <= hold_ms_max, (wait_ms, hold_ms_max)
+        self._wait_s = wait_ms / 1000
+        self._hold_s_max = hold_ms_max / 1000
+        self._waits: OrderedDict[RequestId, _Wait] = OrderedDict()
+        self._until_s = -math.inf
+        """The latest of all their `until_s`."""
+
+    def refused(self, key: RequestKey, output_tokens: int, now_s: float) -> None:
+        """A resumed request found no room: new ones wait until it has asked again, or its time is over.
+
+        An attempt asks once: its Reserve may be here twice, and behind that of a later one.
         """
-        if not self._ledger.can_give(new, footprint - prefix - new, host_backed=self.host_backed):
-            return False
-        if self._spill is None:
-            return True
-        if self._spill.busy or self._ledger.growable - new < self._spill.headroom():
-            return False
-        cache = self._blocks.prefix_cache
-        pins_to_come = cache.pinned_blocks_wanted - cache.pinned_blocks  # they wait for those before it, not for it
-        return self._all_fit(Claim(footprint=footprint + pins_to_come, immovable=prefix + new))
-
-    def _may_pin(self) -> bool:
-        """Whether each request could still grow to its full size with one more block pinned, which cannot be moved."""
-        return self._all_fit(pins_more=1)
-
-    def _all_fit(self, *more: Claim, pins_more: int = 0) -> bool:
-        counts = self._ledger.books()
-        of_jobs = sum(len(job.blocks) for job in self._jobs if not job.committed.done())
-        claims = [*more]
-        for job in self._jobs:
-            immovable = 0 if job.resumed else len(job.prefix) + len(job.blocks)
-            claims.append(Claim(footprint=job.footprint, immovable=immovable))
-        kept = self._blocks.padding_blocks + self._blocks.prefix_cache.pinned_blocks + pins_more
-        return each_fits(
-            claims,
-            others_immovable=counts.writer_owned + counts.quarantined - of_jobs,
-            blocks_usable=self._ledger.num_blocks - kept,
+        known = self._waits.get(key.request)
+        if known is not None and known.attempt >= key.attempt:
+            return
+        first_s = known.first_s if known is not None and known.output_tokens == output_tokens else now_s
+        until_s = min(now_s + self._wait_s, first_s + self._hold_s_max)
+        self._waits[key.request] = _Wait(
+            attempt=key.attempt, output_tokens=output_tokens, first_s=first_s, until_s=until_s
         )
+        self._waits.move_to_end(key.request)
+        self._until_s = max(self._until_s, until_s)
+        if len(self._waits) > WAITING_MAX:
+            self._forget(next(iter(self._waits)))
+
+    def granted(self, key: RequestKey) -> None:
+        """This attempt has its room, here or on another node, or wants none any more: it waits no longer, if it did."""
+        known = self._waits.get(key.request)
+        if known is not None and known.attempt <= key.attempt:
+            self._forget(key.request)
+
+    def waiting(self, now_s: float) -> bool:
+        """Whether new requests are to wait."""
+        return now_s < self._until_s
+
+    def _forget(self, request: RequestId) -> None:
+        if self._waits.pop(request).until_s == self._until_s:
+            self._until_s = max((wait.until_s for wait in self._waits.values()), default=-math.inf)
 
 
 NO_BLOCKS = "its blocks are set aside for other requests"
@@ -90,29 +109,24 @@ class Reserving:
     """Of one decode node; control thread only. Grants are the receiver's: nothing here outlives an answer but how fast
     requests end, and who goes first."""
 
-    def __init__(
-        self,
-        *,
-        config: DecodeConfig,
-        pool: DevicePool,
-        admission: Admission,
-        requests: Callable[[], int],
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
-    ) -> None:
-        """`requests` is how many the node has now."""
+    def __init__(self, *, config: DecodeConfig, pool: DevicePool, jobs: Collection[Job]) -> None:
+        """`jobs` is a view: the node's requests as they are at each question. Under overcommit this answers the prefix
+        cache about pins too."""
         self.closed = False
         """The node is about to end: no place for anybody."""
         self._config = config
-        self._runner = pool.runner
+        self._pool = pool
         self._ledger = pool.ledger
         self._blocks = pool.blocks
-        self._admission = admission
-        self._requests = requests
-        self._loop = loop
-        self._randomness = randomness
+        self._spill = None if pool.host is None else pool.host.spill
+        self._host_backed = self._spill is not None
+        """Whether promises may be covered by host memory."""
+        self._jobs = jobs
+        self._loop = asyncio.get_running_loop()
         self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms, hold_ms_max=config.resumed_hold_ms_max)
         self._blocks_freed, self.requests_ended = LeaveRate(), LeaveRate()
+        if self._spill is not None:
+            pool.blocks.prefix_cache.may_pin = lambda: self._all_fit(pins_more=1)
 
     def ask(
         self, request: transfer_pb2.ReserveRequest, pair: Pair, receiver: Receiver
@@ -124,18 +138,17 @@ class Reserving:
         key, number = key_from_proto(request.key), ReserveNumber(request.number)
         tokens, prompt_len = [*request.prompt, *request.output], len(request.prompt)
         repeated = receiver.grants.has_answered(pair, number)
-        reject = why_never(tokens, prompt_len, request.sampling, runner=self._runner, blocks=self._blocks)
+        reject = why_never(tokens, prompt_len, request.sampling, self._pool)
         if reject is not None and not repeated:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
         known_blocks = self._blocks.blocks_for(len(tokens))
         prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
-        promise = answer_growth(self._runner, tokens, prompt_len, request.sampling.max_tokens)
+        footprint = self._pool.footprint(len(tokens), prompt_len, request.sampling.max_tokens)
         self._blocks.hold(prefix)  # so that making room does not evict what was just matched
         try:
             new = known_blocks - len(prefix)
-            footprint = known_blocks + promise
             why_not = self._why_not_now(resumed=bool(request.output))
-            room = why_not is None and self._admission.has_room(prefix=len(prefix), new=new, footprint=footprint)
+            room = why_not is None and self.has_room(prefix=len(prefix), new=new, footprint=footprint)
             if room and not repeated:
                 self._blocks.make_room(new)
             answer = receiver.reserve(
@@ -144,11 +157,11 @@ class Reserving:
                     number=number,
                     lowest_live=ReserveNumber(request.lowest_live),
                     key=key,
-                    grant=GrantId(self._randomness(16)),
+                    grant=GrantId(secrets.token_bytes(16)),
                     blocks_new=new,
                     prefix=tuple(prefix),
-                    promise=promise,
-                    host_backed=self._admission.host_backed,
+                    promise=footprint - known_blocks,
+                    host_backed=self._host_backed,
                     room=room,
                 )
             )
@@ -168,7 +181,7 @@ class Reserving:
     @property
     def has_place(self) -> bool:
         """Within the limit of requests, and not about to end."""
-        return self._requests() < self._config.requests_max and not self.closed
+        return len(self._jobs) < self._config.requests_max and not self.closed
 
     def yields(self, *, resumed: bool) -> bool:
         """Whether what room there is goes to requests in the middle of their answer, and this is none."""
@@ -182,6 +195,38 @@ class Reserving:
         """A request has ended that might have come to hold so many blocks."""
         self._blocks_freed.left(footprint, self._loop.time())
         self.requests_ended.left(1, self._loop.time())
+
+    def has_room(self, *, prefix: int, new: int, footprint: int) -> bool:
+        """The request would hold `prefix` blocks that are here, take `new` ones, and may come to `footprint` in all.
+
+        Under overcommit, beside the sum of blocks and promises: nobody waits in host memory, those who run find their
+        headroom, and each request could still grow to its full size.
+        """
+        if not self._ledger.can_give(new, footprint - prefix - new, host_backed=self._host_backed):
+            return False
+        if self._spill is None:
+            return True
+        if self._spill.busy or self._ledger.growable - new < self._spill.headroom():
+            return False
+        cache = self._blocks.prefix_cache
+        pins_to_come = cache.pinned_blocks_wanted - cache.pinned_blocks  # they wait for those before it, not for it
+        return self._all_fit(Claim(footprint=footprint + pins_to_come, immovable=prefix + new))
+
+    def _all_fit(self, *more: Claim, pins_more: int = 0) -> bool:
+        """Whether each request could still grow to its full size, with so many blocks more pinned, which cannot be
+        moved."""
+        counts = self._ledger.books()
+        of_jobs = sum(len(job.blocks) for job in self._jobs if not job.committed.done())
+        claims = [*more]
+        for job in self._jobs:
+            immovable = 0 if job.resumed else len(job.prefix) + len(job.blocks)
+            claims.append(Claim(footprint=job.footprint, immovable=immovable))
+        kept = self._blocks.padding_blocks + self._blocks.prefix_cache.pinned_blocks + pins_more
+        return each_fits(
+            claims,
+            others_immovable=counts.writer_owned + counts.quarantined - of_jobs,
+            blocks_usable=self._ledger.num_blocks - kept,
+        )
 
     def _why_not_now(self, *, resumed: bool) -> str | None:
         """What keeps any request out at the moment, whatever its size."""

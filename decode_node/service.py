@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -11,9 +11,10 @@ from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, trans
 from baton.drain import node_draining
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import GrantId, Incarnation, Pair, RequestKey, ReserveNumber
-from baton.wire import ModelInfo, check_header, model_from_proto
+from baton.runtime import NodeRuntime
+from baton.wire import check_header, model_from_proto
 from decode_node.node import DecodeNode
-from engine.wire import key_from_proto
+from engine.types import key_from_proto
 from kvtransfer.link import (
     check_compatible,
     choose,
@@ -28,25 +29,17 @@ from kvtransfer.receiver import LivenessStreams
 class ReceiverService(transfer_pb2_grpc.TransferServicer):
     """The receiver's half of baton.v1.Transfer."""
 
-    def __init__(
-        self,
-        node: DecodeNode,
-        liveness_streams: LivenessStreams,
-        own: Incarnation,
-        model: ModelInfo,
-        takes_requests: Callable[[], bool],
-    ) -> None:
-        self._takes_requests = takes_requests
+    def __init__(self, node: DecodeNode, liveness_streams: LivenessStreams, runtime: NodeRuntime) -> None:
         self._node = node
         self._receiver = node.receiver
         self._liveness_streams = liveness_streams
-        self._own = own
-        self._model = model
+        self._lifecycle = runtime.lifecycle
+        self._own = runtime.incarnation
         self._host, self._host_parts = host_identity(), host_parts()
 
     async def Connect(self, request: transfer_pb2.ConnectRequest, context: Any) -> transfer_pb2.ConnectReply:
         pair = self._pair(request.header)
-        check_compatible(own=self._model, peer=model_from_proto(request.model), peer_name=request.writer_name)
+        check_compatible(own=self._node.pool.model, peer=model_from_proto(request.model), peer_name=request.writer_name)
         own = self._receiver.ports.transports
         same_host = request.host == self._host
         transport = choose(request.transports, own, same_host=same_host)
@@ -89,7 +82,9 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             raise bad_field("key.request", "A Reserve needs a request id.")
         if not request.prompt:
             raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
-        if not self._takes_requests() and not self._receiver.grants.has_answered(pair, ReserveNumber(request.number)):
+        if not self._lifecycle.takes_requests and not self._receiver.grants.has_answered(
+            pair, ReserveNumber(request.number)
+        ):
             raise node_draining(self._own)
         return self._node.reserve(request, pair)
 

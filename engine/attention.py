@@ -24,6 +24,11 @@ class AttentionMetadata:
     positions_T: torch.Tensor
     plan: Any
 
+    @classmethod
+    def of(cls, batch: Batch, pool: KvPool, plan: Any) -> AttentionMetadata:
+        positions_T = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices])
+        return cls(slots=pool.map_slots(batch), positions_T=to_device(positions_T, pool.device), plan=plan)
+
 
 class AttentionBackend(Protocol):
     """How queries meet the pool. The runner stores a layer's new K and V before it calls `attend`."""
@@ -88,16 +93,11 @@ class TorchAttention:
         self.pool = pool
 
     def prepare(self, batch: Batch) -> AttentionMetadata:
-        positions_T = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices])
         plans, first_row = [], 0
         for s in batch.slices:
             plans.append(self._plan(s, first_row))
             first_row += s.stop - s.start
-        return AttentionMetadata(
-            slots=self.pool.map_slots(batch),
-            positions_T=to_device(positions_T, self.pool.device),
-            plan=tuple(plans),
-        )
+        return AttentionMetadata.of(batch, self.pool, tuple(plans))
 
     def attend(self, layer: int, q_THD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         runs = self.pool.runs(layer)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from baton.config import setting
 from baton.errors import BatonError, InvalidField, Reason
@@ -19,11 +20,14 @@ from engine.model_config import (
     ModelError,
     ModelFolderError,
     Quantisation,
-    QuantisedCheckpointError,
     UnsupportedModelError,
+    resolve_model,
 )
 from engine.scheduler import SchedulerConfig
-from engine.types import DeviceRunner, Runner
+from engine.types import Runner
+
+if TYPE_CHECKING:
+    from engine.gpu.runner import GpuRunner
 
 BLOCKS_MAX = 1 << 24
 
@@ -128,18 +132,14 @@ class EngineConfig:
     pins: PinLimits = field(default_factory=PinLimits)
 
     def __post_init__(self) -> None:
-        names = ("block_size", "num_blocks", "compute_threads", "tokens_per_step_max", "sequences_max")
-        for name in names:
+        for name in ("block_size", "num_blocks", "compute_threads"):
             if getattr(self, name) < 1:
                 raise InvalidField(name, f"is {getattr(self, name)}; must be at least 1")
         if self.num_blocks > BLOCKS_MAX:
             raise InvalidField("num_blocks", f"is {self.num_blocks}; must be at most {BLOCKS_MAX}")
         if self.kind is EngineKind.MODEL and not self.model:
             raise InvalidField("model", "is not set; name a folder or a model on the hub")
-        if self.sequences_max > self.tokens_per_step_max:
-            raise InvalidField("sequences_max", "must not exceed tokens_per_step_max (a token for each in a step)")
-        if self.logits_rows_max is not None and not 1 <= self.logits_rows_max <= self.sequences_max:
-            raise InvalidField("logits_rows_max", "must be from 1 to sequences_max")
+        self.scheduler()  # checks its limits
         if self.quantisation is not Quantisation.NONE and (self.deterministic or self.dtype is ComputeDtype.FLOAT32):
             raise InvalidField("quantisation", "needs dtype bfloat16 (or auto) and not deterministic")
         if self.device is not ComputeDevice.CPU and self.kind is EngineKind.MOCK:
@@ -175,10 +175,9 @@ class BuiltEngine:
     """Digest of configuration and weights: nodes that differ in it never hand over."""
     quantisation: str = ""
     """How the weights are rounded, which is no part of the digest; empty: not at all."""
-    quantisation_must_agree: bool = False
     block_freed: Callable[[BlockId], None] | None = None
     """To be told of each block that becomes free, where the runner wants to know."""
-    on_device: DeviceRunner | None = None
+    on_device: GpuRunner | None = None
     """The runner again, where its region is to lie in its device's memory."""
     arithmetic: str = ""
     """For people: what computes, where the runner does not describe itself. Empty: nothing is computed."""
@@ -195,7 +194,7 @@ def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | No
         return _build_model(config, progress)
     except ModelFolderError as error:
         raise BatonError(Reason.MODEL_MISSING, str(error), field="engine.model") from error
-    except (UnsupportedModelError, QuantisedCheckpointError) as error:
+    except UnsupportedModelError as error:
         raise BatonError(Reason.MODEL_UNSUPPORTED, str(error), field="engine.model") from error
     except ModelError as error:
         raise BatonError(Reason.MODEL_BROKEN, str(error), field="engine.model") from error
@@ -213,47 +212,44 @@ def _build_mock(config: EngineConfig) -> BuiltEngine:
 
 
 def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | None) -> BuiltEngine:
+    """Raises ModelError, BatonError BAD_CONFIG."""
     from engine.checkpoint import checkpoint_fingerprint
-    from engine.hub import resolve_model
     from engine.runner import TorchRunner, configure_threads
 
     configure_threads(config.compute_threads)
-    if config.device.on_gpu:
-        _check_cuda(config.device)
-    folder: Path = resolve_model(config.model)
+    device = _torch_device(config.device)
+    folder = resolve_model(config.model)
+    common: dict[str, Any] = {
+        "block_size": config.block_size,
+        "dtype": config.dtype,
+        "device": device,
+        "quantisation": config.quantisation,
+        "progress": progress,
+    }
+    identity: dict[str, Any] = {
+        "model_name": Path(config.model).name if Path(config.model).is_dir() else config.model,
+        "fingerprint": checkpoint_fingerprint(folder),
+    }
     if config.device.has_region:
-        return _build_on_device(config, folder, progress)
-    runner = TorchRunner.load(
-        folder,
-        block_size=config.block_size,
-        dtype=config.dtype,
-        deterministic=config.deterministic,
-        quantisation=config.quantisation,
-        device="cuda" if config.device.on_gpu else "cpu",
-        mirrored=config.device is not ComputeDevice.CPU,
-        progress=progress,
-    )
+        rows_max = min(config.gpu.graphs.graph_rows_max, config.sequences_max)
+        gpu = replace(config.gpu, graphs=replace(config.gpu.graphs, graph_rows_max=rows_max))
+        on_device = _gpu_runner(config.device).load(folder, gpu=gpu, **common)
+        return BuiltEngine(runner=on_device, quantisation=on_device.quantisation, on_device=on_device, **identity)
+    mirrored = config.device is not ComputeDevice.CPU
+    runner = TorchRunner.load(folder, deterministic=config.deterministic, mirrored=mirrored, **common)
     return BuiltEngine(
         runner=runner,
-        model_name=_model_name(config),
-        fingerprint=checkpoint_fingerprint(folder),
         quantisation="" if config.quantisation is Quantisation.NONE else config.quantisation.value,
-        quantisation_must_agree=config.quantisation_must_agree,
         block_freed=None if runner.mirror is None else runner.mirror.forget,
         arithmetic=runner.arithmetic,
+        **identity,
     )
 
 
-def _model_name(config: EngineConfig) -> str:
-    return Path(config.model).name if Path(config.model).is_dir() else config.model
-
-
-def _build_on_device(config: EngineConfig, folder: Path, progress: Callable[[int, int], None] | None) -> BuiltEngine:
-    """Raises ModelError, BatonError BAD_CONFIG."""
-    from engine.checkpoint import checkpoint_fingerprint
-
+def _gpu_runner(device: ComputeDevice) -> type[GpuRunner]:
+    """Raises BatonError BAD_CONFIG."""
     try:
-        if config.device is ComputeDevice.CPU_KERNELS:
+        if device is ComputeDevice.CPU_KERNELS:
             from engine.gpu.interpreter import use_interpreter
 
             use_interpreter()
@@ -261,34 +257,17 @@ def _build_on_device(config: EngineConfig, folder: Path, progress: Callable[[int
     except ImportError as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"engine.device is {config.device.value}, and its kernels cannot be loaded: {error}. Install triton.",
+            f"engine.device is {device.value}, and its kernels cannot be loaded: {error}. Install triton.",
             field="engine.device",
         ) from error
-    rows_max = min(config.gpu.graphs.graph_rows_max, config.sequences_max)
-    runner = GpuRunner.load(
-        folder,
-        block_size=config.block_size,
-        dtype=config.dtype,
-        device="cuda" if config.device.on_gpu else "cpu",
-        quantisation=config.quantisation,
-        gpu=replace(config.gpu, graphs=replace(config.gpu.graphs, graph_rows_max=rows_max)),
-        progress=progress,
-    )
-    return BuiltEngine(
-        runner=runner,
-        model_name=_model_name(config),
-        fingerprint=checkpoint_fingerprint(folder),
-        quantisation=runner.quantisation,
-        quantisation_must_agree=config.quantisation_must_agree,
-        on_device=runner,
-    )
+    return GpuRunner
 
 
-def _check_cuda(device: ComputeDevice) -> None:
+def _torch_device(device: ComputeDevice) -> str:
     """Raises BatonError BAD_CONFIG."""
     import torch
 
-    if not torch.cuda.is_available():
+    if device.on_gpu and not torch.cuda.is_available():
         built = f"was built for CUDA {torch.version.cuda} and finds no GPU" if torch.version.cuda else "has no CUDA"
         raise BatonError(
             Reason.BAD_CONFIG,
@@ -296,3 +275,4 @@ def _check_cuda(device: ComputeDevice) -> None:
             "machine with a GPU and its driver, or set engine.device to cpu.",
             field="engine.device",
         )
+    return "cuda" if device.on_gpu else "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -12,12 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.model_config import (
-    ConfigFileError,
-    ModelError,
-    QuantisedCheckpointError,
-    load_model_config,
-)
+from engine.model_config import ConfigFileError, ModelError, UnsupportedModelError, load_model_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,6 +21,8 @@ HEADER_BYTES_MAX = 100_000_000
 """The safetensors format's own limit on the header of a file."""
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
+BYTES_OF_TYPE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""By the names of safetensors."""
 
 Progress = Callable[[int, int], None]
 """(loaded_bytes, total_bytes): called after each tensor, on the loading thread. Counts bytes as stored on disk."""
@@ -47,22 +45,25 @@ def load_tensors(
 
     Raises:
         WeightsError: names the tensor and the file.
-        QuantisedCheckpointError: a tensor holds codes, not numbers.
+        UnsupportedModelError: a tensor holds codes, not numbers.
     """
-    names_of_file: dict[Path, list[str]] = {}
-    for name, path in _locate(folder, shapes).items():
-        names_of_file.setdefault(path, []).append(name)
-    sizes = {path: _check_file(path, names, shapes) for path, names in names_of_file.items()}
-    total_bytes = sum(sum(sizes_of_file.values()) for sizes_of_file in sizes.values())
-    loaded_bytes = 0
+    index = _read_index(folder)
+    names_of_file: dict[Path, list[str]] = {path: [] for path in weight_files(folder)}
+    for name in shapes:
+        if index is not None and name not in index:
+            raise WeightsError(f"tensor {name} is missing in {folder / INDEX_FILE}: does config.json fit the weights?")
+        names_of_file[folder / (SINGLE_FILE if index is None else index[name])].append(name)
+    sizes: dict[str, int] = {}
+    for path, names in names_of_file.items():
+        sizes |= _check_file(path, names, shapes)
+    loaded_bytes, total_bytes = 0, sum(sizes.values())
     tensors = {}
     for path, names in names_of_file.items():
         with safe_open(path, framework="pt") as file:
             for name in names:
-                stored = file.get_tensor(name)
                 # A copy even where the type fits: the stored tensor is a mapping of the file, which may be replaced.
-                tensors[name] = torch.empty(shapes[name], dtype=dtype).copy_(stored)
-                loaded_bytes += sizes[path][name]
+                tensors[name] = torch.empty(shapes[name], dtype=dtype).copy_(file.get_tensor(name))
+                loaded_bytes += sizes[name]
                 if progress is not None:
                     progress(loaded_bytes, total_bytes)
     return tensors
@@ -71,10 +72,9 @@ def load_tensors(
 def checkpoint_fingerprint(folder: Path) -> str:
     """A name for what a checkpoint computes, 32 hex digits: equal for copies, different for other weights or settings.
 
-    Covers the parsed config and, of each weight file, name, size, header (names, types, shapes, offsets) and evenly
-    spaced samples of the data, both ends among them. Samples and not all of it: reading a large checkpoint takes
-    minutes, which every start would pay, and two trainings of one model differ nearly everywhere. It guards against
-    mistakes, not against someone who alters single weights between the samples.
+    Covers the parsed config and, of each weight file, name, size, header and evenly spaced samples of the data: reading
+    all of a large checkpoint takes minutes, and two trainings of one model differ nearly everywhere. It guards against
+    mistakes, not against someone who alters single weights.
 
     Raises:
         ModelError: the folder, its config or its weight files cannot be read.
@@ -149,51 +149,31 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     return dict(weight_map)
 
 
-def _locate(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Path]:
-    """The file of each tensor."""
-    paths = weight_files(folder)
-    index = _read_index(folder)
-    if index is None:
-        return dict.fromkeys(shapes, paths[0])
-    for name in shapes:
-        if name not in index:
-            raise WeightsError(f"tensor {name} is missing in {folder / INDEX_FILE}: does config.json fit the weights?")
-    return {name: folder / index[name] for name in shapes}
-
-
 def _check_file(path: Path, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Check that the file holds these tensors in these shapes -> bytes of each as stored."""
     try:
         path.open("rb").close()  # the library says of a file that may not be read that there is none
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
+    sizes = {}
     try:
         with safe_open(path, framework="pt") as file:
             present = set(file.keys())
-            sizes = {}
             for name in names:
                 if name not in present:
                     raise WeightsError(f"tensor {name} is missing in {path}: does config.json fit the weights?")
                 stored = file.get_slice(name)
-                shape = tuple(stored.get_shape())
+                shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
                 if shape != shapes[name]:
                     raise WeightsError(
                         f"tensor {name} in {path} has shape {shape}, config.json asks for {shapes[name]}"
                     )
-                sizes[name] = _stored_bytes(path, name, shape, stored.get_dtype())
-            return sizes
+                if dtype not in BYTES_OF_TYPE:
+                    raise UnsupportedModelError(
+                        f"tensor {name} in {path} has type {dtype}; supported are {', '.join(BYTES_OF_TYPE)}: "
+                        "use the unquantised checkpoint of this model"
+                    )
+                sizes[name] = math.prod(shape) * BYTES_OF_TYPE[dtype]
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} is damaged or cut short: {error}; download it again") from error
-
-
-def _stored_bytes(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> int:
-    bytes_of_type = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-    if dtype not in bytes_of_type:
-        raise QuantisedCheckpointError(
-            f"tensor {name} in {path} has type {dtype}; supported are {', '.join(bytes_of_type)}: "
-            "use the unquantised checkpoint of this model"
-        )
-    count = 1
-    for length in shape:
-        count *= length
-    return count * bytes_of_type[dtype]
+    return sizes

@@ -3,30 +3,28 @@
 Everything is called on the node's control thread but `Engine.run`, which runs one step on the engine thread and touches
 nothing but the batch. Meanwhile the control thread may submit, resume and abort.
 
-With a runner whose device computes beside the host (`AheadRunner`), a step is launched and collected instead, and the
-one behind it may be launched in between (the idea is that of NanoFlow, Zhu et al. 2024, and of SGLang's scheduler): its
-tokens that the host does not know yet are taken on the device. What shows only when the first step is collected, a stop
-token, an abort or a failure, makes one surplus slice in the second: its token is dropped, and the blocks that it writes
-to stay held until it is over.
+Overlap scheduling (NanoFlow, Zhu et al. 2024; SGLang), with an `OverlapRunner`: a step is launched and collected, and
+the one behind it may be launched in between. Tokens that the host does not know yet are taken on the device. A stop
+token, an abort or a failure shows when the first step is collected and makes one surplus slice in the second: its token
+is dropped, and the blocks that it writes to stay held until it is over.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from baton.ids import RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
-from engine.scheduler import Overcommit, Scheduler, SchedulerConfig
-from engine.sequence import After, Sequence, SequenceMode
+from engine.scheduler import After, Scheduler, SchedulerConfig, Sequence, SequenceMode
 from engine.types import (
     NO_TOKEN,
     STEPS_IN_FLIGHT_MAX,
-    AheadRunner,
     Batch,
     FinishReason,
     KvSink,
+    OverlapRunner,
     Runner,
     SequenceSlice,
     StepResult,
@@ -50,25 +48,22 @@ class TokenEvent:
     """Of `token`, where the request asks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
 class EngineCounters:
-    """A snapshot; all but the first two are totals since the start."""
+    """Totals since the start. The engine's to change."""
 
-    running: int
-    waiting: int
-    steps: int
-    steps_ahead: int
+    steps: int = 0
+    steps_overlapped: int = 0
     """Of `steps`, those launched while the one before was in flight."""
-    steps_held_back: int
+    steps_held_back: int = 0
     """Times that the next step had to wait for the one in flight: a request draws by what the host has to know or look
     at, or memory has to be made room in."""
-    tokens_computed: int
+    tokens_computed: int = 0
     """Without those of surplus slices."""
-    tokens_drawn: int
-    tokens_surplus: int
+    tokens_drawn: int = 0
+    tokens_surplus: int = 0
     """Drawn for sequences that had ended, and dropped."""
-    tokens_cached: int
-    not_finite: int
+    not_finite: int = 0
     """Sequences that ended because their scores were not numbers."""
 
 
@@ -92,61 +87,32 @@ class Engine:
         assert runner.kv_spec.block_size == blocks.block_size, (runner.kv_spec.block_size, blocks.block_size)
         self._runner = runner
         self._blocks = blocks
-        self._scheduler = Scheduler(config, blocks)
-        self._ahead: AheadRunner | None = None
-        if isinstance(runner, AheadRunner) and config.rows_max <= runner.rows_ahead_max:
-            self._ahead = runner
+        self.scheduler = Scheduler(config, blocks)
+        self.counters = EngineCounters()
+        self.overlap: OverlapRunner | None = None
+        """The runner, where steps are launched and collected instead of run."""
+        if isinstance(runner, OverlapRunner) and config.rows_max <= runner.overlap_rows_max:
+            self.overlap = runner
         self._flights: deque[_Flight] = deque()
         self._aborting: set[RequestKey] = set()
         self._events: list[TokenEvent] = []
-        self._steps = self._steps_ahead = self._steps_held_back = 0
-        self._tokens_computed = self._tokens_drawn = self._tokens_surplus = self._not_finite = 0
-
-    @property
-    def goes_ahead(self) -> bool:
-        """Whether steps are launched and collected, instead of run."""
-        return self._ahead is not None
-
-    @property
-    def running(self) -> int:
-        return self._scheduler.running
-
-    @property
-    def waiting(self) -> int:
-        return self._scheduler.waiting
+        self.changed: Callable[[], None] = lambda: None
+        """Called when there may be something to do: a sequence has come or is to leave. Set by the loop that steps."""
 
     @property
     def has_work(self) -> bool:
         """There is something to compute, or a step is in flight, or a sequence is swapped out."""
-        return self.running + self.waiting + self.swapped_out > 0 or bool(self._flights)
-
-    @property
-    def swapped_out(self) -> int:
-        """Sequences whose KV is not all on the device now; neither running nor waiting."""
-        return self._scheduler.swapped_out
-
-    @property
-    def counters(self) -> EngineCounters:
-        return EngineCounters(
-            running=self.running,
-            waiting=self.waiting,
-            steps=self._steps,
-            steps_ahead=self._steps_ahead,
-            steps_held_back=self._steps_held_back,
-            tokens_computed=self._tokens_computed,
-            tokens_drawn=self._tokens_drawn,
-            tokens_surplus=self._tokens_surplus,
-            tokens_cached=self._blocks.prefix_cache.stats.hit_tokens,
-            not_finite=self._not_finite,
-        )
+        scheduler = self.scheduler
+        return scheduler.running + scheduler.waiting + scheduler.swapped_out > 0 or bool(self._flights)
 
     def describe(self) -> dict[str, str]:
         """For people: how steps and the host's work overlap, where they may, and what the model failed at."""
-        facts = {"requests ended by scores that are not numbers": str(self._not_finite)}
-        if self._ahead is None:
+        counters = self.counters
+        facts = {"requests ended by scores that are not numbers": str(counters.not_finite)}
+        if self.overlap is None:
             return facts
-        counts = f"{self._steps_ahead} of {self._steps}, {self._steps_held_back} held back"
-        return {"steps launched ahead": f"{counts}, {self._tokens_surplus} surplus tokens", **facts}
+        counts = f"{counters.steps_overlapped} of {counters.steps}, {counters.steps_held_back} held back"
+        return {"steps overlapped": f"{counts}, {counters.tokens_surplus} surplus tokens", **facts}
 
     def submit(self, seq: Sequence) -> None:
         """Take a sequence to compute. Its blocks are held, its promise made (see `Scheduler.submit`).
@@ -155,7 +121,7 @@ class Engine:
             EngineFullError: too many are waiting; the sequence stays the caller's.
         """
         self._check(seq)
-        self._scheduler.submit(seq)
+        self.scheduler.submit(seq)
         self._entered(seq)
 
     def resume(self, seq: Sequence) -> None:
@@ -166,32 +132,19 @@ class Engine:
         """
         self._check(seq)
         assert seq.output_count < seq.params.max_tokens, (seq.key, "has ended already")
-        self._scheduler.resume(seq)
+        self.scheduler.resume(seq)
         self._entered(seq)
-
-    def overcommit(self, overcommit: Overcommit) -> None:
-        """Set once, before the first sequence: who swaps out sequences when their growth does not fit on the device."""
-        assert self._scheduler.overcommit is None and not self.has_work
-        self._scheduler.overcommit = overcommit
-
-    def needs_block(self, seq: Sequence) -> bool:
-        """Whether the next step of a decoding sequence starts a new block."""
-        return self._scheduler.needs_block(seq)
 
     def swap_out(self, seq: Sequence) -> None:
         """Take a decoding sequence out of the steps. Only from inside `Overcommit.before_step`."""
         assert seq.steps_in_flight == 0, (seq.key, "is in the step in flight")
-        assert self._scheduler.overcommit is not None
-        self._scheduler.swap_out(seq)
-        self._scheduler.overcommit.swapped_out(seq)
-
-    def swap_in(self, seq: Sequence) -> None:
-        """Let a swapped-out sequence decode on, its block table whole again. At any time."""
-        self._scheduler.swap_in(seq)
+        assert self.scheduler.overcommit is not None
+        self.scheduler.swap_out(seq)
+        self.scheduler.overcommit.swapped_out(seq)
 
     def has(self, key: RequestKey) -> bool:
         """Whether a sequence of this key is here, one that is being aborted counted."""
-        return self._scheduler.find(key) is not None
+        return self.scheduler.find(key) is not None
 
     def abort(self, key: RequestKey) -> bool:
         """End a sequence; False when it is not here. Idempotent until its event is out.
@@ -199,13 +152,14 @@ class Engine:
         If a step in flight contains it, it keeps its blocks until the last such step's `postprocess`, whose events tell
         it; no token of it is told before. Otherwise it leaves at once, and `take_events` has the event.
         """
-        seq = self._scheduler.find(key)
+        seq = self.scheduler.find(key)
         if seq is None:
             return False
         if seq.steps_in_flight:
             self._aborting.add(key)
         else:
             self._events.append(self._leave(seq, None, FinishReason.ABORTED))
+        self.changed()
         return True
 
     def take_events(self) -> list[TokenEvent]:
@@ -216,15 +170,15 @@ class Engine:
     def schedule(self) -> Batch | None:
         """The next step's batch, or None when there is nothing to do. No step is in flight."""
         assert not self._flights, "a step is in flight"
-        return self._take_off(self._scheduler.schedule())
+        return self._take_off(self.scheduler.schedule())
 
-    def schedule_ahead(self) -> Batch | None:
+    def schedule_overlapped(self) -> Batch | None:
         """The batch of the step behind the one in flight, which has been launched and is not collected.
 
         None: the runner takes none, there is nothing to do, or it is held back (see `EngineCounters`); the step in
         flight is to be collected then.
         """
-        if self._ahead is None:
+        if self.overlap is None:
             return None
         (flight,) = self._flights
         pairs = zip(flight.seqs, flight.batch.slices, strict=True)
@@ -232,31 +186,21 @@ class Engine:
         going_on = [seq for seq, after in afters if not after.leaves]
         drawing = [seq for seq, after in afters if after.draws and not after.leaves]
         batch = None
-        if all(self._ahead.draws_ahead(seq.params) for seq in drawing):
+        if all(self.overlap.can_overlap(seq.params) for seq in drawing):
             for seq, after in afters:
                 seq.after = after
             try:
-                batch = self._scheduler.schedule(ahead=True)
+                batch = self.scheduler.schedule(overlapped=True)
             finally:
                 for seq, _ in afters:
                     seq.after = None
-        self._steps_ahead += batch is not None
-        self._steps_held_back += batch is None and bool(going_on)
+        self.counters.steps_overlapped += batch is not None
+        self.counters.steps_held_back += batch is None and bool(going_on)
         return self._take_off(batch)
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
-        """Compute the batch. On any thread, as `launch` and `collect`; whatever the runner raises comes through."""
+        """Compute the batch. On any thread; whatever the runner raises comes through."""
         return self._runner.run(batch, sink)
-
-    def launch(self, batch: Batch, sink: KvSink) -> Any:
-        """See `AheadRunner.launch`. The batch's sequences are not to change before it returns."""
-        assert self._ahead is not None
-        return self._ahead.launch(batch, sink)
-
-    def collect(self, in_flight: Any) -> StepResult:
-        """See `AheadRunner.collect`."""
-        assert self._ahead is not None
-        return self._ahead.collect(in_flight)
 
     def postprocess(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
         """Take the oldest step's outcome in: tokens appended, full blocks indexed, ended sequences gone -> events.
@@ -265,12 +209,12 @@ class Engine:
         """
         flight = self._land(batch)
         events = self.take_events()
-        self._tokens_computed += batch.num_tokens
+        self.counters.tokens_computed += batch.num_tokens
         for seq, piece in zip(flight.seqs, batch.slices, strict=True):
             event = self._advance(seq, piece, result)
             if event is not None:
                 events.append(event)
-        self._steps += 1
+        self.counters.steps += 1
         return events
 
     def fail_step(self, batch: Batch) -> list[TokenEvent]:
@@ -296,7 +240,7 @@ class Engine:
         assert len(self._flights) < STEPS_IN_FLIGHT_MAX
         seqs = []
         for piece in batch.slices:
-            seq = self._scheduler.find(piece.key)
+            seq = self.scheduler.find(piece.key)
             assert seq is not None, piece.key
             seq.steps_in_flight += 1
             seqs.append(seq)
@@ -336,6 +280,7 @@ class Engine:
     def _entered(self, seq: Sequence) -> None:
         self._blocks.prefix_cache.count_prompt(len(seq.tokens), seq.cached_tokens)
         self._index(seq)
+        self.changed()
 
     def _index(self, seq: Sequence) -> None:
         self._blocks.index(seq.tokens, seq.block_table, seq.computed, seq.cache_salt, seq.index_cursor)
@@ -343,8 +288,8 @@ class Engine:
     def _advance(self, seq: Sequence, piece: SequenceSlice, result: StepResult) -> TokenEvent | None:
         seq.steps_in_flight -= 1
         if seq.has_left:
-            self._tokens_computed -= piece.stop - piece.start
-            self._tokens_surplus += piece.sample
+            self.counters.tokens_computed -= piece.stop - piece.start
+            self.counters.tokens_surplus += piece.sample
             self._release_if_over(seq)
             return None
         before, stop, size = seq.computed, piece.stop, self._blocks.block_size
@@ -360,10 +305,11 @@ class Engine:
             return None
         token = result.sampled[piece.key]
         if token == NO_TOKEN:
-            self._not_finite += 1
+            self.counters.not_finite += 1
+            self._blocks.prefix_cache.forget(seq.block_table)  # their KV may be broken
             return self._leave(seq, None, FinishReason.NOT_FINITE)
         seq.tokens.append(token)
-        self._tokens_drawn += 1
+        self.counters.tokens_drawn += 1
         logprobs = result.logprobs.get(piece.key) if result.logprobs else None
         finish = self._finish_reason(seq, len(seq.tokens), token)
         if finish is not None or seq.mode is SequenceMode.PREFILL_ONLY:
@@ -383,10 +329,10 @@ class Engine:
     def _leave(
         self, seq: Sequence, token: int | None, finish: FinishReason | None, logprobs: TokenLogprobs | None = None
     ) -> TokenEvent:
-        self._scheduler.remove(seq)
+        self.scheduler.remove(seq)
         self._aborting.discard(seq.key)
-        if self._scheduler.overcommit is not None:
-            self._scheduler.overcommit.left(seq)
+        if self.scheduler.overcommit is not None:
+            self.scheduler.overcommit.left(seq)
         if seq.mode is SequenceMode.COMPLETE:
             seq.has_left = True
             self._release_if_over(seq)

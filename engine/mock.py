@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -175,25 +175,3 @@ class MockRunner:
         assert self._kv_LN2SD is not None, "run before bind"
         view_N2SD: np.ndarray = self._kv_LN2SD[layer]
         return view_N2SD
-
-
-def mock_reference(
-    prompt: Sequence[int], params: SamplingParams, n: int, *, config: MockConfig, output: Sequence[int] = ()
-) -> list[int]:
-    """The `n` output tokens that follow `prompt` and `output`, by the definition alone: no region, blocks or batches.
-
-    Stop rules are not applied.
-    """
-    slots = [_root(config, layer) for layer in range(config.num_layers)]
-    contexts = [blake2b() for _ in range(config.num_layers)]
-    tokens: list[int] = []
-    for position, known in enumerate([*prompt, *output, *[None] * n]):
-        if known is None:
-            index = position - len(prompt)
-            digests = b"".join(context.digest() for context in contexts)
-            tokens.append(_draw(b"".join(slots), digests, params, index, config))
-        token = tokens[-1] if known is None else known
-        for layer, context in enumerate(contexts):
-            slots[layer] = _next_slot(slots[layer], token, layer)
-            context.update(slots[layer])
-    return tokens

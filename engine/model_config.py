@@ -1,15 +1,16 @@
-"""What a model is, read from `config.json` and `generation_config.json`. Imports no torch: the router reads it too.
+"""What a model is, read from `config.json` and `generation_config.json`, and where its folder is. Imports no torch:
+the router reads it too.
 
 Configs describe the rotary position embedding in two spellings: `rope_theta` with `rope_scaling` (transformers before
-5), and `rope_parameters` (transformers 5). Nothing here goes beyond the model's stated context
-(`max_position_embeddings`), so the `dynamic` scaling, which begins there, is the plain embedding.
+5), and `rope_parameters` (transformers 5). The `dynamic` scaling begins beyond the stated context
+(`max_position_embeddings`), where nothing here goes, so it is the plain embedding.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -33,43 +34,34 @@ class UnsupportedModelError(ModelError):
     """The model is well formed but asks for something that is not implemented."""
 
 
-class UnsupportedArchitectureError(UnsupportedModelError):
-    pass
-
-
-class UnsupportedActivationError(UnsupportedModelError):
-    pass
-
-
-class UnsupportedAttentionError(UnsupportedModelError):
-    """Some layer attends otherwise than over the whole context: a sliding window, chunks, a recurrent state."""
-
-
-class UnsupportedRopeError(UnsupportedModelError):
-    pass
-
-
-class QuantisedCheckpointError(UnsupportedModelError):
-    pass
-
-
 class Keys:
-    """Reads typed values out of one JSON object; a wrong one is an error that names file and key."""
+    """Reads typed values out of one JSON object; a wrong one is a ConfigFileError that names file and key.
+
+    A key that is absent or null has the default; without one it is missing.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
         self.source = source
 
-    def positive_int(self, key: str, *, default: int | None = None) -> int:
-        value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigFileError(f"{self.source}: {key} must be a positive integer, found {value!r}")
+    def get(self, key: str, kind: type | tuple[type, ...], what: str, default: object) -> Any:
+        """A value of this kind; `what` says what it must be. A bool is no number."""
+        value = self.values.get(key)
+        if value is None and default is None:
+            raise ConfigFileError(f"{self.source}: key {key} is missing")
+        value = default if value is None else value
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.wrong(key, what, value)
         return value
 
-    def natural_int(self, key: str, *, default: int) -> int:
-        value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigFileError(f"{self.source}: {key} must be an integer of 0 or more, found {value!r}")
+    def wrong(self, key: str, what: str, value: object) -> ConfigFileError:
+        return ConfigFileError(f"{self.source}: {key} must be {what}, found {value!r}")
+
+    def integer(self, key: str, *, default: int | None = None, low: int = 1) -> int:
+        what = "a positive integer" if low == 1 else f"an integer of {low} or more"
+        value: int = self.get(key, int, what, default)
+        if value < low:
+            raise self.wrong(key, what, value)
         return value
 
     def optional_float(self, key: str) -> float | None:
@@ -77,40 +69,26 @@ class Keys:
         return self.positive_float(key) if self.values.get(key) not in (None, 0) else None
 
     def positive_float(self, key: str, *, default: float | None = None) -> float:
-        value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise ConfigFileError(f"{self.source}: {key} must be a positive number, found {value!r}")
+        value = self.get(key, (int, float), "a positive number", default)
+        if not 0 < value < math.inf:
+            raise self.wrong(key, "a positive number", value)
         return float(value)
 
-    def number(self, key: str, *, default: float, low: float, high: float, above_low: bool = False) -> float:
-        """From `low` to `high`; with `above_low` not `low` itself."""
-        value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise ConfigFileError(f"{self.source}: {key} must be a number from {low:g} to {high:g}, found {value!r}")
-        if above_low and value == low:
-            raise ConfigFileError(f"{self.source}: {key} must be above {low:g}")
+    def number(self, key: str, *, default: float, high: float, above_zero: bool = False) -> float:
+        """From 0 to `high`; with `above_zero` not 0 itself."""
+        what = f"a number {'above' if above_zero else 'from'} 0 {'and at most' if above_zero else 'to'} {high:g}"
+        value = self.get(key, (int, float), what, default)
+        if not 0 <= value <= high or (above_zero and value == 0):
+            raise self.wrong(key, what, value)
         return float(value)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        value = self._present(key, default)
-        if not isinstance(value, bool):
-            raise ConfigFileError(f"{self.source}: {key} must be true or false, found {value!r}")
+        value: bool = self.get(key, bool, "true or false", default)
         return value
 
     def section(self, key: str) -> dict[str, Any]:
-        """The object under a key that may be absent or null; empty then."""
-        value: object = self._present(key, {})
-        if not isinstance(value, dict):
-            raise ConfigFileError(f"{self.source}: {key} must be an object, found {value!r}")
-        return dict(value)
-
-    def _present(self, key: str, default: object) -> Any:
-        value = self.values.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise ConfigFileError(f"{self.source}: key {key} is missing")
-        return default
+        """The object under a key; empty where it is absent."""
+        return dict(self.get(key, dict, "an object", {}))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -190,25 +168,28 @@ class RopeConfig:
 
 
 def parse_rope(keys: Keys, context_len_max: int) -> RopeConfig:
-    """Both spellings come down to one object of settings, with `rope_theta` inside it or beside it.
+    """Both spellings come down to one object of settings, with `rope_theta` inside it or beside it. Where both are
+    there they must say the same: nobody can tell which of two a model was made with.
 
-    Raises ConfigFileError, UnsupportedRopeError.
+    Raises ConfigFileError, UnsupportedModelError.
     """
-    settings = keys.section("rope_parameters") or keys.section("rope_scaling")
-    where = f"{keys.source}: rope_parameters" if keys.section("rope_parameters") else f"{keys.source}: rope_scaling"
-    rope = Keys(settings, where)
-    theta_outside = keys.positive_float("rope_theta", default=ROPE_THETA_DEFAULT)
-    theta = rope.positive_float("rope_theta", default=theta_outside)
-    _refuse_parts(settings, keys, where)
-    return RopeConfig(theta=theta, scaling=_scaling(rope, keys, context_len_max))
-
-
-def _refuse_parts(settings: Mapping[str, Any], keys: Keys, where: str) -> None:
-    nested = [key for key, value in settings.items() if isinstance(value, dict)]
-    partial = settings.get("partial_rotary_factor", keys.values.get("partial_rotary_factor"))
-    if nested or partial not in (None, 1, 1.0):
-        what = f"a setting per layer type ({', '.join(nested)})" if nested else f"partial_rotary_factor {partial}"
-        raise UnsupportedRopeError(f"{where}: {what} is not supported; one setting over the whole head is")
+    sections = [(f"{keys.source}: {name}", keys.section(name)) for name in ("rope_parameters", "rope_scaling")]
+    theta = keys.positive_float("rope_theta", default=ROPE_THETA_DEFAULT)
+    ropes = []
+    for where, settings in [each for each in sections if each[1]] or sections[-1:]:
+        rope = Keys(settings, where)
+        theta = rope.positive_float("rope_theta", default=theta)
+        nested = [key for key, value in settings.items() if isinstance(value, dict)]
+        partial = settings.get("partial_rotary_factor", keys.values.get("partial_rotary_factor"))
+        if nested or partial not in (None, 1, 1.0):
+            what = f"a setting per layer type ({', '.join(nested)})" if nested else f"partial_rotary_factor {partial}"
+            raise UnsupportedModelError(f"{where}: {what} is not supported; one setting over the whole head is")
+        ropes.append(RopeConfig(theta=theta, scaling=_scaling(rope, keys, context_len_max)))
+    if ropes[0] != ropes[-1]:
+        raise UnsupportedModelError(
+            f"{keys.source}: rope_parameters and rope_scaling are both there and differ; remove the wrong one"
+        )
+    return ropes[0]
 
 
 def _scaling(rope: Keys, keys: Keys, context_len_max: int) -> Scaling | None:
@@ -221,8 +202,8 @@ def _scaling(rope: Keys, keys: Keys, context_len_max: int) -> Scaling | None:
     if rope_type == "linear":
         return LinearScaling(factor=rope.positive_float("factor"))
     # Where both are there, transformers takes the one outside.
-    inner = rope.positive_int("original_max_position_embeddings", default=context_len_max)
-    original_context_len = keys.positive_int("original_max_position_embeddings", default=inner)
+    inner = rope.integer("original_max_position_embeddings", default=context_len_max)
+    original_context_len = keys.integer("original_max_position_embeddings", default=inner)
     if rope_type == "llama3":
         return Llama3Scaling(
             factor=rope.positive_float("factor"),
@@ -240,7 +221,7 @@ def _scaling(rope: Keys, keys: Keys, context_len_max: int) -> Scaling | None:
             truncate=rope.flag("truncate", default=True),
             attention_factor=_yarn_attention_factor(rope, factor),
         )
-    raise UnsupportedRopeError(
+    raise UnsupportedModelError(
         f"{rope.source}: rope type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3, yarn"
     )
 
@@ -257,28 +238,6 @@ def _yarn_attention_factor(rope: Keys, factor: float) -> float:
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-
-__all__ = [
-    "ComputeDtype",
-    "ConfigFileError",
-    "Llama3Scaling",
-    "ModelConfig",
-    "ModelError",
-    "ModelFamily",
-    "ModelFolderError",
-    "Quantisation",
-    "QuantisedCheckpointError",
-    "RopeConfig",
-    "SamplingDefaults",
-    "UnsupportedActivationError",
-    "UnsupportedArchitectureError",
-    "UnsupportedAttentionError",
-    "UnsupportedModelError",
-    "UnsupportedRopeError",
-    "load_model_config",
-    "load_sampling_defaults",
-    "parse_model_config",
-]
 
 GENERATION_CONFIG: Final = "generation_config.json"
 TEMPERATURE_MAX: Final = 100.0
@@ -406,20 +365,13 @@ def load_sampling_defaults(folder: Path) -> SamplingDefaults:
     if not path.is_file():
         return SamplingDefaults()
     keys = Keys(read_json(path), str(path))
-    neutral = SamplingDefaults()
-    top_k = keys.values.get("top_k")
+    top_k = 0 if keys.values.get("top_k") == -1 else keys.integer("top_k", default=0, low=0)  # some write -1 for "off"
     return SamplingDefaults(
-        temperature=keys.number("temperature", default=neutral.temperature, low=0.0, high=TEMPERATURE_MAX),
-        top_k=0 if top_k == -1 else keys.natural_int("top_k", default=neutral.top_k),  # some write -1 for "off"
-        top_p=keys.number("top_p", default=neutral.top_p, low=0.0, high=1.0, above_low=True),
-        min_p=keys.number("min_p", default=neutral.min_p, low=0.0, high=1.0),
-        repetition_penalty=keys.number(
-            "repetition_penalty",
-            default=neutral.repetition_penalty,
-            low=0.0,
-            high=REPETITION_PENALTY_MAX,
-            above_low=True,
-        ),
+        temperature=keys.number("temperature", default=1.0, high=TEMPERATURE_MAX),
+        top_k=top_k,
+        top_p=keys.number("top_p", default=1.0, high=1.0, above_zero=True),
+        min_p=keys.number("min_p", default=0.0, high=1.0),
+        repetition_penalty=keys.number("repetition_penalty", default=1.0, high=REPETITION_PENALTY_MAX, above_zero=True),
     )
 
 
@@ -473,7 +425,7 @@ def parse_model_config(config: Mapping[str, Any], *, source: str, generation: Ma
         num_kv_heads=_size(keys, "num_key_value_heads", default=default_kv_heads),
         head_dim=head_dim,
         rms_norm_eps=keys.positive_float("rms_norm_eps"),
-        rope=_rope(keys, context_len_max),
+        rope=parse_rope(keys, context_len_max),
         attention_bias=attention_bias,
         output_bias=output_bias,
         mlp_bias=keys.flag("mlp_bias") and family is ModelFamily.LLAMA,
@@ -485,22 +437,10 @@ def parse_model_config(config: Mapping[str, Any], *, source: str, generation: Ma
 
 
 def _size(keys: Keys, key: str, *, default: int | None = None) -> int:
-    value = keys.positive_int(key, default=default)
+    value = keys.integer(key, default=default)
     if value > SIZES_MAX[key]:
         raise ConfigFileError(f"{keys.source}: {key} must be at most {SIZES_MAX[key]}, found {value}")
     return value
-
-
-def _rope(keys: Keys, context_len_max: int) -> RopeConfig:
-    """Both spellings, where both are there, must say the same: nobody can tell which of two a model was made with."""
-    rope = parse_rope(keys, context_len_max)
-    if keys.section("rope_parameters") and keys.section("rope_scaling"):
-        older = {**keys.values, "rope_parameters": None, "rope_theta": rope.theta}
-        if parse_rope(Keys(older, keys.source), context_len_max) != rope:
-            raise UnsupportedRopeError(
-                f"{keys.source}: rope_parameters and rope_scaling are both there and differ; remove the wrong one"
-            )
-    return rope
 
 
 def _family(keys: Keys) -> ModelFamily:
@@ -508,21 +448,20 @@ def _family(keys: Keys) -> ModelFamily:
     supported = ", ".join(family.value for family in ModelFamily)
     if not isinstance(names, list) or not names:
         raise ConfigFileError(f"{keys.source}: key architectures is missing; supported are {supported}")
-    try:
-        return ModelFamily(names[0])
-    except ValueError:
-        raise UnsupportedArchitectureError(
+    if names[0] not in [family.value for family in ModelFamily]:
+        raise UnsupportedModelError(
             f"{keys.source}: architecture {names[0]!r} is not supported; supported are {supported}"
-        ) from None
+        )
+    return ModelFamily(names[0])
 
 
 def _refuse_unsupported(keys: Keys) -> None:
     activation = keys.values.get("hidden_act", "silu")
     if activation != "silu":
-        raise UnsupportedActivationError(f"{keys.source}: hidden_act {activation!r} is not supported, only 'silu'")
+        raise UnsupportedModelError(f"{keys.source}: hidden_act {activation!r} is not supported, only 'silu'")
     for key in ("quantization_config", "compression_config"):
         if keys.values.get(key):
-            raise QuantisedCheckpointError(
+            raise UnsupportedModelError(
                 f"{keys.source}: the checkpoint is quantised ({key}); use the unquantised checkpoint of this model"
             )
 
@@ -541,10 +480,10 @@ def _refuse_window(keys: Keys, family: ModelFamily, context_len_max: int) -> Non
     window = _window_in_use(keys, family)
     layer_types = keys.values.get("layer_types")
     if layer_types is None:
-        num_layers = keys.positive_int("num_hidden_layers")
+        num_layers = keys.integer("num_hidden_layers")
         full_layers = 0
         if family in (ModelFamily.QWEN2, ModelFamily.QWEN3):
-            full_layers = keys.natural_int("max_window_layers", default=MAX_WINDOW_LAYERS_DEFAULT)
+            full_layers = keys.integer("max_window_layers", default=MAX_WINDOW_LAYERS_DEFAULT, low=0)
         layer_types = ["sliding_attention"] if window is not None and full_layers < num_layers else []
     if not isinstance(layer_types, list):
         raise ConfigFileError(f"{keys.source}: layer_types must be a list, found {layer_types!r}")
@@ -556,7 +495,7 @@ def _refuse_window(keys: Keys, family: ModelFamily, context_len_max: int) -> Non
     other = sorted({str(name) for name in layer_types} - harmless)
     if other:
         size = f" (sliding_window {window}, max_position_embeddings {context_len_max})" if window is not None else ""
-        raise UnsupportedAttentionError(
+        raise UnsupportedModelError(
             f"{keys.source}: layers use {', '.join(other)}{size}; only attention over the whole context is supported"
         )
 
@@ -565,10 +504,10 @@ def _window_in_use(keys: Keys, family: ModelFamily) -> int | None:
     if family is ModelFamily.MISTRAL:
         if "sliding_window" in keys.values and keys.values["sliding_window"] is None:
             return None
-        return keys.positive_int("sliding_window", default=MISTRAL_WINDOW_DEFAULT)
+        return keys.integer("sliding_window", default=MISTRAL_WINDOW_DEFAULT)
     if not keys.flag("use_sliding_window") or keys.values.get("sliding_window") is None:
         return None
-    return keys.positive_int("sliding_window")
+    return keys.integer("sliding_window")
 
 
 def _eos_token_ids(values: Mapping[str, Any], source: str) -> frozenset[int]:
@@ -578,3 +517,50 @@ def _eos_token_ids(values: Mapping[str, Any], source: str) -> frozenset[int]:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise ConfigFileError(f"{source}: eos_token_id must be a token id or a list of them, found {eos!r}")
     return frozenset(ids)
+
+
+def resolve_model(name_or_folder: str, *, weights: bool = True, download: Callable[[str], str] | None = None) -> Path:
+    """The folder of a model given by folder, or by its hub name when there is no such folder.
+
+    A hub model is downloaded into the hub's own cache, or found there; without `weights`, its small files only. Blocks
+    meanwhile. `download` replaces the hub.
+
+    Raises:
+        ModelFolderError: neither a folder nor a model that the hub gives out; says what was tried. Or a folder that
+            this user may not read.
+    """
+    folder = Path(name_or_folder).expanduser()
+    try:
+        if folder.is_dir():
+            next(folder.iterdir(), None)
+            (folder / "config.json").exists()  # listing a folder is one right, looking into it another
+            return folder
+        if folder.exists():
+            raise ModelFolderError(f"{folder} is a file; name the folder that holds config.json")
+    except OSError as error:
+        raise ModelFolderError(
+            f"the model folder {folder} cannot be read: {error.strerror}; the user that this process runs as needs the "
+            "right to read it and to enter it and the folders above"
+        ) from error
+    owner, _, rest = name_or_folder.partition("/")
+    if not owner or owner[0] in ".~" or not rest or "/" in rest:
+        raise ModelFolderError(
+            f"there is no folder {folder}, and {name_or_folder!r} has not the form of a hub name (owner/model); "
+            "give an existing folder or a hub name"
+        )
+    # Imported here: the library takes a third of a second to load, and most models are folders.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # its HTTP library's, which it also raises
+
+    try:
+        return Path(download(name_or_folder) if download else _download(name_or_folder, weights))
+    except (OSError, ValueError, HTTPError) as error:
+        raise ModelFolderError(
+            f"there is no folder {folder}, and the hub gave no model {name_or_folder!r}: {error}; check the name, "
+            "the network and your access to the model, or download it and name its folder"
+        ) from error
+
+
+def _download(name: str, weights: bool) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"] if weights else ["*.json", "*.jinja"])

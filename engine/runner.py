@@ -126,17 +126,12 @@ class TorchForward:
         return self._decoder.logits(x_BE)
 
 
-class DeterministicForward:
+class DeterministicForward(TorchForward):
     """Every operation is given one token at a time, in order; many times slower.
 
     The kernels then see the same shapes whatever else is in the step: they choose blocking and order of summation by
     shape, which is where the difference in rounding between two batches comes from.
     """
-
-    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
-        self._decoder = decoder
-        self._pool = pool
-        self._attention = TorchAttention(pool)
 
     def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
         pool, attention, decoder = self._pool, self._attention, self._decoder
@@ -367,12 +362,14 @@ class TorchRunner(ModelRunner):
         self.deterministic = deterministic
         mirrored = self.device.type != "cpu" if mirrored is None else mirrored
         self.mirror = DeviceMirror(self.device) if mirrored else None
-        self._native: _Native | None = None
+        self.arithmetic = f"PyTorch's operations{', a token at a time' * deterministic} ({self.kv_spec.dtype})"
+        """For people: what computes, and with which numbers."""
+        self._native: NativeDecoder | None = None
         kernels = native_kernels() if self._may_be_native() else None
         if quantisation is Quantisation.FP8:
             raise UnsupportedModelError("weights can be fp8 on a GPU only; a CPU takes int8 and int4")
         if kernels is not None:
-            self._native = _Native(config, tensors, kernels, quantisation)
+            self._native = self._native_decoder(tensors, kernels, quantisation)
         elif quantisation is not Quantisation.NONE:
             raise UnsupportedModelError(
                 f"weights cannot be {quantisation.value} here: that needs bfloat16, a CPU with AVX512-BF16 and the "
@@ -388,14 +385,6 @@ class TorchRunner(ModelRunner):
     def uses_kernels(self) -> bool:
         """Whether kernels.c computes, and not PyTorch's operations."""
         return self._native is not None
-
-    @property
-    def arithmetic(self) -> str:
-        """For people: what computes, and with which numbers."""
-        if self._native is not None:
-            return f"compute kernels ({self._native.numbers})"
-        one_by_one = ", a token at a time" if self.deterministic else ""
-        return f"PyTorch's operations{one_by_one} ({self.kv_spec.dtype})"
 
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
         """See `Runner.bind`. With a mirror, memory for a copy of the region is taken on the device.
@@ -414,7 +403,7 @@ class TorchRunner(ModelRunner):
         assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
         pool = KvPool(region_U8, num_blocks, self.kv_spec)
         if self._native is not None:
-            self._forward = self._native.over(pool)
+            self._forward = NativeForward(self._native, pool)
         elif self.deterministic:
             self._forward = DeterministicForward(self._decoder, pool)
         else:
@@ -457,20 +446,14 @@ class TorchRunner(ModelRunner):
         is_bfloat16 = self.kv_spec.dtype == "bfloat16"
         return is_bfloat16 and self.device.type == "cpu" and not self.deterministic and supports(self.config)
 
-
-class _Native:
-    """The decoder over kernels.c, and its buffers."""
-
-    def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation
-    ) -> None:
+    def _native_decoder(
+        self, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation
+    ) -> NativeDecoder:
         workspace = Workspace()
         packing: Packing = NativePacking(kernels, workspace, quantisation.bits)
-        self.numbers = "bfloat16" if quantisation is Quantisation.NONE else f"bfloat16, weights {quantisation.value}"
+        numbers = "bfloat16" if quantisation is Quantisation.NONE else f"bfloat16, weights {quantisation.value}"
         if kernels.level > 1 and quantisation is Quantisation.NONE:
             packing = OneDnnPacking()
-            self.numbers += ", products by oneDNN"
-        self._decoder = NativeDecoder(config, tensors, kernels=kernels, packing=packing, workspace=workspace)
-
-    def over(self, pool: KvPool) -> NativeForward:
-        return NativeForward(self._decoder, pool)
+            numbers += ", products by oneDNN"
+        self.arithmetic = f"compute kernels ({numbers})"
+        return NativeDecoder(self.config, tensors, kernels=kernels, packing=packing, workspace=workspace)

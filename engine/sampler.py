@@ -2,20 +2,14 @@
 
 Gumbel-max: argmax of (score / temperature + Gumbel noise) is a draw from the softmax. The noise of a token is a pure
 function of (seed, choice, output index, token id), so a request that is resumed elsewhere meets the same noise
-(I6). The functions from the key to the noise are part of what nodes of different versions must agree on: do not
-change them.
+(I6). Nodes of different versions must agree on it: do not change it.
 
-In the order of use: changes of the scores (bias, min_tokens, penalties), filters, log-probabilities, the draw, and the
-same draw by a native kernel (`native/draw.c`).
+Scores are changed for all rows at once, and only those of tokens that something is done to: the rest stay as the model
+gave them, in its own type. A pair of a row and a token is held as one number, row * vocabulary + token.
 
-Changes are made for all rows of a batch at once, and only the scores of tokens that something is done to: the rest stay
-as the model gave them, in its own type. A pair of a row and a token is held as one number, row * vocabulary + token.
-
-Each of the filters min_p, top_k and top_p keeps a beginning of the ranking by score, ties by token id. So the ranking
-is only made as far as it is needed: a list of the best candidates, and a longer one for the rows that it is too short
-for. What is kept does not depend on how long the list was.
-
-Log-probabilities are of the model's own scores, before any change.
+Each of the filters min_p, top_k and top_p keeps a beginning of the ranking by score, ties by token id. The ranking is
+made as far as it is needed: a list of the best candidates, and a longer one for the rows that it is too short for. What
+is kept does not depend on how long the list was. Log-probabilities are of the model's own scores, before any change.
 
 Shape suffixes: B rows   R some of them   V vocabulary   C candidates or alternatives   P pairs of a row and a token, or
 int64 numbers, one after another.
@@ -28,6 +22,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,8 +55,7 @@ class Adjusted:
     def put(self, scores_RV: torch.Tensor) -> None:
         """Into their places."""
         device = scores_RV.device
-        rows_P, ids_P = to_device(self.rows_P, device), to_device(self.ids_P, device)
-        scores_RV[rows_P, ids_P] = self.scores_P.to(scores_RV.dtype)
+        scores_RV[to_device(self.rows_P, device), to_device(self.ids_P, device)] = self.scores_P.to(scores_RV.dtype)
 
 
 def adjusted_scores(
@@ -79,16 +73,21 @@ def adjusted_scores(
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     biases = [(row * vocab_size + token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias]
     biased = np.array([pair for pair, _ in biases], dtype=np.int64)
-    forbidden = _ends(params, output_counts, eos_token_ids, vocab_size)
+    ends = [  # no token that would end the answer before min_tokens have been drawn
+        row * vocab_size + token
+        for row, (p, count) in enumerate(zip(params, output_counts, strict=True))
+        if count < p.min_tokens
+        for token in (p.stop_token_ids if p.ignore_eos else p.stop_token_ids.union(eos_token_ids))
+        if token < vocab_size
+    ]
+    forbidden = np.array(ends, dtype=np.int64)
     repeated, _ = _count([(row, tokens[row]) for row, p in enumerate(params) if p.repetition_penalty != 1], vocab_size)
-    counted, counts = _count(
-        [
-            (row, tokens[row][len(tokens[row]) - output_counts[row] :])
-            for row, p in enumerate(params)
-            if p.frequency_penalty != 0 or p.presence_penalty != 0
-        ],
-        vocab_size,
-    )
+    answers = [
+        (row, tokens[row][len(tokens[row]) - output_counts[row] :])
+        for row, p in enumerate(params)
+        if p.frequency_penalty != 0 or p.presence_penalty != 0
+    ]
+    counted, counts = _count(answers, vocab_size)
     pairs_P, _ = _distinct(np.concatenate([biased, forbidden, repeated, counted]))
     rows_P, ids_P = np.divmod(pairs_P, vocab_size)
     scores_P = logits_BV[to_device(rows_P, device), to_device(ids_P, device)].to(torch.float64)
@@ -112,23 +111,6 @@ def adjusted_scores(
         scores_P[at] -= of_rows(counted, "frequency_penalty") * to_device(counts, device).to(torch.float64)
         scores_P[at] -= of_rows(counted, "presence_penalty")
     return Adjusted(rows_P=rows_P, ids_P=ids_P, scores_P=scores_P)
-
-
-def _ends(
-    params: Sequence[SamplingParams],
-    output_counts: Sequence[int],
-    eos_token_ids: Collection[int],
-    vocab_size: int,
-) -> np.ndarray:
-    """Before min_tokens have been drawn, no token that would end the answer is -> pairs, in no order."""
-    pairs = [
-        row * vocab_size + token
-        for row, (p, count) in enumerate(zip(params, output_counts, strict=True))
-        if count < p.min_tokens
-        for token in (p.stop_token_ids if p.ignore_eos else p.stop_token_ids.union(eos_token_ids))
-        if token < vocab_size
-    ]
-    return np.array(pairs, dtype=np.int64)
 
 
 def _count(chosen: Sequence[tuple[int, Sequence[int]]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,18 +144,24 @@ class Candidates:
     ids_RC: torch.Tensor
     scores_RC: torch.Tensor
 
+    @classmethod
+    def of(
+        cls, rows_R: torch.Tensor, ids_RC: torch.Tensor, scores_RC: torch.Tensor, kept_RC: torch.Tensor
+    ) -> Candidates:
+        return cls(rows_R=rows_R, ids_RC=ids_RC, scores_RC=scores_RC.masked_fill(~kept_RC, float("-inf")))
+
 
 def has_filter(params: SamplingParams) -> bool:
     return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
 
 
-def filters_blind(params: SamplingParams) -> bool:
-    """Whether `candidates` can do without a look: the length of the list is known, or the whole vocabulary's order is
-    not needed."""
-    return 0 < params.top_k <= TOP_K_BLIND_MAX or _by_score_alone(params)
+def _length_known(params: SamplingParams) -> bool:
+    """Of the list of candidates."""
+    return 0 < params.top_k <= TOP_K_BLIND_MAX
 
 
 def _by_score_alone(params: SamplingParams) -> bool:
+    """The order of the vocabulary is not needed."""
     return params.top_k == 0 and params.top_p >= 1
 
 
@@ -185,65 +173,32 @@ def candidates(
     `scores_RV` are divided by the temperature already. min_p is a fraction of the best token's probability; top_p is of
     the probability that min_p and top_k have left, and includes the token that crosses it.
 
-    `blind`: rows whose `filters_blind` holds are done by queued work alone, without a look at any value.
+    `blind`: rows whose list has a known length, or that need none, are done by queued work alone, without a look at any
+    value.
     """
-    device = scores_RV.device
+    device, vocab_size = scores_RV.device, scores_RV.shape[1]
     limits = _Limits.of(scores_RV, params)
-    listed = [row for row, p in enumerate(params) if blind and 0 < p.top_k <= TOP_K_BLIND_MAX]
+    listed = [row for row, p in enumerate(params) if blind and _length_known(p)]
     masked = [row for row, p in enumerate(params) if blind and _by_score_alone(p)]
     looked = sorted(set(range(len(params))) - set(listed) - set(masked))
-    if listed:
-        rows_R = to_device(np.array(listed, dtype=np.int64), device)
-        yield _listed(scores_RV, limits, rows_R, max(params[row].top_k for row in listed))
-    if masked:
-        rows_R = to_device(np.array(masked, dtype=np.int64), device)
-        yield _masked(scores_RV, limits, rows_R)
-    if looked:
-        yield from _looked(scores_RV, limits, to_device(np.array(looked, dtype=np.int64), device))
-
-
-def _listed(scores_RV: torch.Tensor, limits: _Limits, rows_R: torch.Tensor, top_k_max: int) -> Candidates:
-    """Rows with a top_k: their lists have as many candidates as the largest one, and are sure."""
-    vocab_size = scores_RV.shape[1]
-    values_RC, ids_RC = best_blind(scores_RV[rows_R], top_k_max)
-    certain_R = torch.full(rows_R.shape, vocab_size, device=scores_RV.device)
-    kept_RC, _ = limits.take(rows_R).keep(values_RC, certain_R, vocab_size)
-    return Candidates(rows_R=rows_R, ids_RC=ids_RC, scores_RC=values_RC.masked_fill(~kept_RC, float("-inf")))
-
-
-def _masked(scores_RV: torch.Tensor, limits: _Limits, rows_R: torch.Tensor) -> Candidates:
-    """Rows with min_p alone: each token's own score decides."""
-    scores_RV, part = scores_RV[rows_R], limits.take(rows_R)
-    kept_RV = _weights(scores_RV, part.best) >= part.min_p[:, None]
-    ids_V = torch.arange(scores_RV.shape[1], device=scores_RV.device)
-    return Candidates(
-        rows_R=rows_R, ids_RC=ids_V.expand_as(scores_RV), scores_RC=scores_RV.masked_fill(~kept_RV, float("-inf"))
-    )
-
-
-def _looked(scores_RV: torch.Tensor, limits: _Limits, rows_R: torch.Tensor) -> Iterator[Candidates]:
-    """Any rows, in parts by how long a list each one needs."""
-    vocab_size = scores_RV.shape[1]
-    width = CANDIDATES_FIRST
-    while len(rows_R):
-        part = limits.take(rows_R)
+    if listed:  # as many candidates as the largest top_k: sure
+        rows_R = _rows(listed, device)
+        values_RC, ids_RC = best_blind(scores_RV[rows_R], max(params[row].top_k for row in listed))
+        certain_R = torch.full(rows_R.shape, vocab_size, device=device)
+        kept_RC, _ = limits.take(rows_R).keep(values_RC, certain_R, vocab_size)
+        yield Candidates.of(rows_R, ids_RC, values_RC, kept_RC)
+    if masked:  # min_p alone: each token's own score decides
+        rows_R = _rows(masked, device)
+        part, part_RV = limits.take(rows_R), scores_RV[rows_R]
+        ids_RV = torch.arange(vocab_size, device=device).expand_as(part_RV)
+        yield Candidates.of(rows_R, ids_RV, part_RV, _weights(part_RV, part.best) >= part.min_p[:, None])
+    rows_R, width = _rows(looked, device) if looked else torch.empty(0, dtype=torch.int64), CANDIDATES_FIRST
+    while len(rows_R):  # in parts by how long a list each row needs
         values_RC, ids_RC, certain_R = ranked(scores_RV[rows_R], width)
-        kept_RC, done_R = part.keep(values_RC, certain_R, vocab_size)
-        yield Candidates(
-            rows_R=rows_R[done_R],
-            ids_RC=ids_RC[done_R],
-            scores_RC=values_RC[done_R].masked_fill(~kept_RC[done_R], float("-inf")),
-        )
+        kept_RC, done_R = limits.take(rows_R).keep(values_RC, certain_R, vocab_size)
+        yield Candidates.of(rows_R[done_R], ids_RC[done_R], values_RC[done_R], kept_RC[done_R])
         rows_R = rows_R[~done_R]
         width *= CANDIDATES_GROWTH
-
-
-def filtered_scores(scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The scores, -inf where a filter excludes the token."""
-    result_RV = torch.full_like(scores_RV, float("-inf"))
-    for part in candidates(scores_RV, params):
-        result_RV[part.rows_R[:, None], part.ids_RC] = part.scores_RC
-    return result_RV
 
 
 def ranked(scores_RV: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -296,8 +251,7 @@ def _weights(scores_RC: torch.Tensor, best_R: torch.Tensor) -> torch.Tensor:
     return (scores_RC - best_R[:, None]).to(torch.float64).exp()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Limits:
+class _Limits(NamedTuple):
     """The filters of some rows as tensors [R]. `mass` is the weight that min_p leaves of the whole vocabulary, where
     top_p needs it; a token's weight is its probability as a fraction of the best one's.
     """
@@ -316,7 +270,7 @@ class _Limits:
         mass = torch.zeros(len(params), dtype=torch.float64, device=device)
         summed = [i for i, p in enumerate(params) if p.top_p < 1 and not 0 < p.top_k < vocab_size]
         if summed:
-            rows = to_device(np.array(summed, dtype=np.int64), device)
+            rows = _rows(summed, device)
             weights_RV = (scores_RV[rows] - best[rows, None]).to(torch.float64).exp_()
             if any(params[i].min_p > 0 for i in summed):
                 weights_RV.masked_fill_(weights_RV < min_p[rows, None], 0.0)
@@ -330,13 +284,7 @@ class _Limits:
         )
 
     def take(self, rows_R: torch.Tensor) -> _Limits:
-        return _Limits(
-            best=self.best[rows_R],
-            min_p=self.min_p[rows_R],
-            top_k=self.top_k[rows_R],
-            top_p=self.top_p[rows_R],
-            mass=self.mass[rows_R],
-        )
+        return _Limits(*[each[rows_R] for each in self])
 
     def keep(
         self, values_RC: torch.Tensor, certain_R: torch.Tensor, vocab_size: int
@@ -379,7 +327,7 @@ class ScoredRows:
         rows = [row for row, p in enumerate(params) if p.logprobs is not None]
         if not rows:
             return None
-        rows_R = to_device(np.array(rows, dtype=np.int64), logits_BV.device)
+        rows_R = _rows(rows, logits_BV.device)
         logits_RV = logits_BV[rows_R].to(torch.float64)
         total_R1 = logits_RV.logsumexp(dim=-1, keepdim=True)
         counts = [params[row].logprobs or 0 for row in rows]
@@ -409,16 +357,6 @@ class ScoredRows:
         }
 
 
-def token_logprobs(
-    logits_BV: torch.Tensor, tokens_B: torch.Tensor, params: Sequence[SamplingParams]
-) -> dict[int, TokenLogprobs]:
-    """By row, for the rows whose `params.logprobs` is set."""
-    scored = ScoredRows.of(logits_BV, tokens_B, params)
-    return {} if scored is None else scored.told(scored.packed().cpu().numpy())
-
-
-__all__ = ["draws_blind", "filtered_scores", "gumbel_noise", "gumbel_noise_of", "noise_bits", "row_key", "sample"]
-
 _MASK64 = 2**64 - 1
 # Constants of splitmix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators").
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -428,7 +366,7 @@ _SHIFTS = (30, 27, 31)
 
 def draws_blind(params: SamplingParams) -> bool:
     """Whether `sample` draws such a row without knowing its tokens and, when told to, without looking at its scores."""
-    return not has_penalty(params) and (params.temperature == 0 or filters_blind(params))
+    return not has_penalty(params) and (params.temperature == 0 or _length_known(params) or _by_score_alone(params))
 
 
 def sample(
@@ -528,11 +466,11 @@ def _draw(
     scores_BV /= to_device(np.array([p.temperature or 1.0 for p in params]), device)[:, None]
     keys = [row_key(p.seed, p.choice, index) for p, index in zip(params, output_indices, strict=True)]
     filtered = [i for i, p in enumerate(params) if p.temperature > 0 and has_filter(p)]
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0 and not has_filter(p)]
+    whole = [i for i, p in enumerate(params) if p.temperature == 0 or not has_filter(p)]
+    drawn = [i for i in whole if params[i].temperature > 0]
     if drawn:
         scores_BV[_rows(drawn, device)] += gumbel_noise([keys[i] for i in drawn], vocab_size, device)
     tokens_B = torch.empty(len(params), dtype=torch.int64, device=device)
-    whole = [i for i in range(len(params)) if not (params[i].temperature > 0 and has_filter(params[i]))]
     if whole:
         whole_R = _rows(whole, device)
         tokens_B[whole_R] = scores_BV[whole_R].argmax(dim=-1)
@@ -561,11 +499,6 @@ def row_key(seed: int, choice: int, output_index: int) -> int:
 def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise of every token for draws with the given `row_key`s -> float64 [B, V]."""
     return _gumbel(noise_bits(keys, vocab_size, device))
-
-
-def gumbel_noise_of(keys: Sequence[int], ids_RC: torch.Tensor) -> torch.Tensor:
-    """The same noise, of the given tokens of each row only -> float64 [R, C]."""
-    return _gumbel(_noise_bits(_on_device(keys, ids_RC.device), ids_RC))
 
 
 def noise_bits(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -660,27 +593,16 @@ class DrawKernel:
         mutates nothing."""
         assert self.takes(logits_BV), (logits_BV.device, logits_BV.dtype)
         rows, vocab_size = logits_BV.shape
-        ends = [0] * (rows + 1)
+        ends = np.zeros(rows + 1, dtype=np.int64)
         if changed is not None:
-            ends = np.searchsorted(changed.rows_P, np.arange(rows + 1)).tolist()
-        draws_R = np.array(
-            [
-                (
-                    row,
-                    p.temperature,
-                    p.top_p,
-                    p.min_p,
-                    p.top_k,
-                    p.seed & _MASK64,
-                    p.choice & _MASK64,
-                    output_indices[row],
-                    ends[row],
-                    ends[row + 1],
-                )
-                for row, p in enumerate(params)
-            ],
-            dtype=_DRAW,
-        )
+            ends = np.searchsorted(changed.rows_P, np.arange(rows + 1))
+        draws_R = np.zeros(rows, dtype=_DRAW)
+        draws_R["row"], draws_R["index"] = np.arange(rows), output_indices
+        draws_R["changed_at"], draws_R["changed_end"] = ends[:-1], ends[1:]
+        for name in ("temperature", "top_p", "min_p", "top_k"):
+            draws_R[name] = [getattr(p, name) for p in params]
+        for name in ("seed", "choice"):
+            draws_R[name] = np.array([getattr(p, name) & _MASK64 for p in params], dtype=np.uint64)
         limits = draws_R["top_k"]
         k_max = int(limits[limits < vocab_size].max(initial=0))
         threads = torch.get_num_threads() if rows * vocab_size >= SHARED_TOKENS_MIN else 1

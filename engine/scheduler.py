@@ -4,25 +4,97 @@ Pure; owned by the node's control thread. Running sequences go first with one to
 then waiting prompts in order of arrival, all under one budget of tokens. A prompt that waits gives its place to at most
 `bypasses_max` later sequences that come to decode; prompts never bypass each other. Nothing that runs is ever
 preempted to be computed again: growth comes from a promise made at admission (I5). Where promises are backed by
-host memory, a sequence may be swapped out for a while, and one whose next block is not there yet sits a step out.
+host memory (`Overcommit`), a sequence may be swapped out for a while, and one whose next block is not there yet sits a
+step out.
 
 The step behind one in flight is put together from where that one will have left its sequences (`Sequence.after`).
-
-`Overcommit` is what the engine asks of whoever lets it run more than the device holds. With nobody there, growth never
-waits.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
-from baton.ids import RequestKey
+from baton.errors import InvalidField
+from baton.ids import BlockId, RequestKey
 from cachestore.block_manager import BlockManager
-from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, SequenceSlice
+from cachestore.prefix_cache import IndexCursor
+from engine.types import Batch, SamplingParams, SequenceSlice
+
+
+class SequenceMode(Enum):
+    """How long a sequence stays in the engine."""
+
+    COMPLETE = "complete"  # until it finishes
+    PREFILL_ONLY = "prefill_only"  # until its first token is drawn; its blocks then belong to the caller
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """What the step in flight will have done to a sequence, as far as the host can know before it is over."""
+
+    computed: int
+    """As `Sequence.computed`."""
+    draws: bool
+    """There will be one token more."""
+    leaves: bool
+    """It will leave the engine, whatever token is drawn."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """Tokens of one attempt at one request, and the blocks that hold their KV. Owned by the control thread.
+
+    Output token i is `tokens[prompt_len + i]`; a retry starts with output already there. The KV of `tokens[:computed]`
+    is in the blocks of `block_table`, each of which this sequence holds once. The engine changes `tokens`, `computed`
+    and `block_table` while it has the sequence.
+    """
+
+    key: RequestKey
+    params: SamplingParams
+    tokens: list[int]
+    prompt_len: int
+    computed: int
+    block_table: list[BlockId]
+    promise_key: Hashable
+    """Names the ledger's promise that growth is drawn from (COMPLETE only)."""
+    mode: SequenceMode
+    cache_salt: bytes = b""
+    cached_tokens: int = 0
+    """How many leading tokens came from the prefix cache; for statistics."""
+    index_cursor: IndexCursor = field(default_factory=IndexCursor)
+    age: int = -1
+    """Its place in the order of entry into the engine, which sets it."""
+    steps_in_flight: int = 0
+    """Steps that contain it and are not over. Its blocks are not released before they are."""
+    has_left: bool = False
+    """It has ended, and a step that was launched before that was known is still to be over."""
+    after: After | None = None
+    """Set only while the step behind the one in flight is being put together."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.prompt_len <= len(self.tokens), (self.prompt_len, len(self.tokens))
+        assert 0 <= self.computed < len(self.tokens), (self.computed, len(self.tokens))
+        assert 0 <= self.cached_tokens <= len(self.tokens), (self.cached_tokens, len(self.tokens))
+
+    @property
+    def planned(self) -> int:
+        """How many of its tokens will be computed when the next step begins."""
+        return self.computed if self.after is None else self.after.computed
+
+    @property
+    def planned_len(self) -> int:
+        """How many tokens it will have when the next step begins."""
+        return len(self.tokens) if self.after is None else len(self.tokens) + self.after.draws
+
+    @property
+    def output_count(self) -> int:
+        """Output tokens so far, which is the index of the next one."""
+        return len(self.tokens) - self.prompt_len
 
 
 class Overcommit(Protocol):
@@ -61,12 +133,7 @@ class EngineFullError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one engine.
-
-    Raises:
-        ValueError: a limit is not positive, there could be more running sequences than tokens in a step, or more rows
-            of scores than running sequences.
-    """
+    """Limits of one engine. Raises InvalidField."""
 
     tokens_per_step_max: int
     sequences_max: int
@@ -79,16 +146,17 @@ class SchedulerConfig:
     """Sequences that start to decode while a prompt that came before them waits; then it has the next place."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "rows_max", "bypasses_max"):
+        for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "bypasses_max"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.tokens_per_step_max < self.sequences_max:
-            raise ValueError(
-                f"tokens_per_step_max ({self.tokens_per_step_max}) is less than sequences_max ({self.sequences_max}): "
-                "each running sequence needs one token of every step"
+                raise InvalidField(name, f"is {getattr(self, name)}; must be at least 1")
+        if self.sequences_max > self.tokens_per_step_max:
+            raise InvalidField(
+                "sequences_max",
+                f"is {self.sequences_max}; must not exceed tokens_per_step_max ({self.tokens_per_step_max}): each "
+                "running sequence needs one token of every step",
             )
-        if self.rows_max > self.sequences_max:
-            raise ValueError(f"logits_rows_max ({self.rows_max}) is more than sequences_max ({self.sequences_max})")
+        if not 1 <= self.rows_max <= self.sequences_max:
+            raise InvalidField("logits_rows_max", f"is {self.rows_max}; must be from 1 to {self.sequences_max}")
 
     @property
     def rows_max(self) -> int:
@@ -183,14 +251,14 @@ class Scheduler:
         self._resumed[seq.key] = seq
         self._resumed.move_to_end(seq.key, last=False)
 
-    def schedule(self, *, ahead: bool = False) -> Batch | None:
+    def schedule(self, *, overlapped: bool = False) -> Batch | None:
         """The next step, or None when there is nothing to compute. Draws growth blocks from promises.
 
-        `ahead`: a step is in flight, whose sequences have their `after`; then None too where memory has to be made
+        `overlapped`: a step is in flight, whose sequences have their `after`; then None too where memory has to be made
         room in first.
         """
         self._fill_places()
-        if self.overcommit is not None and ahead:
+        if self.overcommit is not None and overlapped:
             if not self.overcommit.lets_step(self._decoding_by_age()):
                 return None
         elif self.overcommit is not None:
@@ -270,27 +338,18 @@ class Scheduler:
             if not self._blocks.ledger.can_draw(seq.promise_key):
                 return None
             seq.block_table += self._blocks.allocate(1, promise=seq.promise_key)
-        return SequenceSlice(
-            key=seq.key,
-            tokens=seq.tokens,
-            start=start,
-            stop=known,
-            block_table=seq.block_table,
-            sample=True,
-            output_index=known - seq.prompt_len,
-            params=seq.params,
-            ahead=after is not None,
-        )
+        return _slice(seq, start, known, token_pending=after is not None)
 
 
-def _slice(seq: Sequence, start: int, stop: int) -> SequenceSlice:
+def _slice(seq: Sequence, start: int, stop: int, *, token_pending: bool = False) -> SequenceSlice:
     return SequenceSlice(
         key=seq.key,
         tokens=seq.tokens,
         start=start,
         stop=stop,
         block_table=seq.block_table,
-        sample=stop == len(seq.tokens),
-        output_index=seq.output_count,
+        sample=stop >= len(seq.tokens),
+        output_index=max(stop, len(seq.tokens)) - seq.prompt_len,
         params=seq.params,
+        token_pending=token_pending,
     )

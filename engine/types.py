@@ -8,15 +8,17 @@ Shape suffixes used in this package:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from batonpb import common_pb2
 
-from baton.ids import BlockId, RequestKey
+from baton.ids import Attempt, BlockId, RequestId, RequestKey
 
 
 class FinishReason(Enum):
@@ -107,9 +109,9 @@ class SequenceSlice:
     output_index: int
     """Index of the token to draw among the request's output tokens (the counter of the sampling noise)."""
     params: SamplingParams
-    ahead: bool = False
+    token_pending: bool = False
     """Its one new token is drawn by the step launched just before, which the host has not collected: `tokens` ends at
-    `start`, and the runner takes the token from where it drew it. For an `AheadRunner` only."""
+    `start`, and the runner takes the token from where it drew it. For an `OverlapRunner` only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,16 +190,16 @@ STEPS_IN_FLIGHT_MAX = 2
 
 
 @runtime_checkable
-class AheadRunner(Runner, Protocol):
+class OverlapRunner(Runner, Protocol):
     """A runner that takes a step while its device computes the one before.
 
     Steps are collected in the order of their launches. At most `STEPS_IN_FLIGHT_MAX` are launched and not collected.
     """
 
-    rows_ahead_max: int
-    """How many tokens a step may draw for slices of the next one to be `ahead`. 0: no step is launched ahead."""
+    overlap_rows_max: int
+    """How many tokens a step may draw for the next one to overlap it. 0: no steps overlap."""
 
-    def draws_ahead(self, params: SamplingParams) -> bool:
+    def can_overlap(self, params: SamplingParams) -> bool:
         """Whether such a token can be drawn while the host neither knows the one before nor looks at any score."""
         ...
 
@@ -214,26 +216,75 @@ class AheadRunner(Runner, Protocol):
         ...
 
 
-class DeviceRunner(Runner, Protocol):
-    """A runner whose region is memory of its own device, where its kernels read and write it as it lies."""
+FINISH_TO_PROTO = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
 
-    @property
-    def padding_blocks(self) -> int:
-        """How many blocks `warm_up` keeps for good, 0 where it captures nothing. After `bind`."""
-        ...
 
-    def rehearse(self, block: BlockId) -> None:
-        """Run everything that a prompt runs, once, in a block that nobody else has: kernels are compiled now."""
-        ...
+NOT_FINITE_MESSAGE = (
+    "The model's scores for the next token are not numbers (NaN, or infinite), so none can be drawn. The same request "
+    "may fail again: check the weights, and whether other requests fail on this node too."
+)
+"""Of an answer that ends by FinishReason.NOT_FINITE."""
 
-    def warm_up(self, padding_block: BlockId, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture the graphs of decode steps. Blocks for seconds; `padding_block` is the runner's until `unbind`."""
-        ...
 
-    def poison(self, block: BlockId) -> None:
-        """Fill a free block with NaN, and wait until it is. Any thread."""
-        ...
+def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str | None:
+    """Why an engine of this vocabulary cannot draw by these parameters; None if it can.
 
-    def describe(self) -> dict[str, str]:
-        """For people: what computes what, and why."""
-        ...
+    The router checks the client's input against narrower limits. This is for a peer's mistake: one row that cannot be
+    drawn would end every sequence of its batch.
+    """
+    penalty = spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0
+    numbers = (spec.temperature, penalty, spec.presence_penalty, spec.frequency_penalty, *spec.logit_bias.values())
+    if not all(map(math.isfinite, numbers)):
+        return "a sampling parameter is not a finite number"
+    if spec.temperature < 0 or penalty <= 0 or not 0 < spec.top_p <= 1 or not 0 <= spec.min_p <= 1:
+        return "a sampling parameter is out of range"
+    if spec.logprobs > vocab_size or spec.min_tokens > spec.max_tokens:
+        return "a sampling parameter is out of range"
+    outside = [token for token in (*spec.logit_bias, *spec.stop_token_ids) if token >= vocab_size]
+    if outside:
+        return f"a sampling parameter names token id {outside[0]}, outside the vocabulary of {vocab_size}"
+    return None
+
+
+def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
+    return SamplingParams(
+        temperature=spec.temperature,
+        top_k=spec.top_k,
+        top_p=spec.top_p,
+        seed=spec.seed,
+        choice=spec.choice,
+        max_tokens=spec.max_tokens,
+        stop_token_ids=frozenset(spec.stop_token_ids),
+        ignore_eos=spec.ignore_eos,
+        min_p=spec.min_p,
+        repetition_penalty=spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0,
+        presence_penalty=spec.presence_penalty,
+        frequency_penalty=spec.frequency_penalty,
+        logit_bias=tuple(sorted(spec.logit_bias.items())),
+        min_tokens=spec.min_tokens,
+        logprobs=spec.logprobs if spec.HasField("logprobs") else None,
+    )
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    return common_pb2.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token for token, _ in logprobs.top],
+        top_logprobs=[value for _, value in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = zip(message.top_ids, message.top_logprobs, strict=True)
+    return TokenLogprobs(logprob=message.logprob, top=tuple(top))
+
+
+def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
+    return RequestKey(request=RequestId(key.request), attempt=Attempt(key.attempt))
+
+
+def key_to_proto(key: RequestKey) -> common_pb2.RequestKey:
+    return common_pb2.RequestKey(request=key.request, attempt=key.attempt)

@@ -24,7 +24,7 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Epoch, Pair
 from baton.liveness import LivenessConfig, Reach
 from baton.log import get_log
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from baton.wire import ModelInfo
 from kvtransfer.status import Moved, PairSpeed
 from kvtransfer.transport import DataEndpoint, RegionKind, TransportName, WriterEvents, WriterLink

@@ -20,7 +20,7 @@ from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, Re
 from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.tasks import PendingCalls, Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import RecordChecks, RecordChecksums

@@ -23,7 +23,7 @@ from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.tasks import PendingCalls, Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import ChecksumThread, SourceSample

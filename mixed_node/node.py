@@ -17,29 +17,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+import secrets
 
 from batonpb import prefill_pb2
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
-from baton.ids import GrantId, RequestKey
-from baton.log import get_log
+from baton.ids import GrantId, Incarnation, RequestKey
+from baton.runtime import NodeRuntime
 from baton.wire import NodeLoad
-from cachestore.block_manager import prefix_blocks_max
-from decode_node.job import answer_growth, why_never
+from decode_node.job import why_never
 from decode_node.node import DecodeNode
 from engine.core import TokenEvent
-from engine.scheduler import EngineFullError
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import EngineFullError, Sequence, SequenceMode
 from engine.types import Batch, KvSink
-from node.engine_loop import EngineLoop
 from node.pool import DevicePool
-from prefill_node.job import Job, LocalRun
+from prefill_node.job import Job
 from prefill_node.local_policy import LocalPolicy
 from prefill_node.node import PrefillNode
-
-log = get_log("mixed")
 
 
 class MixedNode:
@@ -50,29 +45,16 @@ class MixedNode:
     """
 
     prefill: PrefillNode
-    engine_loop: EngineLoop
 
-    def __init__(
-        self,
-        *,
-        policy: LocalPolicy,
-        decode: DecodeNode,
-        pool: DevicePool,
-        granted: Callable[[], prefill_pb2.Granted],
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
-    ) -> None:
-        """`granted` names this node to a router, as a decode node is named."""
+    def __init__(self, *, policy: LocalPolicy, decode: DecodeNode, pool: DevicePool, runtime: NodeRuntime) -> None:
         self.policy = policy
         self.decode = decode
-        self.granted = granted
-        self._runner = pool.runner
+        self._pool = pool
         self._engine = pool.engine
         self._blocks = pool.blocks
-        self._loop = loop
-        self._randomness = randomness
+        self._runtime = runtime
         self._first: dict[RequestKey, asyncio.Future[TokenEvent]] = {}
-        """Kept requests without their first token."""
+        """Of kept requests without their first token, where it goes."""
         self._kept = 0
         """Requests, ever: both halves have taken each of them."""
         self._looking = False
@@ -92,46 +74,42 @@ class MixedNode:
         return self.decode.reserving.yields(resumed=job.resumed)
 
     def avoided(self, job: Job) -> bool:
-        return self.granted().decode_incarnation in job.request.avoid_decode
+        return self._runtime.incarnation in job.request.avoid_decode
 
     def never(self, job: Job) -> str | None:
-        sampling = job.request.sampling
-        return why_never(job.tokens, job.prompt_len, sampling, runner=self._runner, blocks=self._blocks)
+        return why_never(job.tokens, job.prompt_len, job.request.sampling, self._pool)
 
     def growth(self, job: Job) -> int:
-        return answer_growth(self._runner, job.tokens, job.prompt_len, job.params.max_tokens)
+        known_len = len(job.tokens)
+        footprint = self._pool.footprint(known_len, job.prompt_len, job.params.max_tokens)
+        return footprint - self._blocks.blocks_for(known_len)
 
-    def start(self, job: Job) -> LocalRun | None:
+    def granted(self) -> prefill_pb2.Granted:
+        runtime = self._runtime
+        return prefill_pb2.Granted(
+            decode_node=runtime.name, decode_incarnation=runtime.incarnation, decode_endpoint=runtime.endpoint
+        )
+
+    def start(self, job: Job) -> Sequence | None:
         self._check_new(job.key)
-        size = self._blocks.block_size
-        prefix = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
+        prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         new, growth = self._blocks.blocks_for(len(job.tokens)) - len(prefix), self.growth(job)
         if not (self.has_place and self._blocks.can_admit(prefix, new, growth)):
             return None
-        promise = GrantId(self._randomness(16))
-        seq = Sequence(
-            key=job.key,
-            params=job.params,
-            tokens=list(job.tokens),
-            prompt_len=job.prompt_len,
-            computed=len(prefix) * size,
-            block_table=self._blocks.admit(prefix, new, promise_key=promise, promise=growth),
-            promise_key=promise,
-            mode=SequenceMode.COMPLETE,
-            cache_salt=job.cache_salt,
-            cached_tokens=len(prefix) * size,
-        )
+        promise = GrantId(secrets.token_bytes(16))
+        table = self._blocks.admit(prefix, new, promise_key=promise, promise=growth)
+        cached_tokens = len(prefix) * self._blocks.block_size
+        seq = job.sequence(table, cached_tokens=cached_tokens, promise_key=promise, mode=SequenceMode.COMPLETE)
         try:
             self._engine.submit(seq)
         except EngineFullError:
-            self._blocks.release(seq.block_table)
+            self._blocks.release(table)
             self._blocks.ledger.unpromise(promise)
             return None
-        first = self._first[job.key] = self._loop.create_future()
-        self.decode.keep(seq, router=job.router, deadline_s=job.deadline_s)
+        self._first[job.key] = job.drawn
+        self.decode.keep(seq, router=Incarnation(job.request.router), deadline_s=job.deadline_s)
         self._kept += 1
-        self.engine_loop.wake()
-        return LocalRun(seq=seq, first=first)
+        return seq
 
     def commit(self, key: RequestKey) -> None:
         self.decode.commit_kept(key)
@@ -170,21 +148,20 @@ class MixedNode:
             requests_taken=prefill.requests_taken + decode.requests_taken - self._kept,
         )
 
-    def holds(self, writers: Holdings) -> Holdings:
-        """What both halves answer for, and the writers."""
-        decode = self.decode.holds()
+    def holds(self) -> Holdings:
+        prefill, decode = self.prefill.holds(), self.decode.holds()
         return dataclasses.replace(
             decode,
-            requests=self.prefill.requests + decode.requests,
-            grants_written=writers.grants_written,
-            unacknowledged_writes=writers.unacknowledged_writes,
+            requests=prefill.requests + decode.requests,
+            grants_written=prefill.grants_written,
+            unacknowledged_writes=prefill.unacknowledged_writes,
         )
 
     def _room_changed(self) -> None:
         """Not at once: the caller may be in the middle of giving the room to somebody else."""
         if not self._looking:
             self._looking = True
-            self._loop.call_soon(self._look_again)
+            asyncio.get_running_loop().call_soon(self._look_again)
 
     def _look_again(self) -> None:
         self._looking = False

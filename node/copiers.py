@@ -26,7 +26,7 @@ from baton.tasks import call_loop
 from cachestore.host_blocks import HostBlockId
 from cachestore.layout import Layout
 from kvtransfer.device.driver import DeviceError, PinnedMemory
-from kvtransfer.device.region import DeviceMemory
+from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.native.copy import copy_records
 from kvtransfer.transport import WriteOps, check_ops
@@ -153,7 +153,7 @@ class StreamCopier:
         *,
         streams: DeviceStreams,
         places: BlockPlaces,
-        device: DeviceMemory,
+        device: DeviceRegion,
         host: PinnedMemory,
         name: str,
         poll_interval_s: float = POLL_INTERVAL_S,

@@ -1,7 +1,7 @@
 """The loop around an engine: schedule and postprocess on the control thread, the runner on the engine thread.
 
-Where the engine goes ahead, the step behind the one in flight is scheduled and launched first, and only then is the one
-in flight waited for: the host's work for both falls into the time in which the device computes.
+Where the engine overlaps steps, the step behind the one in flight is scheduled and launched first, and only then is the
+one in flight waited for: the host's work for both falls into the time in which the device computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from engine.core import Engine, TokenEvent
-from engine.types import Batch, FinishReason, KvSink
+from engine.types import Batch, FinishReason, KvSink, NullSink
 
 log = get_log("engine")
 
@@ -37,7 +37,7 @@ class _Step:
     batch: Batch
     sink: KvSink
     launched: asyncio.Future[Any] | None
-    """Done; holds what `Engine.collect` takes, or what kept the step from being launched. None: it is to be run."""
+    """Done: what `OverlapRunner.collect` takes, or why the launch failed. None: the step is to be run."""
 
     @property
     def may_be_followed(self) -> bool:
@@ -48,6 +48,8 @@ class EngineLoop:
     """Steps the engine while there is work. Owns the engine thread."""
 
     def __init__(self, engine: Engine, host: StepHost, *, name: str) -> None:
+        """`engine.changed` wakes it from now on."""
+        engine.changed = self._wake
         self._engine = engine
         self._host = host
         self._work = asyncio.Event()
@@ -55,15 +57,14 @@ class EngineLoop:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"engine-{name}")
         self.steps_failed = 0
 
-    def wake(self) -> None:
-        """There may be something to do: after submit, resume or abort."""
+    def _wake(self) -> None:
         self._work.set()
 
     async def run(self) -> None:
         """Until `stop`, which waits for the steps in flight: their blocks are in use. Not to be cancelled."""
         step: _Step | None = None
         while step is not None or not self._stopping:
-            self._tell_of_ends()
+            self._report_ends()
             if step is None:
                 step = await self._begin(self._engine.schedule())
             if step is None:
@@ -72,23 +73,23 @@ class EngineLoop:
                 continue
             behind = None
             if step.may_be_followed and not self._stopping:
-                behind = await self._begin(self._engine.schedule_ahead())
+                behind = await self._begin(self._engine.schedule_overlapped())
             await self._end(step)
             step = behind
 
-    def _tell_of_ends(self) -> None:
+    def _report_ends(self) -> None:
         """What ended without a step. A function of its own, so that nothing of it is kept while there is no work."""
         events = self._engine.take_events()
         if events:
-            self._host.step_ended(_NO_SINK, events)
+            self._host.step_ended(NullSink(), events)
 
     async def _begin(self, batch: Batch | None) -> _Step | None:
         if batch is None:
             return None
         sink = self._host.step_begins(batch)
-        launched = None
-        if self._engine.goes_ahead:
-            launched = self._on_thread(self._engine.launch, batch, sink)
+        launched, runner = None, self._engine.overlap
+        if runner is not None:
+            launched = self._on_thread(runner.launch, batch, sink)
             # Until it has returned it reads tokens and block tables, which scheduling the next step changes.
             await asyncio.wait([launched])
         return _Step(batch, sink, launched)
@@ -96,10 +97,11 @@ class EngineLoop:
     async def _end(self, step: _Step) -> None:
         batch = step.batch
         try:
-            if step.launched is None:
+            runner = self._engine.overlap
+            if runner is None or step.launched is None:
                 result = await self._on_thread(self._engine.run, batch, step.sink)
             else:
-                result = await self._on_thread(self._engine.collect, step.launched.result())
+                result = await self._on_thread(runner.collect, step.launched.result())
         except Exception:
             # Whatever a kernel raises costs the step's requests, not the node.
             log.exception("step failed", sequences=len(batch.slices), tokens=batch.num_tokens)
@@ -118,7 +120,7 @@ class EngineLoop:
     async def stop(self, task: asyncio.Task[None]) -> None:
         """End the loop after the steps in flight, and its thread."""
         self._stopping = True
-        self.wake()
+        self._wake()
         await asyncio.wait([task])
         self._thread.shutdown(wait=True)
 
@@ -137,11 +139,3 @@ async def done_or_broken(serving: Coroutine[Any, Any, None], stepping: asyncio.T
     if stepping.done():
         log.error("the engine loop has ended; this node cannot go on", exc_info=stepping.exception())
         raise BatonError(Reason.INTERNAL, "The engine loop broke off; the log says why.") from stepping.exception()
-
-
-class _NoSink:
-    def layer_done(self, layer: int) -> None:
-        raise AssertionError(layer)
-
-
-_NO_SINK = _NoSink()

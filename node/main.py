@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from random import Random
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict, Unpack
 
 from batonpb import node_pb2, pins_pb2_grpc
 
-from baton.clock import Clock, SystemClock
+from baton.clock import Clock
 from baton.drain import Holdings
 from baton.log import get_log
 from baton.runtime import NodeRuntime, Progress
@@ -21,9 +22,9 @@ from baton.wire import NodeLoad, Role
 from cachestore.ledger import ConservationError, Ledger
 from kvtransfer.transport import TransportName
 from node.config import NodeConfig
-from node.engine_loop import EngineLoop, done_or_broken
+from node.engine_loop import EngineLoop, StepHost, done_or_broken
 from node.pool import DevicePool, open_device_pool, transport_facts
-from node.service import PinService, add_prefix_status, expire_pins
+from node.service import PinService
 from node.spill import SpillConfig
 
 log = get_log("ledger")
@@ -62,10 +63,19 @@ class ConservationWatch:
             log.error("blocks are not conserved", problem=str(error), errors=self.errors)
 
 
-class Half(Protocol):
-    """What a node serves: prefill, decode, or both. Control thread only."""
+class ServingNode(StepHost, Protocol):
+    """The part of a node that has its requests."""
 
-    engine_loop: EngineLoop
+    def load(self) -> NodeLoad: ...
+
+    def holds(self) -> Holdings: ...
+
+
+class Half(Protocol):
+    """What a node serves: prefill, decode, or both. Control thread only. What it opens it closes by its exit stack."""
+
+    @property
+    def node(self) -> ServingNode: ...
 
     @property
     def transports(self) -> Sequence[TransportName]:
@@ -86,81 +96,82 @@ class Half(Protocol):
 
     def add_status(self, message: node_pb2.NodeStatus) -> None: ...
 
-    def load(self) -> NodeLoad: ...
-
-    def holds(self) -> Holdings: ...
-
     async def end_requests(self) -> None:
         """Give up what runs. The server still answers."""
         ...
 
-    async def close(self) -> None:
-        """Close links and ports. The engine loop has ended."""
-        ...
+
+class Serving(TypedDict):
+    """How a node is run, whatever it serves."""
+
+    stop: asyncio.Event
+    drain: NotRequired[asyncio.Event | None]
+    """Ends the node as well, once it is empty."""
+    on_ready: Callable[[str], None]
+    """Called once, with the endpoint."""
+    progress: Progress
 
 
 async def serve_node(
     config: NodeConfig,
     role: Role,
-    make: Callable[[NodeRuntime, DevicePool], Half],
+    make: Callable[[NodeRuntime, DevicePool, AsyncExitStack], Half],
     *,
-    stop: asyncio.Event,
-    drain: asyncio.Event | None,
-    on_ready: Callable[[str], None],
-    progress: Progress,
     spill: SpillConfig | None = None,
     decodes: bool = True,
+    **serving: Unpack[Serving],
 ) -> None:
     """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start.
 
-    `on_ready` gets the endpoint. `spill` and `decodes` are those of `open_device_pool`.
+    What `make` puts on the exit stack is closed behind the engine loop, also where `make` fails. `spill` and `decodes`
+    are those of `open_device_pool`.
     """
     runtime = NodeRuntime(
         config,
         role,
         pod=config.pod,
-        clock=SystemClock(),
+        clock=Clock(),
         rng=Random(secrets.randbits(64)),
         on_change=lambda: half.follow_directory(),
     )
     await runtime.check_listen()
-    pool = await open_device_pool(
-        config.engine,
-        name=config.name,
-        progress=progress,
-        spill=spill,
-        decodes=decodes,
-        transports=config.transports,
-        staging=config.staging,
-    )
-    try:
-        half = make(runtime, pool)
-        stepping = asyncio.create_task(half.engine_loop.run(), name="engine-loop")
+    async with AsyncExitStack() as opened:
+        pool = await open_device_pool(
+            config.engine,
+            name=config.name,
+            progress=serving["progress"],
+            spill=spill,
+            decodes=decodes,
+            transports=config.transports,
+            staging=config.staging,
+        )
+        opened.callback(pool.close)
+        opened.push_async_callback(runtime.close)
+        half = make(runtime, pool, opened)
+        engine_loop = EngineLoop(pool.engine, half.node, name=config.name)
+        stepping = asyncio.create_task(engine_loop.run(), name="engine-loop")
         try:
             half.open()
             _report(runtime, half, pool)
-            on_ready(await runtime.open())
-            await done_or_broken(runtime.serve_until(stop, drain), stepping)
+            serving["on_ready"](await runtime.open())
+            await done_or_broken(runtime.serve_until(serving["stop"], serving.get("drain")), stepping)
         finally:
             await runtime.leave()
             await half.end_requests()
             await runtime.server.stop(config.stop_grace_ms / 1000)
-            await half.engine_loop.stop(stepping)
-            await half.close()
-            await runtime.close()
-    finally:
-        pool.close()
+            await engine_loop.stop(stepping)
 
 
 def _report(runtime: NodeRuntime, half: Half, pool: DevicePool) -> None:
     """Status, load and upkeep of the node."""
     spill = None if pool.host is None else pool.host.spill
     watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
+    pins = PinService(pool, runtime.incarnation, runtime.clock)
     runtime.transports = tuple(transport.value for transport in half.transports)
     facts = transport_facts(pool.transports, pool.region.kind, runtime.transports)
 
     def upkeep() -> None:
-        expire_pins(pool, runtime.clock)
+        pins.upkeep()
         watch.check_sometimes()
         half.upkeep()
 
@@ -171,15 +182,11 @@ def _report(runtime: NodeRuntime, half: Half, pool: DevicePool) -> None:
         if spill is not None:
             for what, count in spill.report(pool.layout.num_layers * pool.layout.record_bytes).items():
                 message.counters.add(name=f"spill: {what}", value=count)
-        add_prefix_status(message.prefixes, pool, runtime.clock)
+        pins.add_status(message.prefixes)
         message.engine.padding_blocks = pool.blocks.padding_blocks
         for name, text in (*pool.describe().items(), *facts.items()):
             message.engine.facts.add(name=name, text=text)
 
-    runtime.model, runtime.load, runtime.holds = pool.model, half.load, half.holds
+    runtime.model, runtime.load, runtime.holds = pool.model, half.node.load, half.node.holds
     runtime.status, runtime.upkeep = status, upkeep
-    runtime.server.add(
-        "baton.v1.NodePins",
-        pins_pb2_grpc.add_NodePinsServicer_to_server,
-        PinService(pool, runtime.incarnation, runtime.clock),
-    )
+    runtime.server.add("baton.v1.NodePins", pins_pb2_grpc.add_NodePinsServicer_to_server, pins)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import socket
 from collections import OrderedDict
 
@@ -15,7 +14,7 @@ from baton.ids import Incarnation, Pair
 from baton.log import get_log
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
-from baton.wire import NodeLoad, NodeRecord, Role, model_to_proto
+from baton.wire import NodeRecord, Role, model_to_proto
 from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.link import (
@@ -62,7 +61,7 @@ class Peers:
         lent: LentRegistration | None = None,
     ) -> None:
         """Registers the region for rdma itself, unless that is `lent`. Raises InvalidField."""
-        self._runtime = runtime
+        self.runtime = runtime
         self._config = config
         self._copy_turns = copy_turns(config.shm)
         self._pool = pool
@@ -73,9 +72,7 @@ class Peers:
         if lent is not None:
             self._rdma = lent.memory
         else:
-            self._rdma = register_if_usable(
-                serving, rdma_region(pool.region), config.rdma, self._loop, remote_writes=False
-            )
+            self._rdma = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=False)
         ucx_works = usable(serving, config.ucx.tls)
         works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
         self.transports = tuple(t for t in serving if works.get(t, True))
@@ -103,13 +100,13 @@ class Peers:
         if peer is not None and self.liveness[record.incarnation].out_of_reach:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
         if peer is None:
-            pair = Pair(receiver=record.incarnation, writer=self._runtime.incarnation)
+            pair = Pair(receiver=record.incarnation, writer=self.runtime.incarnation)
             peer = WriterPeer(
                 address=PeerAddress(name=record.name, endpoint=record.endpoint, pair=pair),
                 connect_request=transfer_pb2.ConnectRequest(
                     header={"sender": pair.writer, "receiver": pair.receiver},
-                    writer_name=self._runtime.name,
-                    writer_endpoint=self._runtime.endpoint,
+                    writer_name=self.runtime.name,
+                    writer_endpoint=self.runtime.endpoint,
                     model=model_to_proto(self._pool.model),
                     host=self._host,
                     host_name=socket.gethostname(),
@@ -118,7 +115,7 @@ class Peers:
                 layout=self._pool.layout,
                 src_num_blocks=self._pool.ledger.num_blocks,
                 machine=self._machine(record.incarnation),
-                channels=self._runtime.channels,
+                channels=self.runtime.channels,
                 make_link=self._make_link,
                 offers=Offers(self.transports),
                 loop=self._loop,
@@ -134,18 +131,23 @@ class Peers:
         return LivenessStream(
             name=address.name,
             endpoint=address.endpoint,
-            stub=transfer_pb2_grpc.TransferStub(self._runtime.channels.get(address.endpoint)),
+            stub=transfer_pb2_grpc.TransferStub(self.runtime.channels.get(address.endpoint)),
             request=transfer_pb2.LivenessRequest(
                 header={"sender": address.pair.writer, "receiver": address.pair.receiver}
             ),
             lost=peer.receiver_lost,
             gone=peer.peer_gone,
             liveness=self._config.liveness,
-            clock=self._runtime.clock,
+            clock=self.runtime.clock,
         )
 
     def _machine(self, receiver: Incarnation) -> WriterMachine:
         return self._machines.pop(receiver) if receiver in self._machines else WriterMachine()
+
+    def records(self) -> list[NodeRecord]:
+        """The decode nodes beside this one, by the directory."""
+        nodes = self.runtime.membership.nodes(Role.DECODE)
+        return [record for record in nodes if record.incarnation != self.runtime.incarnation]
 
     def find(self, receiver: Incarnation) -> WriterPeer | None:
         return self._peers.get(receiver)
@@ -188,18 +190,14 @@ class Peers:
         """Receivers that live as far as is known, and where nothing is placed until they are reached again."""
         return sum(not peer.gone and self.liveness[i].out_of_reach for i, peer in self._peers.items())
 
-    def add_load(self, load: NodeLoad) -> NodeLoad:
-        """What the directory reports, and the router's metrics with it."""
-        return dataclasses.replace(load, transports_given_up=self.transports_given_up)
-
     def follow_directory(self) -> None:
         """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
 
         Being wrong costs the handoffs under way there and nothing else: whoever asks for them learns of their end.
         """
-        if self._runtime.membership.stale:
+        if self.runtime.membership.stale:
             return
-        records = self._runtime.membership.nodes(Role.DECODE)
+        records = self.runtime.membership.nodes(Role.DECODE)
         owners = {record.endpoint: record.incarnation for record in records}
         present = {record.incarnation for record in records}
         for incarnation, peer in list(self._peers.items()):
@@ -228,7 +226,7 @@ class Peers:
                 self._machines.popitem(last=False)
         endpoint = peer.address.endpoint
         if all(other.address.endpoint != endpoint for other in self._peers.values()):
-            await self._runtime.channels.drop(endpoint)
+            await self.runtime.channels.drop(endpoint)
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.settle(self._config.stop_grace_ms) for peer in self._peers.values()))
@@ -252,7 +250,7 @@ class Peers:
                 return await self._make_rdma_link(endpoint, pair, events)
             if self._pool.staged is not None:
                 assert endpoint.transport is TransportName.TCP, endpoint.transport
-                return await StagedTcpLink.connect(
+                return await StagedTcpLink.connect_staged(
                     endpoint, pair, self._pool.staged, events, self._loop, self._config.tcp
                 )
             source_U8 = self._pool.host_region.array_U8

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from batonpb import node_pb2
@@ -16,13 +16,13 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
-from cachestore.block_manager import BlockManager
+from cachestore.block_manager import BlockManager, footprint_blocks
 from cachestore.layout import Layout, kv_layout
 from cachestore.ledger import Ledger
 from cachestore.pins import PinTable
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
-from engine.types import DeviceRunner, KvSpec, Runner
+from engine.types import KvSpec, Runner
 from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
@@ -34,6 +34,10 @@ from node.regions import PoolRegion, clear_frames_of, on_thread, open_pool_regio
 from node.spill import HostMemory, SpillConfig, open_host_memory
 
 # NumPy has no bfloat16; a transfer needs its size only.
+
+if TYPE_CHECKING:
+    from engine.gpu.runner import GpuRunner
+
 _DTYPE_BYTES = {"bfloat16": 2}
 POISON = 0xFF
 
@@ -56,7 +60,7 @@ class DevicePool:
     compute_threads: int = 1
     cores: Cores = Cores(allowed=1, quota=None)
     """What this process might use, when the pool was opened."""
-    on_device: DeviceRunner | None = None
+    on_device: GpuRunner | None = None
     """The runner, where the region lies on its device."""
     staged: StagedRegion | None = None
     """The region on a device as tcp reaches it, where the node offers tcp."""
@@ -75,6 +79,16 @@ class DevicePool:
     def tcp_region(self) -> Region | StagedRegion:
         """What tcp reads and writes."""
         return self.host_region if self.staged is None else self.staged
+
+    def footprint(self, known_len: int, prompt_len: int, max_tokens: int) -> int:
+        """See `footprint_blocks`."""
+        return footprint_blocks(
+            known_len,
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            context_len_max=self.model.context_len_max,
+            block_size=self.model.block_size,
+        )
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
@@ -194,7 +208,7 @@ async def _open_over(
         ledger=ledger,
         region=region,
         layout=layout,
-        model=_model_info(built, layout),
+        model=_model_info(built, layout, config),
         host=host,
         device=config.device,
         compute_threads=config.compute_threads,
@@ -203,7 +217,7 @@ async def _open_over(
     )
 
 
-async def _warm_up(runner: DeviceRunner, ledger: Ledger, *, decodes: bool, progress: Progress) -> int:
+async def _warm_up(runner: GpuRunner, ledger: Ledger, *, decodes: bool, progress: Progress) -> int:
     """Compile kernels and capture graphs, before there is any request -> how many blocks are held for good.
 
     The blocks come from the ledger: a node whose region has none but those for padding serves nobody, and says so.
@@ -282,7 +296,7 @@ def _poisoner(region: Region, layout: Layout, config: EngineConfig) -> Callable[
     return poison
 
 
-def _model_info(built: BuiltEngine, layout: Layout) -> ModelInfo:
+def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> ModelInfo:
     return ModelInfo(
         name=built.model_name,
         fingerprint=built.fingerprint,
@@ -294,7 +308,7 @@ def _model_info(built: BuiltEngine, layout: Layout) -> ModelInfo:
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         quantisation=built.quantisation,
-        quantisation_must_agree=built.quantisation_must_agree,
+        quantisation_must_agree=config.quantisation_must_agree,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from batonpb import node_pb2
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
-from baton.rpc_client import Channels
+from baton.rpc import Channels
 from kvtransfer.checksums import RecordChecks
 from kvtransfer.link import check_some_work
 from kvtransfer.protocol.receiver import ReceiverMachine
@@ -99,21 +98,17 @@ def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
 def _open_port(
     transport: TransportName, config: ReceiverNodeConfig, pool: DevicePool, ports: ReceiverPorts
 ) -> ReceiverPort:
-    loop, events = asyncio.get_running_loop(), ports.port_events(transport)
+    events = ports.port_events(transport)
     if transport is TransportName.CUDA_IPC:
         return CudaIpcReceiverPort(
             region=pool.region,
             events=events,
-            loop=loop,
-            randomness=secrets.token_bytes,
             limits=_limits(config, SHM_PORT_LIMITS),
         )
     if transport is TransportName.SHM:
         return ShmReceiverPort(
             region=pool.region,
             events=events,
-            loop=loop,
-            randomness=secrets.token_bytes,
             limits=_limits(config, SHM_PORT_LIMITS),
         )
     assert transport is TransportName.TCP, transport
@@ -123,8 +118,6 @@ def _open_port(
         return TcpReceiverPort(
             region=pool.tcp_region,
             events=events,
-            loop=loop,
-            randomness=secrets.token_bytes,
             listen=listen,
             advertise_host=_advertise_host(config),
             limits=_limits(config, TCP_PORT_LIMITS),
@@ -139,11 +132,10 @@ def _open_rdma_port(
     lent: LentRegistration | None,
 ) -> None:
     """Only where a device works. What its links have to say goes to a port of its own, on the host of tcp's."""
-    loop = asyncio.get_running_loop()
     if lent is not None:
         memory = lent.memory
     else:
-        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, loop, remote_writes=True)
+        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=True)
     if memory is None:
         return
     if lent is None:
@@ -154,8 +146,6 @@ def _open_rdma_port(
         port = RdmaReceiverPort(
             memory=memory,
             events=ports.port_events(TransportName.RDMA),
-            loop=loop,
-            randomness=secrets.token_bytes,
             listen=listen,
             advertise_host=_advertise_host(config),
             offered=lambda works: ports.offer(TransportName.RDMA, works),
@@ -176,8 +166,6 @@ def _open_ucx_port(
         port = UcxReceiverPort(
             region=pool.host_region,
             events=ports.port_events(TransportName.UCX),
-            loop=asyncio.get_running_loop(),
-            randomness=secrets.token_bytes,
             listen=listen,
             advertise_host=_advertise_host(config),
             config=config.ucx,

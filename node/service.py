@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 from batonpb import node_pb2, pins_pb2, pins_pb2_grpc, transfer_pb2, transfer_pb2_grpc
@@ -12,32 +11,13 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation, ReserveNumber
 from baton.log import get_log
 from baton.wire import check_header
-from kvtransfer.writer import WriterPeer
+from node.peers import Peers
 from node.pool import DevicePool
 
 log = get_log("pins")
 
 NAME_CHARS_MAX: Final = 63
 SALT_BYTES_MAX: Final = 256
-
-
-def expire_pins(pool: DevicePool, clock: Clock) -> None:
-    """Called every second."""
-    for name in pool.pins.expire(clock.monotonic_s()):
-        log.warning("pin expired: no router renewed it", pin=name)
-
-
-def add_prefix_status(message: node_pb2.PrefixStatus, pool: DevicePool, clock: Clock) -> None:
-    cache = pool.blocks.prefix_cache
-    message.prompt_tokens, message.hit_tokens = cache.stats.prompt_tokens, cache.stats.hit_tokens
-    message.pinned_blocks, message.pinned_blocks_max = cache.pinned_blocks, pool.pins.blocks_max
-    for pin in pool.pins.states(clock.monotonic_s()):
-        message.pins.add(
-            name=pin.name,
-            blocks=pin.blocks,
-            blocks_pinned=pin.blocks_pinned,
-            lease_left_ms=int(pin.lease_left_s * 1e3),
-        )
 
 
 class PinService(pins_pb2_grpc.NodePinsServicer):
@@ -47,6 +27,23 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
         self._pool = pool
         self._own = own
         self._clock = clock
+
+    def upkeep(self) -> None:
+        """Called every second."""
+        for name in self._pool.pins.expire(self._clock.monotonic_s()):
+            log.warning("pin expired: no router renewed it", pin=name)
+
+    def add_status(self, message: node_pb2.PrefixStatus) -> None:
+        cache, pins = self._pool.blocks.prefix_cache, self._pool.pins
+        message.prompt_tokens, message.hit_tokens = cache.stats.prompt_tokens, cache.stats.hit_tokens
+        message.pinned_blocks, message.pinned_blocks_max = cache.pinned_blocks, pins.blocks_max
+        for pin in pins.states(self._clock.monotonic_s()):
+            message.pins.add(
+                name=pin.name,
+                blocks=pin.blocks,
+                blocks_pinned=pin.blocks_pinned,
+                lease_left_ms=int(pin.lease_left_s * 1e3),
+            )
 
     async def HoldPin(self, request: pins_pb2.HoldPinRequest, context: Any) -> pins_pb2.HoldPinReply:
         check_header(request.header, own=self._own)
@@ -91,13 +88,13 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
 class WriterService(transfer_pb2_grpc.TransferServicer):
     """The writer's half of baton.v1.Transfer."""
 
-    def __init__(self, own: Incarnation, peer_of: Callable[[Incarnation], WriterPeer | None]) -> None:
+    def __init__(self, own: Incarnation, peers: Peers) -> None:
         self._own = own
-        self._peer_of = peer_of
+        self._peers = peers
 
     async def Revoke(self, request: transfer_pb2.RevokeRequest, context: Any) -> transfer_pb2.RevokeReply:
         receiver = check_header(request.header, own=self._own)
-        peer = self._peer_of(receiver)
+        peer = self._peers.find(receiver)
         if peer is None:
             # Given up and its links closed, or never met: nothing is written there any more, and what may still be
             # under way nobody here knows. The receiver's fence does.

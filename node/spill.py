@@ -15,7 +15,6 @@ references behind, to be dropped when the copy has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from cachestore.spill_policy import (
     SwapOut,
 )
 from engine.core import Engine
-from engine.sequence import Sequence
+from engine.scheduler import Sequence
 from kvtransfer.device.driver import DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
@@ -146,8 +145,6 @@ class Spill:
     ) -> None:
         """Takes the engine over as its `overcommit`. Nothing is swapped out or copied yet."""
         self.config = config
-        self.changed: Callable[[], None] = lambda: None
-        """Called when copies have ended: the engine may have something to do."""
         self._engine = engine
         self._blocks = blocks
         self._ledger = ledger
@@ -162,7 +159,8 @@ class Spill:
         self._swapped_out_total = self._merged = 0
         self._copied = dict.fromkeys(_Way, 0)
         self._set_host_room()
-        engine.overcommit(self)
+        assert engine.scheduler.overcommit is None and not engine.has_work
+        engine.scheduler.overcommit = self
 
     @property
     def figures(self) -> SpillFigures:
@@ -213,7 +211,7 @@ class Spill:
         if self._broken is not None:
             raise self._broken
         self._runners = {seq.key: seq for seq in runners}
-        needs = {seq.key: int(self._engine.needs_block(seq)) for seq in runners}
+        needs = {seq.key: int(self._engine.scheduler.needs_block(seq)) for seq in runners}
         pressure = sum(needs.values()) > self._ledger.growable + self._freeing
         self._handle(
             StepComes(
@@ -230,7 +228,7 @@ class Spill:
         if self._broken is not None or self._swapped_out:
             return False
         self._runners = {seq.key: seq for seq in runners}
-        return sum(map(self._engine.needs_block, runners)) <= self._ledger.growable
+        return sum(map(self._engine.scheduler.needs_block, runners)) <= self._ledger.growable
 
     def swapped_out(self, seq: Sequence) -> None:
         """See `Overcommit.swapped_out`."""
@@ -313,7 +311,7 @@ class Spill:
             unit.holders.remove(owner)
             self._forget_if_unheld(unit)
             owner.seq.block_table.append(unit.device)
-        self._engine.swap_in(owner.seq)
+        self._engine.scheduler.swap_in(owner.seq)
 
     # Copies.
 
@@ -334,7 +332,7 @@ class Spill:
     def _ended(self, owner: _SwappedOut, units: list[_Unit], way: _Way, error: BaseException | None) -> None:
         if error is not None:
             self._broken = error
-            self.changed()
+            self._engine.changed()
             return
         for unit in units:
             unit.copying = None
@@ -352,7 +350,7 @@ class Spill:
         owner.copies -= 1
         if owner.copies == 0:
             self._tell_done(owner)
-        self.changed()
+        self._engine.changed()
 
     def _is_out(self, unit: _Unit) -> None:
         assert unit.device is not None and unit.host is not None

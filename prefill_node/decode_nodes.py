@@ -1,35 +1,34 @@
-"""Asking decode nodes for a grant, one after the other."""
+"""Which decode nodes are asked for a grant, in which order, and what is made of their answers."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
+from baton.ids import Incarnation
+from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.wire import NodeRecord
+from baton.wire import ModelInfo, NodeRecord
 from kvtransfer.link import differences
-from kvtransfer.writer import Handoff, WriterPeer
+from kvtransfer.writer import Handoff
+from node.peers import Peers
 from node.pool import DevicePool
 from prefill_node.config import PrefillConfig
 from prefill_node.job import Job
-from prefill_node.placement import (
-    NOBODY_TO_ASK,
-    DecodeAffinity,
-    blocks_needed,
-    may_hold,
-    order_decode_nodes,
-    ready_nodes,
-)
 
 log = get_log("prefill")
 
+NOBODY_TO_ASK: Final = frozenset({Reason.NO_DECODE_NODE, Reason.INCOMPATIBLE_NODE, Reason.DECODE_FULL})
+"""What `order_decode_nodes` ends with."""
 ASK_ELSEWHERE = frozenset(
     {
         Reason.DECODE_FULL,
@@ -51,6 +50,11 @@ NOT_REACHED = frozenset({Reason.DEADLINE, Reason.PEER_UNREACHABLE, Reason.INCARN
 this node's own end."""
 
 
+ROOM_SHARE_MIN = 0.9
+"""A node that has the prefix goes first while it has this share of the room of the one that room alone would choose.
+More would pile up the requests of a popular prefix on one node while others are idle."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """Nobody has granted: the error for the router, and all that was answered."""
@@ -64,25 +68,14 @@ class Refused:
 class DecodeNodes:
     """The decode nodes that a prefill node knows, and how to reach them. Control thread only."""
 
-    def __init__(
-        self,
-        *,
-        config: PrefillConfig,
-        pool: DevicePool,
-        records: Callable[[], Sequence[NodeRecord]],
-        peer_for: Callable[[NodeRecord], WriterPeer],
-        loop: asyncio.AbstractEventLoop,
-        rng: random.Random,
-    ) -> None:
-        self._model = pool.model
-        self._records = records
-        self._peer_for = peer_for
+    def __init__(self, *, config: PrefillConfig, pool: DevicePool, peers: Peers) -> None:
+        self._pool = pool
         self._blocks = pool.blocks
-        self.affinity = DecodeAffinity(blocks_max=config.affinity_blocks_max)
+        self._peers = peers
         self._tries_max = config.decode_tries_max
-        self._loop = loop
-        self._rng = rng
-        self._repeats = RepeatLog(log, loop.time, key="node")
+        self.affinity = DecodeAffinity(blocks_max=config.affinity_blocks_max)
+        self._loop = asyncio.get_running_loop()
+        self._repeats = RepeatLog(log, self._loop.time, key="node")
 
     def upkeep(self) -> None:
         """Called every second."""
@@ -91,28 +84,30 @@ class DecodeNodes:
     @property
     def ready(self) -> int:
         """How many are ready, by the directory."""
-        return len(ready_nodes(self._records()))
+        return len(ready_nodes(self._peers.records()))
 
     def ready_for(self, job: Job, *, avoided_too: bool) -> int:
         """How many ready ones are there for the request: with `avoided_too` all, since any may have to refuse it; else
         those that its router reaches and that may come to hold it, by what they have said of themselves."""
         if avoided_too:
             return self.ready
-        reached = [r for r in ready_nodes(self._records()) if r.incarnation not in job.request.avoid_decode]
+        reached = [r for r in ready_nodes(self._peers.records()) if r.incarnation not in job.request.avoid_decode]
         return len(self._may_take(job, reached))
 
     def may_be_held(self, job: Job) -> bool:
         """Whether one of these, ready or not, may come to hold the request, by what it has said of itself."""
-        return bool(self._may_take(job, self._records()))
+        return bool(self._may_take(job, self._peers.records()))
 
     def _may_take(self, job: Job, records: Sequence[NodeRecord]) -> list[NodeRecord]:
         """Those of the same model with a region that is large enough, whatever is free there now."""
         blocks = self._blocks_needed(job)
         large = [record for record in records if may_hold(record, blocks)]
-        return [record for record in large if record.model is not None and not differences(self._model, record.model)]
+        return [
+            record for record in large if record.model is not None and not differences(self._pool.model, record.model)
+        ]
 
     def _blocks_needed(self, job: Job) -> int:
-        return blocks_needed(len(job.tokens), job.prompt_len, job.params.max_tokens, self._model)
+        return self._pool.footprint(len(job.tokens), job.prompt_len, job.params.max_tokens)
 
     async def reserve(
         self, job: Job, *, sources_released: Callable[[], None], avoided_too: bool = True
@@ -120,17 +115,17 @@ class DecodeNodes:
         """Ask some of them, best first, until one grants; with `avoided_too` those, where no other is left, that the
         router does not reach. Raises BatonError for what ends the request itself."""
         behind: list[NodeRecord] = []
-        records = self._records()
-        chain = self._blocks.prefix_cache.chain(job.tokens, job.cache_salt)
+        records = self._peers.records()
+        chain = self._blocks.prefix_cache.chain(job.tokens, job.request.cache_salt)
         try:
             candidates = order_decode_nodes(
                 records,
-                own=self._model,
+                own=self._pool.model,
                 may_place=lambda record: self._may_place(record, behind),
-                rng=self._rng,
+                rng=self._peers.runtime.rng,
                 tries_max=self._tries_max,
-                room_of=self.affinity.room,
-                instead=self.affinity.instead(chain),
+                affinity=self.affinity,
+                chain=chain,
                 avoid=job.request.avoid_decode,
                 blocks=self._blocks_needed(job),
                 avoided_too=avoided_too,
@@ -147,7 +142,7 @@ class DecodeNodes:
         without_room: list[NodeRecord] = []
         for record in candidates:
             try:
-                handoff = await self._peer_for(record).reserve(
+                handoff = await self._peers.for_record(record).reserve(
                     job.key, self._request(job), metadata=job.metadata, sources_released=sources_released
                 )
                 room = self._blocks.blocks_for(job.prompt_len + job.params.max_tokens)
@@ -175,7 +170,7 @@ class DecodeNodes:
         """It has its room elsewhere: nodes that refused a resumed request need not keep new ones waiting for it."""
         for record in full if job.resumed else ():
             with suppress(BatonError):  # out of reach by now
-                self._peer_for(record).cancel_request(job.key)
+                self._peers.for_record(record).cancel_request(job.key)
 
     def _request(self, job: Job) -> transfer_pb2.ReserveRequest:
         return transfer_pb2.ReserveRequest(
@@ -183,20 +178,149 @@ class DecodeNodes:
             prompt=job.request.prompt,
             output=job.request.output,
             sampling=job.request.sampling,
-            router=job.router,
-            cache_salt=job.cache_salt,
+            router=job.request.router,
+            cache_salt=job.request.cache_salt,
             deadline_left_ms=max(0, int((job.deadline_s - self._loop.time()) * 1000)),
         )
 
     def _may_place(self, record: NodeRecord, behind: list[NodeRecord]) -> bool:
         """Whether a new request may be placed there; adds it to `behind` where it must take in earlier writes first."""
         try:
-            has_room = self._peer_for(record).has_room()
+            has_room = self._peers.for_record(record).has_room()
         except BatonError:
             return False
         if not has_room:
             behind.append(record)
         return has_room
+
+
+def order_decode_nodes(
+    records: Sequence[NodeRecord],
+    *,
+    own: ModelInfo,
+    may_place: Callable[[NodeRecord], bool],
+    rng: random.Random,
+    tries_max: int,
+    affinity: DecodeAffinity,
+    chain: Sequence[bytes] = (),
+    avoid: Collection[int] = (),
+    blocks: int = 0,
+    avoided_too: bool = True,
+) -> list[NodeRecord]:
+    """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
+
+    The reports are hints, so the best of all would be chosen by everybody at once; the node's own answer is the truth.
+    Those whose region cannot hold `blocks`, by their reports, are left out, or the tries could be spent on them; where
+    no other is known they are asked all the same, and say by themselves why not.
+    `affinity` may put a node that has the prompt's `chain` first; those after it are asked when a choice has failed.
+    Those whose incarnation is in `avoid` are chosen only where there is no other, and without `avoided_too` never.
+    `may_place` says whether this process may place anything new there (limits of unacknowledged writes).
+
+    Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
+    """
+    ready = ready_nodes(records)
+    if not ready:
+        raise BatonError(
+            Reason.NO_DECODE_NODE,
+            f"No decode node is ready ({len(records)} known). Start one, or wait for one to come up.",
+            retry_after_ms=1_000,
+        )
+    unfit = {r.name: differences(own, r.model) for r in ready if r.model is not None}
+    fit = [r for r in ready if not unfit[r.name]]
+    if not fit:
+        differing = "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(unfit.items()))
+        raise BatonError(Reason.INCOMPATIBLE_NODE, f"No decode node fits this prefill node. {differing}.")
+    large = [r for r in fit if may_hold(r, blocks)] or fit
+    left = [r for r in large if may_place(r)]
+    if not left:
+        who = f"All {len(fit)} decode nodes"
+        if len(large) < len(fit):
+            names = ", ".join(sorted(r.name for r in large))
+            who = f"Of {len(fit)} decode nodes those that could ever hold the request ({names})"
+        raise BatonError(
+            Reason.DECODE_FULL,
+            f"{who} are behind with accepting writes, or out of reach.",
+            retry_after_ms=200,
+        )
+    wanted = [r for r in left if r.incarnation not in avoid]
+    if not wanted and not avoided_too:
+        raise BatonError(
+            Reason.NO_DECODE_NODE,
+            f"The router does not reach the {len(left)} decode nodes that are in reach from here.",
+            retry_after_ms=1_000,
+        )
+    left = wanted or left
+    order: list[NodeRecord] = []
+    while left and len(order) < tries_max:
+        best = max(rng.sample(left, min(2, len(left))), key=affinity.room)
+        if not order:
+            best = affinity.first(chain, left, best)
+        left.remove(best)
+        order.append(best)
+    return order
+
+
+def room(record: NodeRecord) -> int:
+    """Blocks that the node could give to a new request, by its last report."""
+    blocks = record.load.blocks
+    return blocks.free + blocks.cached - blocks.pinned - blocks.promised
+
+
+def may_hold(record: NodeRecord, blocks: int) -> bool:
+    """Whether one request may come to so many blocks there at some time: what pins keep is never its own. A node whose
+    region is not known may hold any."""
+    region = record.load.blocks
+    return region.total == 0 or blocks <= region.total - region.pinned
+
+
+def ready_nodes(records: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """Those that say they take requests."""
+    return [r for r in records if r.lifecycle is Lifecycle.READY and r.model is not None]
+
+
+class DecodeAffinity:
+    """Mutable; owned by the node's control thread. Remembers `blocks_max` blocks, of all processes together, in about
+    220 bytes each."""
+
+    def __init__(self, *, blocks_max: int) -> None:
+        assert blocks_max > 0, blocks_max
+        self._blocks_max = blocks_max
+        self._sent: OrderedDict[tuple[Incarnation, bytes], None] = OrderedDict()
+        """Least recently used first."""
+        self._taken: dict[Incarnation, tuple[int, int]] = {}
+        """Sequence of a process's last report, and blocks that we were granted there since."""
+
+    def granted(self, record: NodeRecord, chain: Sequence[bytes], blocks: int) -> None:
+        """The process has granted a prompt of this chain, and set `blocks` aside for it and its answer."""
+        sequence, taken = self._taken.get(record.incarnation, (record.sequence, 0))
+        self._taken[record.incarnation] = (record.sequence, blocks + (taken if sequence == record.sequence else 0))
+        for digest in reversed(chain):  # the beginning of a chain is the last of it to be forgotten
+            self._sent[record.incarnation, digest] = None
+            self._sent.move_to_end((record.incarnation, digest))
+        while len(self._sent) > self._blocks_max:
+            self._sent.popitem(last=False)
+
+    def cached(self, incarnation: Incarnation, chain: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt the process probably has."""
+        for count, digest in enumerate(chain):
+            if (incarnation, digest) not in self._sent:
+                return count
+        return len(chain)
+
+    def keep_only(self, present: set[Incarnation]) -> None:
+        """Processes that are gone take no room."""
+        self._taken = {incarnation: taken for incarnation, taken in self._taken.items() if incarnation in present}
+
+    def first(self, chain: Sequence[bytes], nodes: Sequence[NodeRecord], best: NodeRecord) -> NodeRecord:
+        """The node that has most of the chain, if it has about as much room as the `best` of them; else that one."""
+        enough = ROOM_SHARE_MIN * self.room(best)
+        fit = [node for node in nodes if node is best or self.room(node) >= enough]
+        return max(fit, key=lambda node: (self.cached(node.incarnation, chain), node is best, self.room(node)))
+
+    def room(self, record: NodeRecord) -> int:
+        """By its last report, less what it has granted to us since."""
+        sequence, taken = self._taken.get(record.incarnation, (0, 0))
+        return room(record) - (taken if sequence == record.sequence else 0)
 
 
 def most_hopeful(refusals: Sequence[BatonError]) -> BatonError:
@@ -223,11 +347,9 @@ def _nobody_reached(error: BatonError) -> BatonError:
 
 def _named(record: NodeRecord, error: BatonError) -> BatonError:
     """The same refusal, which says whose it is."""
-    text = (
-        error.message
-        if record.name in error.message
-        else f"The decode node {record.name} did not grant: {error.message}"
-    )
+    text = error.message
+    if record.name not in text:
+        text = f"The decode node {record.name} did not grant: {text}"
     return BatonError(
         error.reason,
         text,

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from batonpb import common_pb2, prefill_pb2
 
 from baton.errors import BatonError, Reason
-from baton.ids import BlockId, Incarnation, RequestKey
+from baton.ids import BlockId, RequestKey
 from baton.wire import LOCAL_TRANSPORT
 from engine.core import TokenEvent
-from engine.sequence import Sequence
-from engine.types import SamplingParams
-from engine.wire import FINISH_TO_PROTO, logprobs_to_proto
+from engine.scheduler import Sequence, SequenceMode
+from engine.types import FINISH_TO_PROTO, SamplingParams, logprobs_to_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
-from prefill_node.local_policy import LocalFallback, LocalPolicy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRun:
-    """A request that the other half has taken on. `first` gets its first token, or the ABORTED event."""
-
-    seq: Sequence
-    first: asyncio.Future[TokenEvent]
+from prefill_node.local_policy import LocalPolicy
 
 
 class LocalRunner(Protocol):
@@ -67,10 +59,11 @@ class LocalRunner(Protocol):
         """This node, as a decode node is named to a router."""
         ...
 
-    def start(self, job: Job) -> LocalRun | None:
+    def start(self, job: Job) -> Sequence | None:
         """Run it from its prompt on; holds its blocks and promises its growth. None: there is no room.
 
-        Raises BatonError CANCELLED where the router has let go of this attempt already.
+        `job.drawn` gets its first token, or the ABORTED event. Raises BatonError REQUEST_EXISTS; CANCELLED where the
+        router has let go of this attempt already.
         """
         ...
 
@@ -83,14 +76,6 @@ class LocalRunner(Protocol):
         ...
 
 
-def asks_avoided(local: LocalRunner | None, job: Job) -> bool:
-    """Whether the request is handed over even to a decode node that its router does not reach, where there is no other:
-    not where it may run here (`local`; None: a node that only prefills) and its router reaches this node."""
-    if local is None or local.policy.fallback is LocalFallback.NEVER:
-        return True
-    return local.avoided(job) or local.never(job) is not None
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """One request in this node. Changed by its `PrefillNode` only."""
@@ -98,10 +83,7 @@ class Job:
     key: RequestKey
     tokens: list[int]
     """Prompt, and what the client has of the answer already."""
-    prompt_len: int
     params: SamplingParams
-    router: Incarnation
-    cache_salt: bytes
     request: prefill_pb2.PrefillRequest
     deadline_s: float
     metadata: Metadata
@@ -113,7 +95,7 @@ class Job:
     handoff: Handoff | None = None
     kept: bool = False
     """It is to run here: its promise has the answer's growth in it."""
-    local: LocalRun | None = None
+    local: bool = False
     """It does run here. The other half then owns its blocks."""
     seq: Sequence | None = None
     pinned: list[BlockId] = field(default_factory=list)
@@ -131,6 +113,10 @@ class Job:
     """Its life here went to the end. Otherwise the decode node must not run it."""
 
     @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
     def needs_decode(self) -> bool:
         """Its answer has more tokens than the one that is drawn here."""
         return self.params.max_tokens - (len(self.tokens) - self.prompt_len) > 1
@@ -146,6 +132,23 @@ class Job:
     def resumed(self) -> bool:
         """The client is in the middle of its answer: it goes before those that have none yet."""
         return len(self.tokens) > self.prompt_len
+
+    def sequence(
+        self, table: list[BlockId], *, cached_tokens: int, promise_key: Hashable, mode: SequenceMode
+    ) -> Sequence:
+        """For the engine of this node, from its first token that is not cached."""
+        return Sequence(
+            key=self.key,
+            params=self.params,
+            tokens=list(self.tokens),
+            prompt_len=self.prompt_len,
+            computed=cached_tokens,
+            block_table=table,
+            promise_key=promise_key,
+            mode=mode,
+            cache_salt=self.request.cache_salt,
+            cached_tokens=cached_tokens,
+        )
 
 
 _END_REASONS: Final = {HandoffEnd.PEER_GONE: Reason.PEER_UNREACHABLE, HandoffEnd.CORRUPT: Reason.DATA_CORRUPT}

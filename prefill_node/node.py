@@ -7,6 +7,7 @@ are posted by the step's sink.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,18 +16,26 @@ from typing import Any, Final
 import numpy as np
 from batonpb import prefill_pb2
 
+from baton.drain import Holdings
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import BlockId, Incarnation, RequestKey
+from baton.ids import BlockId, RequestKey
 from baton.retry_time import ROOM_SHARE, wait_s
 from baton.wire import NodeLoad
 from cachestore.block_manager import BlockManager, prefix_blocks_max
 from engine.core import TokenEvent
-from engine.sequence import Sequence, SequenceMode
-from engine.types import Batch, FinishReason, KvSink, SequenceSlice
-from engine.wire import NOT_FINITE_MESSAGE, key_from_proto, params_from_proto
+from engine.scheduler import SequenceMode
+from engine.types import (
+    NOT_FINITE_MESSAGE,
+    Batch,
+    FinishReason,
+    KvSink,
+    SequenceSlice,
+    key_from_proto,
+    params_from_proto,
+)
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata, StepWrites
-from node.engine_loop import EngineLoop
+from node.peers import Peers
 from node.pool import DevicePool
 from prefill_node.config import PrefillConfig
 from prefill_node.decode_nodes import DecodeNodes
@@ -34,14 +43,13 @@ from prefill_node.job import (
     NOBODY,
     Job,
     LocalRunner,
-    asks_avoided,
     first_logprobs,
     first_token_event,
     granted_event,
     handed_off_event,
     handoff_failed,
 )
-from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, falls_back, is_kept
+from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, LocalFallback, falls_back, is_kept
 from prefill_node.request_queue import PrefillRate, RequestQueue, check_request, no_room, queue_full
 
 STEPS_AHEAD: Final = 2
@@ -62,28 +70,20 @@ class PrefillState:
 class PrefillNode:
     """State of one prefill node; control thread only. Implements node.engine_loop.StepHost."""
 
-    engine_loop: EngineLoop
-
     def __init__(
-        self,
-        *,
-        config: PrefillConfig,
-        pool: DevicePool,
-        decode_nodes: DecodeNodes,
-        loop: asyncio.AbstractEventLoop,
-        local: LocalRunner | None = None,
+        self, *, config: PrefillConfig, pool: DevicePool, peers: Peers, local: LocalRunner | None = None
     ) -> None:
         """`local` is the other half of a mixed node."""
         self.config = config
         self.pool = pool
         self.ledger = pool.ledger
-        self._runner = pool.runner
         self._engine = pool.engine
         self._blocks = pool.blocks
-        self.decode_nodes = decode_nodes
-        self._loop = loop
+        self._peers = peers
+        self.decode_nodes = DecodeNodes(config=config, pool=pool, peers=peers)
+        self._loop = asyncio.get_running_loop()
         self._local = local
-        self._queue: RequestQueue[Job] = RequestQueue(bypasses_max=config.engine.scheduler().bypasses_max)
+        self._queue = RequestQueue(bypasses_max=config.engine.scheduler().bypasses_max)
         self._admitted: dict[RequestKey, Job] = {}
         self._posting = Posting(pool.blocks, num_layers=pool.layout.num_layers)
         self._rate = PrefillRate(
@@ -105,17 +105,17 @@ class PrefillNode:
         try:
             await job.turn  # in order of arrival, when engine and region have room for the whole prompt
             yield await self._place(job) if job.needs_decode else prefill_pb2.PrefillEvent(granted=NOBODY)
-            if job.local is None:
+            if not job.local:
                 self._start(job)
             first = await self._first_token(job)
-            if job.local is not None:
+            if job.local:
                 self._commit_here(job)
             yield first_token_event(job, first)
             if first.finish is None and job.needs_decode:
                 if job.handoff is not None:
                     await self._commit(job.handoff)
                 job.over = True
-                yield handed_off_event(job, num_layers=self._runner.kv_spec.num_layers, now_s=self._loop.time())
+                yield handed_off_event(job, num_layers=self.pool.layout.num_layers, now_s=self._loop.time())
             job.over = True
         except BatonError:
             job.failed = True
@@ -131,10 +131,7 @@ class PrefillNode:
         job = Job(
             key=key,
             tokens=[*request.prompt, *request.output],
-            prompt_len=len(request.prompt),
             params=params_from_proto(request.sampling),
-            router=Incarnation(request.router),
-            cache_salt=request.cache_salt,
             request=request,
             deadline_s=deadline_s,
             metadata=metadata,
@@ -193,18 +190,17 @@ class PrefillNode:
         """Places in the engine that are spoken for; a kept request counts as the other half's."""
         if self._local is None:
             return len(self._admitted)
-        return sum(job.local is None for job in self._admitted.values()) + self._local.requests
+        return sum(not job.local for job in self._admitted.values()) + self._local.requests
 
     def _is_kept(self, job: Job, local: LocalRunner) -> bool:
         """Whether it is to run here, as far as it ever can."""
         if not job.needs_decode or local.never(job) is not None or self._only_others_reached(job, local):
             return False
-        size = self._blocks.block_size
-        cached = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
+        cached = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         return is_kept(
             local.policy,
             prompt_tokens=len(job.tokens),
-            cached_tokens=len(cached) * size,
+            cached_tokens=len(cached) * self._blocks.block_size,
             decode_nodes=self._others(job),
         )
 
@@ -219,7 +215,7 @@ class PrefillNode:
         slow = self._loop.call_later(GRANT_WAIT_MS_MAX / 1000, self._go_past, job)
         try:
             asked = await self.decode_nodes.reserve(
-                job, sources_released=lambda: self._sources_released(job), avoided_too=asks_avoided(self._local, job)
+                job, sources_released=lambda: self._sources_released(job), avoided_too=self._asks_avoided(job)
             )
         finally:
             slow.cancel()
@@ -246,7 +242,15 @@ class PrefillNode:
 
     def _others(self, job: Job) -> int:
         """How many decode nodes there are to hand it to."""
-        return self.decode_nodes.ready_for(job, avoided_too=asks_avoided(self._local, job))
+        return self.decode_nodes.ready_for(job, avoided_too=self._asks_avoided(job))
+
+    def _asks_avoided(self, job: Job) -> bool:
+        """Whether it is handed over even to a decode node that its router does not reach, where there is no other: not
+        where it may run here and its router reaches this node."""
+        local = self._local
+        if local is None or local.policy.fallback is LocalFallback.NEVER:
+            return True
+        return local.avoided(job) or local.never(job) is not None
 
     def _go_past(self, job: Job) -> None:
         """A decode node does not answer: it may be dead, and those behind this request are not to wait until it is."""
@@ -258,12 +262,11 @@ class PrefillNode:
         promised = self.ledger.promise_left(job.key)
         assert promised is not None, job.key
         self.ledger.unpromise(job.key)
-        job.local = local.start(job)
-        if job.local is None:
+        job.seq = local.start(job)
+        job.local = job.seq is not None
+        if not job.local:
             self.ledger.promise(job.key, promised)
-            return False
-        job.seq, job.drawn = job.local.seq, job.local.first
-        return True
+        return job.local
 
     def _commit_here(self, job: Job) -> None:
         assert self._local is not None
@@ -280,21 +283,10 @@ class PrefillNode:
     def _start(self, job: Job) -> None:
         """Hold the prompt's blocks, send what was cached here and decode lacks, and hand over to the engine."""
         self.ledger.unpromise(job.key)
-        size = self._blocks.block_size
-        prefix = self._blocks.match(job.tokens, job.cache_salt, prefix_blocks_max(len(job.tokens), size))
+        prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.tokens)) - len(prefix))
-        job.seq = Sequence(
-            key=job.key,
-            params=job.params,
-            tokens=list(job.tokens),
-            prompt_len=job.prompt_len,
-            computed=len(prefix) * size,
-            block_table=table,
-            promise_key=job.key,
-            mode=SequenceMode.PREFILL_ONLY,
-            cache_salt=job.cache_salt,
-            cached_tokens=len(prefix) * size,
-        )
+        cached_tokens = len(prefix) * self._blocks.block_size
+        job.seq = job.sequence(table, cached_tokens=cached_tokens, promise_key=job.key, mode=SequenceMode.PREFILL_ONLY)
         try:
             if job.handoff is not None and job.handoff.may_post():
                 self._posting.post_cached(job, job.handoff, table, len(prefix))
@@ -302,7 +294,6 @@ class PrefillNode:
         except BaseException:
             self._blocks.release(table)
             raise
-        self.engine_loop.wake()
         if prefix:
             self._admit()  # fewer tokens are ahead than were counted
 
@@ -318,12 +309,12 @@ class PrefillNode:
         event = job.drawn.result()
         if event.finish is FinishReason.NOT_FINITE:
             raise BatonError(Reason.SCORES_NOT_FINITE, NOT_FINITE_MESSAGE)
-        if event.token is None and job.local is not None:
+        if event.token is None and job.local:
             raise BatonError(
-                Reason.HANDOFF_FAILED, "This node has given the request up; its log says why. Send the request again."
+                Reason.HANDOFF_FAILED, "This node gave up the request; its log says why. Send the request again."
             )
         if event.token is None:
-            raise BatonError(Reason.INTERNAL, "The engine gave this request up; the node's log says why.")
+            raise BatonError(Reason.INTERNAL, "The engine gave up this request; the node's log says why.")
         return event
 
     def step_begins(self, batch: Batch) -> KvSink:
@@ -367,14 +358,13 @@ class PrefillNode:
             if not job.over and not job.failed:
                 # Its Commit may have won, and the router, which is leaving, may not know yet who granted.
                 job.handoff.peer.cancel_request(job.key)
-        if job.local is not None and not job.over:
+        if job.local and not job.over:
             assert self._local is not None
             self._local.cancel(job.key)
         if self._admitted.get(job.key) is job:
             del self._admitted[job.key]
-            if job.local is None:
+            if not job.local:
                 self._engine.abort(job.key)
-                self.engine_loop.wake()
         self._admit()
 
     # Upkeep.
@@ -389,12 +379,16 @@ class PrefillNode:
     def load(self) -> NodeLoad:
         return NodeLoad(
             waiting_requests=len(self._queue),
-            running_requests=sum(job.local is None for job in self._admitted.values()),
+            running_requests=sum(not job.local for job in self._admitted.values()),
             waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
             blocks=self.ledger.books(),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
+            transports_given_up=self._peers.transports_given_up,
         )
+
+    def holds(self) -> Holdings:
+        return dataclasses.replace(self._peers.holds(), requests=self.requests)
 
     def _tokens_left(self, jobs: Iterable[Job]) -> int:
         """Tokens of these requests still to compute, in the order in which they will be. Cached and computed tokens do
@@ -409,7 +403,7 @@ class PrefillNode:
                 continue  # it is being handed over
             if job.chain is None:
                 reusable = prefix_blocks_max(len(job.tokens), size) * size
-                job.chain = cache.chain(job.tokens[:reusable], job.cache_salt)
+                job.chain = cache.chain(job.tokens[:reusable], job.request.cache_salt)
             # What is here is the beginning of a chain, so the first block that is missing can be searched by halves.
             missing = bisect_left(
                 job.chain, True, key=lambda digest: digest not in expected and not cache.indexed(digest)
@@ -419,7 +413,7 @@ class PrefillNode:
         return left
 
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
-        check_request(request, runner=self._runner, blocks=self._blocks)
+        check_request(request, runner=self.pool.runner, blocks=self._blocks)
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
         if alike >= self.config.queue_max:
             room_s = wait_s(ROOM_SHARE * self._tokens_left(self._queue), self._rate.last_per_s)

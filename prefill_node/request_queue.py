@@ -7,8 +7,7 @@ a token. Each of those is bypassed at most `bypasses_max` times.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence
 
 from batonpb import prefill_pb2
 
@@ -16,56 +15,24 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.retry_time import retry_after_ms, spread_of
 from cachestore.block_manager import BlockManager
-from engine.types import Runner
-from engine.wire import sampling_problem
+from engine.types import Runner, sampling_problem
+from prefill_node.job import Job
 
 
-class Waiter(Protocol):
-    bypassed: int
-    """How many have come later and stand before it. Counted by the line."""
-
-    @property
-    def resumed(self) -> bool: ...
-
-
-_W = TypeVar("_W", bound=Waiter)
-
-
-class RequestQueue(Generic[_W]):
-    """A queue of waiters; control thread only."""
+class RequestQueue(deque[Job]):
+    """Control thread only."""
 
     def __init__(self, *, bypasses_max: int) -> None:
+        super().__init__()
         self._bypasses_max = bypasses_max
-        self._waiters: deque[_W] = deque()
 
-    def __len__(self) -> int:
-        return len(self._waiters)
-
-    def __iter__(self) -> Iterator[_W]:
-        return iter(self._waiters)
-
-    def __getitem__(self, place: int) -> _W:
-        return self._waiters[place]
-
-    def __contains__(self, waiter: object) -> bool:
-        return waiter in self._waiters
-
-    def add(self, waiter: _W) -> None:
+    def add(self, job: Job) -> None:
         """Behind all that came before it, or, resumed, before those without a token that may still be bypassed."""
-        place = len(self._waiters)
-        while waiter.resumed and place and self._yields(self._waiters[place - 1]):
+        place = len(self)
+        while job.resumed and place and not self[place - 1].resumed and self[place - 1].bypassed < self._bypasses_max:
             place -= 1
-            self._waiters[place].bypassed += 1
-        self._waiters.insert(place, waiter)
-
-    def popleft(self) -> _W:
-        return self._waiters.popleft()
-
-    def remove(self, waiter: _W) -> None:
-        self._waiters.remove(waiter)
-
-    def _yields(self, waiter: _W) -> bool:
-        return not waiter.resumed and waiter.bypassed < self._bypasses_max
+            self[place].bypassed += 1
+        self.insert(place, job)
 
 
 class PrefillRate:

@@ -6,19 +6,19 @@ A stream is opened on first use, and dropped when nobody needs it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
 
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
-from baton.liveness import LivenessConfig, Reach
+from baton.liveness import Reach
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
@@ -28,7 +28,7 @@ log = get_log("subscriptions")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Inbox:
-    """Tokens of one attempt, in order, each index once: those already here are dropped when they come again.
+    """What one attempt has received: its grant, and its tokens, each index once. Those already here are dropped.
 
     Filled by the prefill call (index 0) and by the decode node's stream (0 to the end). Bounded by max_tokens.
     """
@@ -49,8 +49,16 @@ class Inbox:
     """It was when the node granted, and the node has not been reached since."""
     never_reached: bool = False
     """That is what the attempt has failed of."""
+    queued_s: float | None = None
+    """When the prefill node's word that it has the request was here. None: it never was."""
+    granted: bool = False
+    """The prefill node has said that a decode node has taken it, or that it needs none."""
+    subscription: DecodeSubscription | None = None
+    """Where its tokens come from once a decode node has granted."""
+    resolved: int = 0
+    """How often the decode node was asked whether it goes on."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    taken: int = 0
+    read: int = 0
     """Tokens that the client has taken."""
     writing_s: float | None = None
     """Since when the client is being given what it has not taken."""
@@ -58,8 +66,14 @@ class Inbox:
     """Called after each `put`."""
 
     @property
+    def taken(self) -> bool:
+        """A decode node has the attempt, or none is needed. Its tokens come by another way than the word of the grant,
+        and may be here first."""
+        return self.granted or bool(self.tokens)
+
+    @property
     def unread(self) -> int:
-        return len(self.tokens) - self.taken
+        return len(self.tokens) - self.read
 
     def put(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
         """Take tokens in, and their log-probabilities if there are any.
@@ -111,31 +125,13 @@ class Inbox:
 class DecodeSubscription:
     """The stream of one decode process, made with the first request there; reconnects from the inboxes' own indices."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        endpoint: str,
-        incarnation: Incarnation,
-        own: Incarnation,
-        channels: Channels,
-        liveness: LivenessConfig,
-        clock: Clock,
-        live: Mapping[RequestKey, Inbox],
-        repeats: RepeatLog,
-    ) -> None:
-        """`live` has the inbox of each attempt of this router: tokens may come before the news of the grant does.
-        `repeats` is told when the node is reached again."""
+    def __init__(self, streams: DecodeStreams, name: str, endpoint: str, incarnation: Incarnation) -> None:
         self.name = name
         self.endpoint = endpoint
         self.incarnation = incarnation
-        self._own = own
-        self._stub = decode_pb2_grpc.DecodeStub(channels.get(endpoint))
-        self._clock = clock
-        self._reach = Reach(endpoint, liveness, clock)
-        self._live = live
-        self._repeats = repeats
-        self._liveness = liveness
+        self._streams = streams
+        self._stub = decode_pb2_grpc.DecodeStub(streams.channels.get(endpoint))
+        self._reach = Reach(endpoint, streams.config.liveness, streams.clock)
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._dones: list[RequestKey] = []
         self._wake = asyncio.Event()
@@ -146,7 +142,7 @@ class DecodeSubscription:
         self.lost_s = 0.0
         """When the last stream ended for good, by the clock's monotonic time."""
         self.users = 0
-        """Attempts that may still have something to ask of the node or to tell it; counted by the router."""
+        """Attempts that may still have something to ask of the node or to tell it."""
 
     def add(self, inbox: Inbox) -> None:
         self._inboxes[inbox.key] = inbox
@@ -155,18 +151,21 @@ class DecodeSubscription:
     def open(self) -> None:
         """Have the stream before there is a request: the node's word on one that this router has dropped comes here,
         and its death is noticed. A node that ends its streams at once is left alone for a while first."""
-        if self._clock.monotonic_s() >= self.lost_s + self._reach.doubt_pause_s:
+        if self._streams.clock.monotonic_s() >= self.lost_s + self._reach.doubt_pause_s:
             self._open()
 
     def _open(self) -> None:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"subscribe-{self.name}")
 
-    def remove(self, inbox: Inbox) -> None:
-        """Nothing more is wanted of this request; the node is told on the stream."""
+    def let_go(self, inbox: Inbox) -> None:
+        """The attempt is over: the node forgets a finished answer, and is told to stop an unfinished one."""
         if self._inboxes.pop(inbox.key, None) is not None:
-            self._dones.append(inbox.key)
-            self._wake.set()
+            self._done(inbox.key)
+        if inbox.finish is None:
+            self._streams.tasks.spawn(self._cancel(inbox.key))
+        else:
+            self.users -= 1
 
     @property
     def lost(self) -> bool:
@@ -184,20 +183,41 @@ class DecodeSubscription:
         cancelled."""
         return not self._inboxes and self.users == 0
 
-    async def cancel(self, key: RequestKey, reason: str, *, timeout_s: float) -> None:
-        """Tell the node that the request lets go. Raises BatonError when it does not answer."""
-        request = decode_pb2.CancelRequest(header=self._header(), reason=reason)
-        request.key.request, request.key.attempt = key.request, key.attempt
-        with rpc_errors(self.name):
-            await self._stub.Cancel(request, timeout=timeout_s)
+    async def has_committed(self, key: RequestKey) -> bool:
+        """Whether the node says that the attempt goes on there; if not, it never will. Bounded tries; no answer is a
+        no."""
+        limits = self._streams.config.retries
+        request = decode_pb2.ResolveRequest(header=self._header(), key=_key_proto(key))
+        for _ in range(limits.resolve_tries_max):
+            try:
+                with rpc_errors(self.name):
+                    reply = await self._stub.Resolve(request, timeout=limits.resolve_ms_max / 1000)
+                return bool(reply.committed)
+            except BatonError as error:
+                self._streams.repeats.info("resolve unanswered", peer=self.name, request=key.request, why=error.message)
+                if error.reason is Reason.INCARNATION_MISMATCH:
+                    break
+        return False
 
-    async def resolve(self, key: RequestKey, *, timeout_s: float) -> bool:
-        """Whether the attempt has committed there; if not, it never will. Raises BatonError when there is no answer."""
-        request = decode_pb2.ResolveRequest(header=self._header())
-        request.key.request, request.key.attempt = key.request, key.attempt
-        with rpc_errors(self.name):
-            reply = await self._stub.Resolve(request, timeout=timeout_s)
-        return bool(reply.committed)
+    async def _cancel(self, key: RequestKey) -> None:
+        """Bounded tries; a node that answers none of them is left to its own timers."""
+        limits, why = self._streams.config, ""
+        request = decode_pb2.CancelRequest(header=self._header(), key=_key_proto(key), reason="the router let go")
+        try:
+            for _ in range(limits.cancel_tries_max):
+                try:
+                    with rpc_errors(self.name):
+                        await self._stub.Cancel(request, timeout=limits.cancel_ms_max / 1000)
+                    return
+                except BatonError as error:
+                    if error.reason is Reason.INCARNATION_MISMATCH:
+                        return
+                    why = error.message
+            repeats = self._streams.repeats
+            report = repeats.info if self.out_of_reach else repeats.warning
+            report("cancel unanswered", peer=self.name, request=key.request, tries=limits.cancel_tries_max, why=why)
+        finally:
+            self.users -= 1
 
     async def close(self) -> None:
         if self._task is not None:
@@ -223,7 +243,7 @@ class DecodeSubscription:
                     call = self._stub.Subscribe(self._requests(wake))
                     await self._reach.connected(call)
                     if self._reach.doubted:
-                        wait_s = self._liveness.failed_stream_ms_max / 1000
+                        wait_s = self._streams.config.liveness.failed_stream_ms_max / 1000
                         settling = asyncio.get_running_loop().call_later(wait_s, self._heard)
                     else:
                         self._reached()
@@ -239,7 +259,7 @@ class DecodeSubscription:
             except Exception:
                 # A bug of ours ends the requests of this stream, and says so.
                 log.exception("stream broke off", node=self.name)
-                self.fail_all(BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details."))
+                self.fail_all(internal_error())
                 return
             finally:
                 if settling is not None:
@@ -256,7 +276,7 @@ class DecodeSubscription:
     def _reached(self) -> None:
         if self.out_of_reach:
             log.info("node reached again", node=self.name)
-            self._repeats.over(self.name, "it is reached again")
+            self._streams.repeats.over(self.name, "it is reached again")
         self.out_of_reach = False
         for inbox in self._inboxes.values():
             inbox.lost_before = False
@@ -268,17 +288,17 @@ class DecodeSubscription:
 
     def _gone(self, why: str) -> None:
         self.out_of_reach = True
-        self.lost_s = self._clock.monotonic_s()
-        self.fail_all(_lost(self.name, why))
+        self.lost_s = self._streams.clock.monotonic_s()
+        text = f"The decode node {self.name} was lost: {why}. Send the request again."
+        self.fail_all(BatonError(Reason.PEER_UNREACHABLE, text))
 
     def _take(self, batch: decode_pb2.TokenBatch) -> None:
         for message in batch.requests:
             key = RequestKey(request=RequestId(message.key.request), attempt=Attempt(message.key.attempt))
-            inbox = self._live.get(key)
+            # Not of this stream's inboxes: tokens may come before the prefill node's word of the grant.
+            inbox = self._streams.inboxes.get(key)
             if inbox is None:
-                # A request that this router has dropped: the node is to let go of it.
-                self._dones.append(key)
-                self._wake.set()
+                self._done(key)  # the router has dropped the request: the node is to let go of it
                 continue
             inbox.put(message.first_index, list(message.ids), message.logprobs)
             if message.HasField("finish"):
@@ -286,27 +306,36 @@ class DecodeSubscription:
             elif message.HasField("error"):
                 inbox.give_up(_given_up(self.name, message))
 
+    def _done(self, key: RequestKey) -> None:
+        """Nothing more is wanted of this request; the node is told on the stream."""
+        self._dones.append(key)
+        self._wake.set()
+
     async def _requests(self, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
         """What this router says on one stream, until another stream has taken over."""
         opening = decode_pb2.SubscribeOpen(header=self._header())
         for key, inbox in self._inboxes.items():
-            cursor = opening.cursors.add(next_index=inbox.next_index)
-            cursor.key.request, cursor.key.attempt = key.request, key.attempt
+            opening.cursors.add(key=_key_proto(key), next_index=inbox.next_index)
         yield decode_pb2.SubscribeRequest(open=opening)
         while True:
             if self._dones:
                 dones, self._dones = self._dones, []
-                message = decode_pb2.SubscribeDone()
-                for key in dones:
-                    message.keys.add(request=key.request, attempt=key.attempt)
-                yield decode_pb2.SubscribeRequest(done=message)
+                yield decode_pb2.SubscribeRequest(done=decode_pb2.SubscribeDone(keys=map(_key_proto, dones)))
             await wake.wait()
             if wake is not self._wake:
                 return
             wake.clear()
 
     def _header(self) -> common_pb2.Header:
-        return common_pb2.Header(sender=self._own, receiver=self.incarnation)
+        return common_pb2.Header(sender=self._streams.own, receiver=self.incarnation)
+
+
+def internal_error() -> BatonError:
+    return BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details.")
+
+
+def _key_proto(key: RequestKey) -> common_pb2.RequestKey:
+    return common_pb2.RequestKey(request=key.request, attempt=key.attempt)
 
 
 def _given_up(name: str, message: decode_pb2.RequestTokens) -> BatonError:
@@ -315,16 +344,12 @@ def _given_up(name: str, message: decode_pb2.RequestTokens) -> BatonError:
     return BatonError(Reason.HANDOFF_FAILED, f"{name} gave the request up: {message.error}.")
 
 
-def _lost(name: str, why: str) -> BatonError:
-    return BatonError(Reason.PEER_UNREACHABLE, f"The decode node {name} was lost: {why}. Send the request again.")
-
-
 LOST_RETRY_MS: Final = 1_000
 """Between two tries at a lost stream that no news of the directory calls for."""
 
 
 class DecodeStreams:
-    """Lives on the router's loop, whose tasks it uses."""
+    """The streams of one router, by decode process. Lives on the router's loop, whose tasks it uses."""
 
     def __init__(
         self,
@@ -332,22 +357,19 @@ class DecodeStreams:
         config: RouterConfig,
         own: Incarnation,
         channels: Channels,
-        inboxes: Mapping[RequestKey, Inbox],
         tasks: Tasks,
         clock: Clock,
         repeats: RepeatLog,
-        dropped: Callable[[str], Coroutine[Any, Any, None]],
     ) -> None:
-        """`inboxes` has that of each attempt that goes on. `dropped(endpoint)` is called behind a stream's end, for
-        what else the router has at that endpoint."""
-        self._config = config
-        self._own = own
-        self._channels = channels
-        self._inboxes = inboxes
-        self._tasks = tasks
-        self._clock = clock
-        self._repeats = repeats
-        self._dropped = dropped
+        """`repeats` is told when a node is reached again."""
+        self.config = config
+        self.own = own
+        self.channels = channels
+        self.tasks = tasks
+        self.clock = clock
+        self.repeats = repeats
+        self.inboxes: dict[RequestKey, Inbox] = {}
+        """Of each attempt that goes on, whether a decode node has granted it or not."""
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
 
     @property
@@ -358,17 +380,8 @@ class DecodeStreams:
         """The stream of this process."""
         subscription = self._subscriptions.get(incarnation)
         if subscription is None:
-            subscription = self._subscriptions[incarnation] = DecodeSubscription(
-                name=name,
-                endpoint=endpoint,
-                incarnation=incarnation,
-                own=self._own,
-                channels=self._channels,
-                liveness=self._config.liveness,
-                clock=self._clock,
-                live=self._inboxes,
-                repeats=self._repeats,
-            )
+            subscription = DecodeSubscription(self, name, endpoint, incarnation)
+            self._subscriptions[incarnation] = subscription
         return subscription
 
     def use(self, endpoint: str) -> bool:
@@ -381,7 +394,7 @@ class DecodeStreams:
         Their streams are tried again at each news of the directory, and by this question `LOST_RETRY_MS` apart:
         without a directory nobody else would.
         """
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         for stream in self._subscriptions.values():
             if stream.out_of_reach and stream.lost and now_s - stream.lost_s >= LOST_RETRY_MS / 1000:
                 stream.open()
@@ -391,65 +404,22 @@ class DecodeStreams:
         """Those of `out_of_reach` that answer nothing; the others take calls, and fail their streams only."""
         return {incarnation for incarnation, stream in self._subscriptions.items() if stream.silent}
 
-    def follow(self, records: Sequence[NodeRecord]) -> None:
-        """What the directory says: streams are opened to all that are there; those to processes that are gone and serve
-        nothing are dropped."""
+    def follow(self, records: Sequence[NodeRecord]) -> list[DecodeSubscription]:
+        """What the directory says: streams are opened to all that are there. Returns those to processes that are gone
+        and serve nothing: they are dropped, and the caller closes them."""
         alive = {record.incarnation for record in records}
         decode_nodes = [record for record in records if record.role.serves(Role.DECODE)]
         owners = {record.endpoint: record.incarnation for record in decode_nodes}
         for record in decode_nodes:
             self.get(record.name, record.endpoint, record.incarnation).open()
+        dropped = []
         for incarnation, subscription in list(self._subscriptions.items()):
             if incarnation not in alive and owners.get(subscription.endpoint, incarnation) != incarnation:
                 subscription.restarted()
             if incarnation not in alive and subscription.idle:
-                del self._subscriptions[incarnation]
-                self._tasks.spawn(self._drop(subscription))
-
-    async def has_committed(self, subscription: DecodeSubscription, key: RequestKey) -> bool:
-        """Whether the decode node says that the attempt goes on there. Bounded tries; no answer is a no."""
-        limits = self._config.retries
-        for _ in range(limits.resolve_tries_max):
-            try:
-                return await subscription.resolve(key, timeout_s=limits.resolve_ms_max / 1000)
-            except BatonError as error:
-                self._repeats.info("resolve unanswered", peer=subscription.name, request=key.request, why=error.message)
-                if error.reason is Reason.INCARNATION_MISMATCH:
-                    break
-        return False
-
-    def let_go(self, subscription: DecodeSubscription, inbox: Inbox) -> None:
-        """The attempt is over: the decode node forgets a finished answer, and is told to stop an unfinished one."""
-        subscription.remove(inbox)
-        if inbox.finish is None:
-            self._tasks.spawn(self._cancel(subscription, inbox.key))
-        else:
-            subscription.users -= 1
+                dropped.append(self._subscriptions.pop(incarnation))
+        return dropped
 
     async def close(self) -> None:
         for subscription in self._subscriptions.values():
             await subscription.close()
-
-    async def _cancel(self, subscription: DecodeSubscription, key: RequestKey) -> None:
-        """Bounded tries; a node that answers none of them is left to its own timers."""
-        limits, why = self._config, ""
-        try:
-            for _ in range(limits.cancel_tries_max):
-                try:
-                    await subscription.cancel(key, "the router let go", timeout_s=limits.cancel_ms_max / 1000)
-                    return
-                except BatonError as error:
-                    if error.reason is Reason.INCARNATION_MISMATCH:
-                        return
-                    why = error.message
-            tell = self._repeats.info if subscription.out_of_reach else self._repeats.warning
-            tell(
-                "cancel unanswered", peer=subscription.name, request=key.request, tries=limits.cancel_tries_max, why=why
-            )
-        finally:
-            subscription.users -= 1
-
-    async def _drop(self, subscription: DecodeSubscription) -> None:
-        self._repeats.over(subscription.name, "it is gone")
-        await subscription.close()
-        await self._dropped(subscription.endpoint)

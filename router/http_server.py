@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -19,11 +18,12 @@ import uvicorn
 from batonpb import common_pb2, inference_pb2
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.endpoint import join_endpoint, split_endpoint
@@ -32,11 +32,10 @@ from baton.ids import RequestId
 from baton.log import get_log
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
 from baton.version import baton_version
-from router.chat import ChatEncoder
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
-from router.node import ClientGuard, RouterNode, not_taken
+from router.node import CutOff, RouterNode, client_guard
 from router.openai import (
     Json,
     OpenAiCall,
@@ -50,14 +49,12 @@ from router.openai import (
     parse_chat,
     parse_completion,
 )
-from router.text import TextCodec
 
 log = get_log("http")
 
 ERROR_SEND_MS_MAX = 5_000
 
 Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
-CutOff = Callable[[BatonError], None]
 
 
 def error_response(error: BatonError, *, chat: bool = False) -> JSONResponse:
@@ -68,16 +65,10 @@ class CallReply(Response):
     """The answer to one call; `events` begins when it is sent. Cancelling it, or a client that leaves, closes them."""
 
     def __init__(
-        self,
-        call: OpenAiCall,
-        events: Callable[[CutOff], Events],
-        replies: Replies,
-        *,
-        headers: dict[str, str],
-        timeout_s: float,
+        self, events: Callable[[CutOff], Events], replies: Replies, *, headers: dict[str, str], timeout_s: float
     ) -> None:
         super().__init__()
-        self._call = call
+        self._call = replies.call
         self._events = events
         self._replies = replies
         self._extra = headers
@@ -97,78 +88,75 @@ class CallReply(Response):
             await asyncio.wait({work, gone})
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._stream if self._call.stream else self._whole
         try:
-            async with asyncio.timeout(self._timeout_s):
-                async with ClientGuard() as guard:
-                    events = self._events(guard.cut_off)
-                    await (
-                        self._stream(events, send) if self._call.stream else self._whole(events, scope, receive, send)
-                    )
+            async with (
+                asyncio.timeout(self._timeout_s),
+                client_guard() as cut_off,
+                aclosing(self._events(cut_off)) as events,
+            ):
+                await answer(events, scope, receive, send)
+            return
         except TimeoutError:
             text = f"The answer took longer than {self._timeout_s:g} s, the limit."
-            await self._fail(BatonError(Reason.DEADLINE, text), scope, receive, send)
-        except BatonError as error:
-            await self._fail(error, scope, receive, send)
+            error = BatonError(Reason.DEADLINE, text)
+        except BatonError as raised:
+            error = raised
         except Exception:
             log.exception("an answer failed", id=self._replies.id)
-            text = "This router has failed at the answer; its log says why."
-            await self._fail(BatonError(Reason.INTERNAL, text), scope, receive, send)
+            error = BatonError(Reason.INTERNAL, "This router has failed at the answer; its log says why.")
+        try:
+            await self._fail(error, scope, receive, send)
+        finally:
+            del error  # or it would refer to itself, by this frame in its traceback
 
     async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._begun:
             with suppress(TimeoutError):  # a client that reads nothing: its connection is closed
                 async with asyncio.timeout(ERROR_SEND_MS_MAX / 1000):
-                    await self._send_data(send, json.dumps(error_json(error, chat=self._call.chat)))
+                    await self._send_data(send, error_json(error, chat=self._call.chat))
                     await self._end(send)
         else:
             response = error_response(error, chat=self._call.chat)
             response.headers.update(self._extra)
             await response(scope, receive, send)
 
-    async def _whole(self, source: Events, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _whole(self, events: Events, scope: Scope, receive: Receive, send: Send) -> None:
         call = self._call
         usage = Usage(n=call.n)
         tokens: list[list[inference_pb2.Tokens]] = [[] for _ in range(len(call.requests) * call.n)]
         reasons = [common_pb2.FINISH_REASON_UNSPECIFIED] * len(tokens)
-        async with aclosing(source) as events:
-            async for index, event in events:
-                usage.take(index, event)
-                if event.HasField("tokens"):
-                    tokens[index].append(event.tokens)
-                elif event.HasField("finished"):
-                    reasons[index] = event.finished.reason
+        async for index, event in events:
+            usage.take(index, event)
+            if event.HasField("tokens"):
+                tokens[index].append(event.tokens)
+            elif event.HasField("finished"):
+                reasons[index] = event.finished.reason
         answer = self._replies.whole(list(zip(tokens, reasons, strict=True)), usage)
         self._begun = True
         await JSONResponse(answer, headers=self._extra)(scope, receive, send)
 
-    async def _stream(self, source: Events, send: Send) -> None:
+    async def _stream(self, events: Events, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
         usage = Usage(n=self._call.n)
-        async with aclosing(source) as events:
-            async for index, event in events:
-                usage.take(index, event)
-                chunk = self._replies.chunk(index, event)
-                if chunk is not None:
-                    await self._send_data(send, json.dumps(chunk))
+        async for index, event in events:
+            usage.take(index, event)
+            chunk = self._replies.chunk(index, event)
+            if chunk is not None:
+                await self._send_data(send, chunk)
         if self._call.include_usage:
-            await self._send_data(send, json.dumps(self._replies.usage_chunk(usage)))
+            await self._send_data(send, self._replies.usage_chunk(usage))
         await self._end(send)
 
-    async def _send_data(self, send: Send, data: str) -> None:
+    async def _send_data(self, send: Send, data: Json) -> None:
         if not self._begun:
             self._begun = True
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._extra}
-            start: Message = {"type": "http.response.start", "status": 200, "headers": _raw(headers)}
-            await send(start)
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+            await send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
+        await send({"type": "http.response.body", "body": f"data: {json.dumps(data)}\n\n".encode(), "more_body": True})
 
     async def _end(self, send: Send) -> None:
-        await self._send_data(send, "[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
@@ -183,27 +171,9 @@ SEND_BUFFER_BYTES = 131_072
 class OpenAiApp:
     """The endpoints of one router. Lives on its loop."""
 
-    def __init__(
-        self,
-        node: RouterNode,
-        *,
-        config: RouterConfig,
-        codec: TextCodec | None,
-        chats: ChatEncoder,
-        metrics: RouterMetrics,
-        rng: random.Random,
-        takes_requests: Callable[[], bool],
-        check_cluster: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`check_cluster` raises BatonError while no request could be served."""
+    def __init__(self, node: RouterNode, metrics: RouterMetrics) -> None:
         self._node = node
-        self._config = config
-        self._codec = codec
-        self._chats = chats
         self._metrics = metrics
-        self._rng = rng
-        self._takes_requests = takes_requests
-        self._check_cluster = check_cluster
         self._began = int(time.time())
 
     def asgi(self) -> Starlette:
@@ -225,11 +195,13 @@ class OpenAiApp:
         return await self._take_in(request, lambda raw: parse_completion(parse_body(raw)), chat=False)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._take_in(request, lambda raw: parse_chat(parse_body(raw), self._chats.encode), chat=True)
+        return await self._take_in(
+            request, lambda raw: parse_chat(parse_body(raw), self._node.prompts.encode_chat), chat=True
+        )
 
     async def _take_in(self, request: Request, parse: Callable[[bytes], OpenAiCall], *, chat: bool) -> Response:
-        """What is refused here is told to the log by the same id as to the client: there is no request yet."""
-        request_id = request.state.request_id = new_request_id(self._rng)
+        """What is refused here is logged with the id that the client is given: there is no request yet."""
+        request_id = request.state.request_id = new_request_id(self._node.rng)
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
@@ -238,7 +210,7 @@ class OpenAiApp:
             return self._reply(await asyncio.to_thread(parse, raw), called, request_id)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
-                self._node.refused(error, door="http", request_id=request_id)
+                self._node.request_log.refused(error, door="http", request_id=request_id)
             response = error_response(error, chat=chat)
             response.headers["x-request-id"] = request_id
             return response
@@ -258,9 +230,8 @@ class OpenAiApp:
 
     async def _health(self, _request: Request) -> Response:
         """Ready for requests: this router takes them, and there are nodes to serve them."""
-        self._check_open()
-        self._check_cluster()
-        self._node.model()
+        self._node.check_open()
+        self._node.check_cluster()
         return JSONResponse({"status": "ok"})
 
     async def _live(self, _request: Request) -> Response:
@@ -274,20 +245,21 @@ class OpenAiApp:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _reply(self, call: OpenAiCall, called: CallMetadata, request_id: RequestId) -> CallReply:
-        self._check_open()
-        trace = called.traceparent or Traceparent.new(self._rng, sampled=False)
-        timeout_s = self._config.rpc.public_deadline_ms_default / 1000
+        node = self._node
+        node.check_open()
+        trace = called.traceparent or Traceparent.new(node.rng, sampled=False)
+        timeout_s = node.config.rpc.public_deadline_ms_default / 1000
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         if not call.requests[0].sampling.HasField("seed"):
             for each in call.requests:  # one for all answers to a prompt, which the choice tells apart
-                each.sampling.seed = self._rng.getrandbits(64)
+                each.sampling.seed = node.rng.getrandbits(64)
 
         def events(cut_off: CutOff) -> Events:
             def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
-                return self._node.generate(
+                return node.generate(
                     message,
                     request_id=request_id,
-                    trace=trace.child(self._rng),
+                    trace=trace.child(node.rng),
                     deadline_s=deadline_s,
                     choice=choice,
                     cut_off=cut_off,
@@ -295,32 +267,22 @@ class OpenAiApp:
 
             return run_choices(ask, call.requests, call.n)
 
+        codec = node.prompts.codec
         replies = Replies(
             id=f"{'chatcmpl' if call.chat else 'cmpl'}-{request_id}",
-            chat=call.chat,
-            model=call.requests[0].model or self._node.model().name,
+            call=call,
+            model=call.requests[0].model or node.model().name,
             created=int(time.time()),
-            logprobs=call.logprobs,
-            token_text=self._codec.token_text if self._codec is not None else str,
-            usage_in_chunks=call.include_usage,
+            token_text=codec.token_text if codec is not None else str,
         )
-        return CallReply(
-            call,
-            events,
-            replies,
-            headers={"x-request-id": request_id},
-            timeout_s=timeout_s,
-        )
-
-    def _check_open(self) -> None:
-        if not self._takes_requests():
-            raise not_taken()
+        return CallReply(events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
 
     async def _body(self, request: Request) -> bytes:
         """The whole body. Raises BatonError where it is too long, or does not come."""
-        bytes_max, body = self._config.rpc.message_bytes_max, bytearray()
+        config, body = self._node.config, bytearray()
+        bytes_max = config.rpc.message_bytes_max
         try:
-            async with asyncio.timeout(self._config.http_body_ms_max / 1000):
+            async with asyncio.timeout(config.http_body_ms_max / 1000):
                 async for part in request.stream():
                     body += part
                     if len(body) > bytes_max:

@@ -17,7 +17,7 @@ from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
 from baton.version import baton_version
 from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord, Role
-from router.observer import ObservedRequest, RequestObserver
+from router.request import ObservedRequest
 
 TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ITL_BUCKETS_S: Final = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
@@ -28,88 +28,85 @@ _NODE_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
-class RouterMetrics(RequestObserver):
-    """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now,
-    `directory_lost` whether they may be out of date."""
+class RouterMetrics:
+    """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now, routers
+    among them; `directory_lost` says whether they may be out of date."""
 
     def __init__(
         self, nodes: Callable[[], Sequence[NodeRecord]], *, directory_lost: Callable[[], bool] = lambda: False
     ) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        self.registry = CollectorRegistry()
+        self.requests = self._counter(
             "baton_requests",
             "Requests that have ended, by outcome: stop, length, cancelled (the client left), deadline, or another "
             "error's reason.",
-            ["outcome"], registry=registry,
-        )  # fmt: skip
-        self.resumptions = Counter(
-            "baton_resumptions", "Attempts that failed after their grant, and were taken up on other nodes.",
-            registry=registry,
-        )  # fmt: skip
-        self.corrupt = Counter(
+            "outcome",
+        )
+        self.resumptions = self._counter(
+            "baton_resumptions", "Attempts that failed after their grant, and were taken up on other nodes."
+        )
+        self.corrupt = self._counter(
             "baton_handoffs_corrupt",
             "Handoffs refused because sampled records did not arrive as sent: hardware of the pair is failing.",
-            ["prefill_node", "decode_node", "transport"], registry=registry,
+            "prefill_node", "decode_node", "transport",
         )  # fmt: skip
-        self.queued = Gauge("baton_requests_queued", "Requests without their first token yet.", registry=registry)
-        self.running = Gauge("baton_requests_running", "Requests between first and last token.", registry=registry)
-        self.ttft_s = Histogram(
-            "baton_ttft_seconds", "From a request's arrival to its first token.",
-            buckets=TTFT_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.itl_s = Histogram(
-            "baton_itl_seconds", "Gaps between tokens; tokens that come together share theirs.",
-            buckets=ITL_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.e2e_s = Histogram(
-            "baton_e2e_seconds", "From the arrival of a request that was answered to its last token.",
-            buckets=E2E_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.prompt_tokens = Counter("baton_prompt_tokens", "Tokens of prompts answered.", registry=registry)
-        self.cached_tokens = Counter(
-            "baton_prefix_hit_tokens", "Of these, tokens that the prefill node had cached.", registry=registry
+        self.queued = self._gauge("baton_requests_queued", "Requests without their first token yet.")
+        self.running = self._gauge("baton_requests_running", "Requests between first and last token.")
+        self.ttft_s = self._histogram(
+            "baton_ttft_seconds", "From a request's arrival to its first token.", TTFT_BUCKETS_S
         )
-        self.skipped_tokens = Counter(
-            "baton_prefix_skipped_tokens", "Of these, tokens never sent: the decode node had them cached.",
-            registry=registry,
-        )  # fmt: skip
-        self.output_tokens = Counter("baton_output_tokens", "Tokens of answers.", registry=registry)
-        self.kept = Counter(
-            "baton_requests_local", "Requests that a mixed node ran without a handoff.", registry=registry
+        self.itl_s = self._histogram(
+            "baton_itl_seconds", "Gaps between tokens; tokens that come together share theirs.", ITL_BUCKETS_S
         )
-        self.transfer_bytes = Counter(
-            "baton_transfer_bytes", "KV bytes written from prefill to decode nodes.", ["transport"], registry=registry
+        self.e2e_s = self._histogram(
+            "baton_e2e_seconds", "From the arrival of a request that was answered to its last token.", E2E_BUCKETS_S
         )
-        self.blocks_written = Counter(
-            "baton_transfer_blocks", "Prompt blocks written from prefill to decode nodes.",
-            ["transport"], registry=registry,
-        )  # fmt: skip
-        self.blocks_skipped = Counter(
-            "baton_transfer_blocks_skipped", "Prompt blocks never sent: the decode node had them cached.",
-            ["transport"], registry=registry,
-        )  # fmt: skip
-        self.transfer_s = Histogram(
-            "baton_transfer_exposed_seconds", "From the end of the prefill's last layer to the commit accepted.",
-            ["transport"], buckets=HANDOFF_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self.loop_lag_s = Histogram(
-            "baton_control_loop_lag_seconds", "How late this router's control thread was, at each look.",
-            buckets=tuple(ms / 1000 for ms in BUCKETS_MS), registry=registry,
-        )  # fmt: skip
-        registry.register(_NodeCollector(nodes))
-        self._tell_of_the_process(directory_lost)
+        self.prompt_tokens = self._counter("baton_prompt_tokens", "Tokens of prompts answered.")
+        self.cached_tokens = self._counter(
+            "baton_prefix_hit_tokens", "Of these, tokens that the prefill node had cached."
+        )
+        self.skipped_tokens = self._counter(
+            "baton_prefix_skipped_tokens", "Of these, tokens never sent: the decode node had them cached."
+        )
+        self.output_tokens = self._counter("baton_output_tokens", "Tokens of answers.")
+        self.kept = self._counter("baton_requests_local", "Requests that a mixed node ran without a handoff.")
+        self.transfer_bytes = self._counter(
+            "baton_transfer_bytes", "KV bytes written from prefill to decode nodes.", "transport"
+        )
+        self.blocks_written = self._counter(
+            "baton_transfer_blocks", "Prompt blocks written from prefill to decode nodes.", "transport"
+        )
+        self.blocks_skipped = self._counter(
+            "baton_transfer_blocks_skipped", "Prompt blocks never sent: the decode node had them cached.", "transport"
+        )
+        self.transfer_s = self._histogram(
+            "baton_transfer_exposed_seconds",
+            "From the end of the prefill's last layer to the commit accepted.",
+            HANDOFF_BUCKETS_S,
+            "transport",
+        )
+        self.loop_lag_s = self._histogram(
+            "baton_control_loop_lag_seconds",
+            "How late this router's control thread was, at each look.",
+            tuple(ms / 1000 for ms in BUCKETS_MS),
+        )
+        self.registry.register(_NodeCollector(nodes))
+        self._gauge("baton_build_info", "1, for the version of this router.", "version").labels(baton_version()).set(1)
+        reached = self._gauge("baton_directory_reached", "0 while the directory is out of this router's reach, else 1.")
+        reached.set_function(lambda: not directory_lost())
+        ProcessCollector(registry=self.registry)
 
-    def _tell_of_the_process(self, directory_lost: Callable[[], bool]) -> None:
-        registry = self.registry
-        Gauge("baton_build_info", "1, for the version of this router.", ["version"], registry=registry).labels(
-            baton_version()
-        ).set(1)
-        Gauge(
-            "baton_directory_reached", "0 while the directory is out of this router's reach, else 1.", registry=registry
-        ).set_function(lambda: not directory_lost())
-        ProcessCollector(registry=registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def received(self, now_s: float) -> ObservedRequest:
+        """A request has come in."""
         return _Observed(self, now_s)
 
     def text(self) -> bytes:
@@ -175,63 +172,37 @@ class _NodeCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         there = GaugeMetricFamily("baton_nodes", "Nodes that the directory knows.", labels=["role", "state"])
         counts = dict.fromkeys(itertools.product(_NODE_ROLES, Lifecycle), 0)  # zeros too, for alerts
-        requests = GaugeMetricFamily(
-            "baton_node_requests", "Requests that wait and run on the node.", labels=["node", "role", "state"]
+        requests = _family("requests", "Requests that wait and run on the node.", "state")
+        blocks = _family("blocks", "KV blocks by owner, as the node last reported.", "class")
+        pinned = _family("blocks_pinned", "Of the cached blocks, those that pins keep.")
+        host = _family("host_blocks", "Blocks of host memory below the KV blocks.", "class")
+        swapped_out = _family("swapped_out_requests", "Running requests whose KV is not all on the device now.")
+        given_up = _family(
+            "transports_given_up",
+            "Transports that the node no longer offers to some peer because they kept failing, over its peers.",
+        )
+        lag = _family(
+            "control_loop_lag_seconds", "The longest that the node's control thread was late in the last 30 s or more."
         )
         for record in self._nodes():
-            key = (record.role, record.lifecycle)
-            counts[key] = counts.get(key, 0) + 1
-            labels = [record.name, record.role.name.lower()]
-            requests.add_metric([*labels, "waiting"], record.load.waiting_requests)
-            requests.add_metric([*labels, "running"], record.load.running_requests)
+            if record.role is Role.ROUTER:
+                continue
+            counts[record.role, record.lifecycle] += 1
+            labels, load = [record.name, record.role.name.lower()], record.load
+            requests.add_metric([*labels, "waiting"], load.waiting_requests)
+            requests.add_metric([*labels, "running"], load.running_requests)
+            for name in BLOCK_CLASSES:
+                blocks.add_metric([*labels, name], getattr(load.blocks, name))
+            pinned.add_metric(labels, load.blocks.pinned)
+            host.add_metric([*labels, "filled"], load.host_blocks_filled)
+            host.add_metric([*labels, "free"], load.host_blocks_free)
+            swapped_out.add_metric(labels, load.swapped_out_requests)
+            given_up.add_metric(labels, load.transports_given_up)
+            lag.add_metric(labels, load.control_loop_lag_ms_max / 1000)
         for (role, state), count in counts.items():
             there.add_metric([role.name.lower(), state.name.lower()], count)
-        yield there
-        yield requests
-        yield from self._memory()
+        yield from (there, requests, blocks, pinned, host, swapped_out, given_up, lag)
 
-    def _memory(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
-            "baton_node_blocks", "KV blocks by owner, as the node last reported.", labels=["node", "role", "class"]
-        )
-        for record in self._nodes():
-            for name in BLOCK_CLASSES:
-                labels = [record.name, record.role.name.lower(), name]
-                family.add_metric(labels, getattr(record.load.blocks, name))
-        yield family
-        pinned = GaugeMetricFamily(
-            "baton_node_blocks_pinned", "Of the cached blocks, those that pins keep.", labels=["node", "role"]
-        )
-        for record in self._nodes():
-            pinned.add_metric([record.name, record.role.name.lower()], record.load.blocks.pinned)
-        yield pinned
-        host = GaugeMetricFamily(
-            "baton_node_host_blocks", "Blocks of host memory below the KV blocks.", labels=["node", "role", "class"]
-        )
-        swapped_out = GaugeMetricFamily(
-            "baton_node_swapped_out_requests", "Running requests whose KV is not all on the device now.",
-            labels=["node", "role"],
-        )  # fmt: skip
-        for record in self._nodes():
-            labels = [record.name, record.role.name.lower()]
-            host.add_metric([*labels, "filled"], record.load.host_blocks_filled)
-            host.add_metric([*labels, "free"], record.load.host_blocks_free)
-            swapped_out.add_metric(labels, record.load.swapped_out_requests)
-        yield host
-        yield swapped_out
-        given_up = GaugeMetricFamily(
-            "baton_node_transports_given_up",
-            "Transports that the node no longer offers to some peer because they kept failing, over its peers.",
-            labels=["node", "role"],
-        )
-        for record in self._nodes():
-            given_up.add_metric([record.name, record.role.name.lower()], record.load.transports_given_up)
-        yield given_up
-        lag = GaugeMetricFamily(
-            "baton_node_control_loop_lag_seconds",
-            "The longest that the node's control thread was late in the last 30 s or more.",
-            labels=["node", "role"],
-        )
-        for record in self._nodes():
-            lag.add_metric([record.name, record.role.name.lower()], record.load.control_loop_lag_ms_max / 1000)
-        yield lag
+
+def _family(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"baton_node_{name}", text, labels=["node", "role", *labels])

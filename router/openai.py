@@ -10,25 +10,54 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
-from router.chat import MESSAGES_MAX
+from router.request import MESSAGES_MAX
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
 _UINT32_MAX: Final = (1 << 32) - 1
-_CONSTRAINTS: Final = (
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex",
-    "ebnf",
-)  # fmt: skip
-"""What other servers call a form that the answer must have."""
-_SEARCHES: Final = {"use_beam_search": False, "length_penalty": 1, "early_stopping": False}
-"""What other servers' beam search is told, each with the value that changes nothing."""
+_FREE: Final = "answers are free text"
+_TEXT_ONLY: Final = "answers are text only"
+_DRAWN: Final = "answers are drawn, not searched"
+_Refused = Mapping[tuple[str, ...], tuple[tuple[object, ...], str]]
+"""Names of fields that would change the answer, values that change nothing, and why others are refused."""
+_REFUSED: Final[_Refused] = {
+    ("prompt_logprobs",): ((), "log-probabilities of the prompt are not computed"),
+    ("truncate_prompt_tokens",): ((), "prompts are taken whole"),
+    ("response_format",): (({"type": "text"},), _FREE),
+    ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex",
+     "ebnf"): ((), _FREE),
+    ("allowed_token_ids", "bad_words"): (([],), "logit_bias keeps tokens out of an answer"),
+    ("skip_special_tokens",): ((True,), "special tokens are no part of an answer's text"),
+    ("use_beam_search", "early_stopping"): ((False,), _DRAWN),
+    ("length_penalty",): ((1,), _DRAWN),
+    ("typical_p",): ((1,), "top_p, top_k and min_p cut what is drawn from"),
+    ("no_repeat_ngram_size",): ((0,), "repetition_penalty and frequency_penalty keep repetitions down"),
+}  # fmt: skip
+_REFUSED_IN_COMPLETIONS: Final[_Refused] = {
+    ("echo",): ((False,), "the prompt's own text and log-probabilities are not returned"),
+    ("suffix",): (("",), "text can only be continued at its end"),
+    ("add_special_tokens",): ((True,), "the tokenizer adds its special tokens; token ids in prompt go without"),
+}
+_REFUSED_IN_CHATS: Final[_Refused] = {
+    ("tools", "functions"): (([],), _TEXT_ONLY),
+    ("modalities",): ((["text"],), _TEXT_ONLY),
+    ("audio",): ((), _TEXT_ONLY),
+    ("echo",): ((False,), "the prompt's own text is not returned"),
+    ("continue_final_message",): ((False,), "the answer is a new message"),
+    ("chat_template",): ((), "the model's own is used"),
+    ("add_special_tokens",): ((False,), "the chat template spells them out"),
+    ("documents",): (([],), "a template that knows them takes them from chat_template_kwargs"),
+}
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+_KINDS: Final = {bool: "true or false", str: "a string", dict: "an object"}
+_T = TypeVar("_T", bool, str, dict[str, Any])
 
 EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
 """Messages, and what else the chat template is told, to token ids. Raises BatonError."""
@@ -64,10 +93,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
     """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     n = _n(body)
-    _refuse(body, "echo", (False,), "the prompt's own text and log-probabilities are not returned")
-    _refuse(body, "suffix", ("",), "text can only be continued at its end")
-    _refuse(body, "best_of", (n,), "every answer that is drawn is returned: ask for n of them")
-    _refuse(body, "add_special_tokens", (True,), "a text begins as the tokenizer lets it: token ids in prompt need not")
+    _refuse(body, _REFUSED_IN_COMPLETIONS)
+    _refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_tokens")
     if body.get("logprobs") is not False:  # some clients say so when they want none
@@ -78,26 +105,16 @@ def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
 
 def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
     """/v1/chat/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
-    for name in ("tools", "functions"):
-        _refuse(body, name, ([],), "answers are text only")
-    _refuse(body, "modalities", (["text"],), "answers are text only")
-    _refuse(body, "audio", (), "answers are text only")
-    _refuse(body, "echo", (False,), "the prompt's own text is not returned")
-    _refuse(body, "continue_final_message", (False,), "the answer is a new message")
-    _refuse(body, "chat_template", (), "the model's own is used")
-    _refuse(body, "add_special_tokens", (False,), "the chat template spells them out")
-    _refuse(body, "documents", ([],), "a template that knows them takes them from chat_template_kwargs")
+    _refuse(body, _REFUSED_IN_CHATS)
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
-    if _flag(body, "logprobs"):
+    if _typed(body, "logprobs", False):
         sampling.logprobs = 0
         _set_integer(sampling, body, "top_logprobs", "logprobs")
     elif body.get("top_logprobs"):
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
-    extra = body.get("chat_template_kwargs", {})
-    if not isinstance(extra, dict):
-        raise bad_field("chat_template_kwargs", "chat_template_kwargs must be an object.")
-    told = {"add_generation_prompt": _flag(body, "add_generation_prompt", default=True), **extra}
+    told = {"add_generation_prompt": _typed(body, "add_generation_prompt", True)}
+    told |= _typed(body, "chat_template_kwargs", {})
     request = _request(list(encode(_messages(body.get("messages")), told)), sampling, body)
     return _call(body, chat=True, requests=[request], n=_n(body))
 
@@ -105,15 +122,12 @@ def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
 def _call(body: Mapping[str, Any], *, chat: bool, requests: list[inference_pb2.GenerateRequest], n: int) -> OpenAiCall:
     if len(requests) * n > CHOICES_MAX:
         raise bad_field("n", f"{len(requests)} prompts with n {n} are more than {CHOICES_MAX} answers, the limit.")
-    options = body.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise bad_field("stream_options", "stream_options must be an object.")
     return OpenAiCall(
         chat=chat,
         requests=tuple(requests),
         n=n,
-        stream=_flag(body, "stream"),
-        include_usage=_flag(options, "include_usage"),
+        stream=_typed(body, "stream", False),
+        include_usage=_typed(_typed(body, "stream_options", {}), "include_usage", False),
         logprobs=requests[0].sampling.HasField("logprobs"),
     )
 
@@ -127,31 +141,15 @@ def _request(
     else:
         request.token_ids.SetInParent()
         request.token_ids.ids.extend(prompt)
-    if "model" in body:
-        if not isinstance(body["model"], str):
-            raise bad_field("model", "model must be a string.")
-        request.model = body["model"]
-    if "cache_salt" in body:
-        if not isinstance(body["cache_salt"], str):
-            raise bad_field("cache_salt", "cache_salt must be a string.")
-        request.cache_salt = body["cache_salt"]
+    for name in ("model", "cache_salt"):
+        if name in body:
+            setattr(request, name, _typed(body, name, ""))
     return request
 
 
 def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     """What both endpoints share, our own extensions too. Ranges are checked where every client's are."""
-    _refuse(body, "prompt_logprobs", (), "log-probabilities of the prompt are not computed")
-    _refuse(body, "truncate_prompt_tokens", (), "prompts are taken whole")
-    _refuse(body, "response_format", ({"type": "text"},), "answers are free text")
-    for name in _CONSTRAINTS:
-        _refuse(body, name, (), "answers are free text")
-    for name in ("allowed_token_ids", "bad_words"):
-        _refuse(body, name, ([],), "logit_bias keeps tokens out of an answer")
-    _refuse(body, "skip_special_tokens", (True,), "special tokens are no part of an answer's text")
-    for name, off in _SEARCHES.items():
-        _refuse(body, name, (off,), "answers are drawn, not searched")
-    _refuse(body, "typical_p", (1,), "top_p, top_k and min_p cut what is drawn from")
-    _refuse(body, "no_repeat_ngram_size", (0,), "repetition_penalty and frequency_penalty keep repetitions down")
+    _refuse(body, _REFUSED)
     sampling = inference_pb2.Sampling()
     for name in _FLOATS:
         if name in body:
@@ -164,8 +162,8 @@ def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     if "seed" in body:
         sampling.seed = _integer("seed", body["seed"], -(1 << 63), (1 << 64) - 1) % (1 << 64)
     if "ignore_eos" in body:
-        sampling.ignore_eos = _flag(body, "ignore_eos")
-    if _flag(body, "include_stop") or _flag(body, "include_stop_str_in_output"):
+        sampling.ignore_eos = _typed(body, "ignore_eos", False)
+    if _typed(body, "include_stop", False) or _typed(body, "include_stop_str_in_output", False):
         sampling.include_stop = True
     sampling.stop_token_ids.extend(_ids("stop_token_ids", body.get("stop_token_ids", [])))
     stop = body.get("stop", [])
@@ -236,17 +234,20 @@ def _n(body: Mapping[str, Any]) -> int:
     return _integer("n", body.get("n", 1), 1, CHOICES_MAX)
 
 
-def _refuse(body: Mapping[str, Any], name: str, neutral: tuple[object, ...], why: str) -> None:
-    if name in body and body[name] not in neutral:
-        raise bad_field(name, f"{name} is not supported: {why}. Leave it out.")
+def _refuse(body: Mapping[str, Any], refused: _Refused) -> None:
+    for names, (neutral, why) in refused.items():
+        for name in names:
+            if name in body and body[name] not in neutral:
+                raise bad_field(name, f"{name} is not supported: {why}. Leave it out.")
 
 
-def _flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+def _typed(body: Mapping[str, Any], name: str, default: _T) -> _T:
+    """The field, of the default's type."""
     value = body.get(name)
     if value is None:
         return default
-    if not isinstance(value, bool):
-        raise bad_field(name, f"{name} must be true or false.")
+    if not isinstance(value, type(default)):
+        raise bad_field(name, f"{name} must be {_KINDS[type(default)]}.")
     return value
 
 
@@ -303,7 +304,6 @@ _OF_THE_CLUSTER: Final = frozenset({Reason.INCARNATION_MISMATCH, Reason.INCOMPAT
 """Preconditions that nodes fail, not the request: 503."""
 _FINISH: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
-TokenText = Callable[[int], str]
 Json = dict[str, Any]
 
 
@@ -373,12 +373,10 @@ class Replies:
     """Makes the answers of one call. Mutable: knows which choices have said their role, and how long their text is."""
 
     id: str
-    chat: bool
+    call: OpenAiCall
     model: str
     created: int
-    logprobs: bool
-    token_text: TokenText
-    usage_in_chunks: bool
+    token_text: Callable[[int], str]
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def chunk(self, index: int, event: inference_pb2.GenerateEvent) -> Json | None:
@@ -389,7 +387,7 @@ class Replies:
         if event.HasField("finished"):
             return self._chunk([self._piece(index, "", [], first=first, finish=_FINISH[event.finished.reason])])
         tokens = event.tokens
-        if not (tokens.text or first or (self.logprobs and tokens.ids)):
+        if not (tokens.text or first or (self.call.logprobs and tokens.ids)):
             return None
         return self._chunk([self._piece(index, tokens.text, [tokens], first=first, finish=None)])
 
@@ -404,24 +402,24 @@ class Replies:
         choices = []
         for index, (tokens, reason) in enumerate(answers):
             text = "".join(each.text for each in tokens)
-            content: Json = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
             logprobs = self._logprobs(index, tokens)
             choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": _FINISH[reason]})
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.json()}
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head("chat.completion.chunk"), "choices": choices}
-        return {**chunk, "usage": None} if self.usage_in_chunks else chunk
+        return {**chunk, "usage": None} if self.call.include_usage else chunk
 
     def _head(self, chat_object: str) -> Json:
-        kind = chat_object if self.chat else "text_completion"
+        kind = chat_object if self.call.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _piece(
         self, index: int, text: str, tokens: list[inference_pb2.Tokens], *, first: bool, finish: str | None
     ) -> Json:
         content: Json = {"text": text}
-        if self.chat:
+        if self.call.chat:
             role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
             content = {"delta": role}
         logprobs = self._logprobs(index, tokens)
@@ -430,9 +428,9 @@ class Replies:
     def _logprobs(self, index: int, tokens: Iterable[inference_pb2.Tokens]) -> Json | None:
         offset = self._offsets.setdefault(index, 0)
         pairs = [pair for each in tokens for pair in zip(each.ids, each.logprobs, strict=False)]
-        if not self.logprobs or not pairs:
+        if not self.call.logprobs or not pairs:
             return None
-        if self.chat:
+        if self.call.chat:
             return {"content": [self._chat_logprob(token, found) for token, found in pairs], "refusal": None}
         texts = [self.token_text(token) for token, _ in pairs]
         offsets = []

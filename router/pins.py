@@ -1,8 +1,7 @@
 """Pinned prefixes of this router: kept here, leased to every prefill and decode node, and leased again when one joins.
 
 Two routers may have a pin of one name. The nodes keep the newer one: an operator's pin always is; of two configured
-ones the routers' wall clocks decide. The text of a prefix is encoded on a thread, since that blocks. `PinsService` is
-the gRPC side.
+ones the routers' wall clocks decide.
 """
 
 from __future__ import annotations
@@ -11,78 +10,20 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from batonpb import common_pb2, inference_pb2, pins_pb2, pins_pb2_grpc
+from batonpb import common_pb2, pins_pb2, pins_pb2_grpc
 
 from baton.clock import Clock, wait_s
 from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
-from baton.rpc_client import Channels, rpc_errors
+from baton.rpc import Channels, rpc_errors
 from baton.wire import ModelInfo, NodeRecord, Role
-from router.pin_config import PinKeeperConfig, PinnedPrefix
+from router.config import PinKeeperConfig, PinnedPrefix
+from router.prompts import PromptEncoder
 from router.request import check_prompt
-from router.text import TextCodec
-
-if TYPE_CHECKING:
-    from router.chat_template import ChatTemplate
-
-_USERS = ("0", "Z")
-"""Two chats that differ from the first character of the user's message on."""
-
-
-class PrefixEncoder:
-    """A tokenizer and a chat template, either of which may be missing. Immutable."""
-
-    def __init__(self, codec: TextCodec | None, template: ChatTemplate | None, *, chars_max: int) -> None:
-        self._codec = codec
-        self._template = template
-        self._chars_max = chars_max
-
-    def encode(self, prefix: PinnedPrefix) -> Sequence[int]:
-        """Raises BatonError NO_TOKENIZER, NO_CHAT_TEMPLATE or PROMPT_TOO_LONG."""
-        if prefix.token_ids is not None:
-            return prefix.token_ids
-        text = prefix.text if prefix.text is not None else prefix.system
-        assert text is not None
-        if self._codec is None:
-            raise BatonError(
-                Reason.NO_TOKENIZER,
-                f"The pin '{prefix.name}' is text and this router was started without a tokenizer: give token_ids, or "
-                "start it with --model.",
-                field="text",
-            )
-        if len(text) > self._chars_max:
-            raise bad_field(
-                "text",
-                f"The pin '{prefix.name}' has {len(text)} characters; at most {self._chars_max} are taken.",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
-        return self._codec.encode(text) if prefix.text is not None else self._system(self._codec, text)
-
-    def _system(self, codec: TextCodec, system: str) -> Sequence[int]:
-        """What all chats with this system message begin with, whatever the template puts around it."""
-        template = self._template
-        if template is None:
-            raise BatonError(
-                Reason.NO_CHAT_TEMPLATE,
-                "The model has no chat template: pin the start of the prompt as text or token ids.",
-                field="system",
-            )
-        chats = [
-            template.render(
-                [{"role": "system", "content": system}, {"role": "user", "content": user}],
-                {"add_generation_prompt": True},
-            )
-            for user in _USERS
-        ]
-        first, second = (codec.encode_rendered(chat) for chat in chats)
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-        return [token for token, _ in same]
-
 
 log = get_log("pins")
 
@@ -91,9 +32,6 @@ WARM_TRIES_MAX: Final = 3
 _SERVING: Final = frozenset({Lifecycle.READY, Lifecycle.CORDONED})
 _UNREACHED: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.CANCELLED, Reason.INCARNATION_MISMATCH})
 """Says nothing about the pin itself: the next renewal tries again."""
-
-Warm = Callable[[Sequence[int], str | None], Awaitable[None]]
-"""Compute a prompt under a salt, so that it is cached. Raises BatonError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +65,7 @@ class KeptPin:
 
 
 class PinKeeper:
-    """Mutable; on the router's loop. `run` renews until it is cancelled. `nodes` gives the records known now."""
+    """Mutable; on the router's loop. `run` renews until it is cancelled."""
 
     def __init__(
         self,
@@ -137,8 +75,10 @@ class PinKeeper:
         nodes: Callable[[], Sequence[NodeRecord]],
         channels: Channels,
         clock: Clock,
-        warm: Warm,
+        warm: Callable[[Sequence[int], str | None], Awaitable[None]],
     ) -> None:
+        """`nodes` gives the records known now. `warm` computes a prompt under a salt, so that it is cached; it raises
+        BatonError."""
         self._config = config
         self._incarnation = incarnation
         self._nodes = nodes
@@ -155,6 +95,25 @@ class PinKeeper:
         """By name; overdue ones are gone."""
         self._expire()
         return [self._pins[name] for name in sorted(self._pins)]
+
+    def describe(self, pin: KeptPin) -> pins_pb2.PinnedPrefix:
+        ttl_left_s = pin.ttl_left_s(self._clock.monotonic_s())
+        return pins_pb2.PinnedPrefix(
+            name=pin.name,
+            tokens=len(pin.tokens),
+            has_cache_salt=pin.prefix.cache_salt is not None,
+            ttl_left_ms=None if ttl_left_s is None else int(ttl_left_s * 1e3),
+            from_config=pin.from_config,
+            nodes=[
+                pins_pb2.PinOnNode(
+                    node=on.node,
+                    blocks=on.blocks,
+                    blocks_pinned=on.blocks_pinned,
+                    problem="" if on.problem is None else on.problem.message,
+                )
+                for on in sorted(pin.on_nodes.values(), key=lambda on: on.node)
+            ],
+        )
 
     def add(self, prefix: PinnedPrefix, tokens: Sequence[int], *, from_config: bool = False, warm: bool) -> KeptPin:
         """Keep a pin; nodes hear of it at the next turn of `run`. Raises BatonError PINS_FULL."""
@@ -326,7 +285,7 @@ class PinKeeper:
         return all(any(role.serves(half) for role in roles) for half in (Role.PREFILL, Role.DECODE))
 
     def _reachable(self) -> list[NodeRecord]:
-        return [record for record in self._nodes() if record.lifecycle in _SERVING]
+        return [r for r in self._nodes() if r.role is not Role.ROUTER and r.lifecycle in _SERVING]
 
     def _lock(self, record: NodeRecord) -> asyncio.Lock:
         return self._locks.setdefault(record.incarnation, asyncio.Lock())
@@ -355,47 +314,23 @@ def _node_errors(node: NodeName) -> Iterator[None]:
 class PinsService(pins_pb2_grpc.PinsServicer):
     """baton.v1.Pins, for operators."""
 
-    def __init__(
-        self, keeper: PinKeeper, encoder: PrefixEncoder, *, model: Callable[[], ModelInfo], clock: Clock
-    ) -> None:
+    def __init__(self, keeper: PinKeeper, prompts: PromptEncoder, *, model: Callable[[], ModelInfo]) -> None:
         self._keeper = keeper
-        self._encoder = encoder
+        self._prompts = prompts
         self._model = model
-        self._clock = clock
 
     async def Pin(self, request: pins_pb2.PinRequest, context: Any) -> pins_pb2.PinReply:
         prefix = _prefix(request)
-        tokens = await asyncio.to_thread(self._encoder.encode, prefix)
-        # The same refusals as for a prompt, before any node is asked.
-        prompt = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=tokens))
-        tokens = check_prompt(prompt, self._model(), None)
+        tokens = await asyncio.to_thread(self._prompts.encode_pin, prefix)
+        check_prompt(tokens, self._model(), field="token_ids")  # before any node is asked
         pin = await self._keeper.pin(prefix, tokens, warm=request.warm)
-        return pins_pb2.PinReply(pin=self._message(pin))
+        return pins_pb2.PinReply(pin=self._keeper.describe(pin))
 
     async def Unpin(self, request: pins_pb2.UnpinRequest, context: Any) -> pins_pb2.UnpinReply:
         return pins_pb2.UnpinReply(known=await self._keeper.unpin(request.name))
 
     async def ListPins(self, request: pins_pb2.ListPinsRequest, context: Any) -> pins_pb2.ListPinsReply:
-        return pins_pb2.ListPinsReply(pins=[self._message(pin) for pin in self._keeper.pins()])
-
-    def _message(self, pin: KeptPin) -> pins_pb2.PinnedPrefix:
-        ttl_left_s = pin.ttl_left_s(self._clock.monotonic_s())
-        return pins_pb2.PinnedPrefix(
-            name=pin.name,
-            tokens=len(pin.tokens),
-            has_cache_salt=pin.prefix.cache_salt is not None,
-            ttl_left_ms=None if ttl_left_s is None else int(ttl_left_s * 1e3),
-            from_config=pin.from_config,
-            nodes=[
-                pins_pb2.PinOnNode(
-                    node=on.node,
-                    blocks=on.blocks,
-                    blocks_pinned=on.blocks_pinned,
-                    problem="" if on.problem is None else on.problem.message,
-                )
-                for on in sorted(pin.on_nodes.values(), key=lambda on: on.node)
-            ],
-        )
+        return pins_pb2.ListPinsReply(pins=[self._keeper.describe(pin) for pin in self._keeper.pins()])
 
 
 def _prefix(request: pins_pb2.PinRequest) -> PinnedPrefix:

@@ -80,16 +80,9 @@ def _most(
     return min(max(sizes, default=model.context_len_max), model.context_len_max)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outgrown:
-    """Decode nodes let a request grow to more tokens than any prefill node could take up."""
-
-    decode_tokens: int
-    prefill_tokens: int
-
-
-def outgrown(records: Sequence[NodeRecord]) -> Outgrown | None:
-    """None where every answer could be resumed, or where one kind of node is not there."""
+def outgrown(records: Sequence[NodeRecord]) -> tuple[int, int] | None:
+    """Tokens of the longest request that could be resumed, and of the longest that decode nodes let grow, where that is
+    more than any prefill node could take up. Else None, as where one kind of node is not there."""
 
     def most(role: Role) -> int:
         reach = [
@@ -99,31 +92,29 @@ def outgrown(records: Sequence[NodeRecord]) -> Outgrown | None:
         ]
         return max(reach, default=0)
 
-    decode_tokens, prefill_tokens = most(Role.DECODE), most(Role.PREFILL)
-    if 0 < prefill_tokens < decode_tokens:
-        return Outgrown(decode_tokens=decode_tokens, prefill_tokens=prefill_tokens)
-    return None
+    prefill_tokens, decode_tokens = most(Role.PREFILL), most(Role.DECODE)
+    return (prefill_tokens, decode_tokens) if 0 < prefill_tokens < decode_tokens else None
 
 
 class RegionWatch:
-    """Tells the log when regions are smaller than the model's context, and when answers may outgrow the prefill nodes:
-    each state of it once."""
+    """Logs when regions are smaller than the model's context, and when answers may outgrow the prefill nodes: each
+    state of it once."""
 
     def __init__(self) -> None:
-        self._told: Outgrown | None = None
-        self._told_limits = (0, 0)
+        self._outgrown: tuple[int, int] | None = None
+        self._limits = (0, 0)
 
     def look(self, records: Sequence[NodeRecord]) -> None:
         self._look_at_context(records)
         found = outgrown(records)
-        if found is not None and found != self._told:
+        if found is not None and found != self._outgrown:
             log.warning(
-                "answers may outgrow the prefill nodes: one that is longer is lost with its decode node. Give prefill "
-                "nodes as large a region as decode nodes (engine.num_blocks)",
-                tokens_to_be_resumed_max=found.prefill_tokens,
-                tokens_max=found.decode_tokens,
+                "an answer may become too long to be resumed: longer than tokens_to_be_resumed_max it is lost with its "
+                "decode node. Give prefill nodes as large a region as decode nodes (engine.num_blocks)",
+                tokens_to_be_resumed_max=found[0],
+                tokens_max=found[1],
             )
-        self._told = found
+        self._outgrown = found
 
     def _look_at_context(self, records: Sequence[NodeRecord]) -> None:
         model = next((record.model for record in records if record.model is not None), None)
@@ -131,18 +122,17 @@ class RegionWatch:
             return
         # Not what is left beside pins: that changes with each request that reads one.
         decode_tokens = _most(records, model, Role.DECODE)
-        prompt_tokens = min(decode_tokens, _most(records, model, Role.PREFILL))
-        found = (prompt_tokens, decode_tokens)
-        if found != self._told_limits and prompt_tokens < model.context_len_max:
+        found = (min(decode_tokens, _most(records, model, Role.PREFILL)), decode_tokens)
+        if found != self._limits and found[0] < model.context_len_max:
             log.info(
-                "requests that no region holds are refused, though the model's context is longer: give nodes of both "
-                "kinds more blocks (engine.num_blocks) where prompts of more than prompt_tokens_max, or prompts with "
-                "answers of more than tokens_max, are to come",
-                prompt_tokens_max=prompt_tokens,
-                tokens_max=decode_tokens,
+                "requests that no region holds are refused, though the model's context is longer. Give nodes of both "
+                "kinds more blocks (engine.num_blocks) for prompts of more than prompt_tokens_max, or prompts with "
+                "answers of more than tokens_max",
+                prompt_tokens_max=found[0],
+                tokens_max=found[1],
                 context=model.context_len_max,
             )
-        self._told_limits = found
+        self._limits = found
 
 
 RATE_UNKNOWN_TOKENS_PER_S = 1_000.0
@@ -165,7 +155,8 @@ class _Node:
     """What this router believes of one prefill process."""
 
     sequence: int = -1
-    reported_tokens: int = 0
+    waiting_tokens: int = 0
+    """To compute there: as last reported, and of what was sent since then."""
     sent: dict[RequestKey, int] = field(default_factory=dict)
     """Tokens to compute of requests sent since the last report, less what the node probably has cached."""
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -187,7 +178,7 @@ class Placement:
         for record in records:
             node = self._nodes.setdefault(record.incarnation, _Node())
             if record.sequence != node.sequence:
-                node.sequence, node.reported_tokens = record.sequence, record.load.waiting_tokens
+                node.sequence, node.waiting_tokens = record.sequence, record.load.waiting_tokens
                 node.sent.clear()
 
     def pick(self, records: Sequence[NodeRecord], hashes: Sequence[bytes], prompt_tokens: int) -> NodeRecord:
@@ -199,19 +190,15 @@ class Placement:
 
         def rank(record: NodeRecord) -> tuple[float, int, str]:
             rate = record.load.prefill_tokens_per_s or fastest
-            backlog = self._backlog(record)
-            return self._ttft_s(record, hashes, prompt_tokens, rate, backlog), backlog, record.name
+            ttft_s = self.expected_ttft_s(record, hashes, prompt_tokens, rate)
+            return ttft_s, self._waiting_tokens(record), record.name
 
         return min(records, key=rank)
 
     def expected_ttft_s(self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int, rate: float) -> float:
         """`rate` is what the node computes, in tokens a second."""
-        return self._ttft_s(record, hashes, prompt_tokens, rate, self._backlog(record))
-
-    def _ttft_s(
-        self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int, rate: float, backlog: int
-    ) -> float:
-        return (backlog + self._uncached_tokens(record, hashes, prompt_tokens)) / rate
+        uncached_tokens = self._uncached_tokens(record, hashes, prompt_tokens)
+        return (self._waiting_tokens(record) + uncached_tokens) / rate
 
     def _uncached_tokens(self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int) -> int:
         """Tokens of a prompt that the node would have to compute. The last one is always computed."""
@@ -221,21 +208,18 @@ class Placement:
     def cached_blocks(self, incarnation: Incarnation, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of a prompt the node probably has."""
         node = self._nodes.get(incarnation)
-        count = 0
-        if node is not None:
-            blocks = node.blocks
-            for digest in hashes:
-                if digest not in blocks:
-                    break
-                count += 1
-        return count
+        if node is None:
+            return 0
+        return next((count for count, digest in enumerate(hashes) if digest not in node.blocks), len(hashes))
 
     def sent(
         self, record: NodeRecord, key: RequestKey, hashes: Sequence[bytes], prompt_tokens: int
     ) -> Callable[[], None]:
         """Count a request as placed there; call the result when it has left the node's queue or failed."""
         node = self._nodes.setdefault(record.incarnation, _Node())
+        node.waiting_tokens -= node.sent.get(key, 0)
         node.sent[key] = self._uncached_tokens(record, hashes, prompt_tokens)
+        node.waiting_tokens += node.sent[key]
         for digest in hashes:
             node.blocks[digest] = None
             node.blocks.move_to_end(digest)
@@ -243,12 +227,10 @@ class Placement:
             node.blocks.popitem(last=False)
 
         def left() -> None:
-            node.sent.pop(key, None)
+            node.waiting_tokens -= node.sent.pop(key, 0)
 
         return left
 
-    def _backlog(self, record: NodeRecord) -> int:
+    def _waiting_tokens(self, record: NodeRecord) -> int:
         node = self._nodes.get(record.incarnation)
-        if node is None:
-            return record.load.waiting_tokens
-        return node.reported_tokens + sum(node.sent.values())
+        return record.load.waiting_tokens if node is None else node.waiting_tokens

@@ -15,12 +15,12 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import Incarnation, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
-from baton.rpc_client import Channels, begun, rpc_errors
+from baton.rpc import begun, rpc_errors
 from baton.tracing import call_metadata
 from baton.wire import ModelInfo, NodeRecord
-from router.decode_streams import DecodeStreams
-from router.job import Job, Try
+from router.decode_streams import DecodeStreams, Inbox, internal_error
 from router.placement import Placement, chain_hashes, may_hold
+from router.request import Job
 from router.retries import ASK_ANOTHER
 
 NOT_READY_RETRY_MS: Final = 1_000
@@ -29,36 +29,23 @@ NOT_READY_RETRY_MS: Final = 1_000
 class PrefillNodes:
     """Lives on the router's loop."""
 
-    def __init__(self, known: Callable[[], Sequence[NodeRecord]], *, blocks_max: int) -> None:
-        """`known` is what the directory says at each call; `blocks_max` as for `Placement`."""
-        self._known = known
-        self._looked_at: Sequence[NodeRecord] | None = None
-        self._ready: list[NodeRecord] = []
-        """Of `_looked_at`: looked through when the directory says something else, not for each request."""
+    def __init__(self, *, blocks_max: int) -> None:
+        """`blocks_max` as for `Placement`."""
+        self._known: Sequence[NodeRecord] = ()
+        self.ready: list[NodeRecord] = []
+        """Those that take requests."""
         self._placement = Placement(blocks_max=blocks_max)
         self._drained: dict[Incarnation, int] = {}
         """Processes that refused work, each with the sequence of the record that had said they take some."""
         self._most_tokens: dict[str, int] = {}
         """By fingerprint, what the largest region ever seen holds: its node may be on its way back."""
 
-    def ready(self) -> list[NodeRecord]:
-        """Those that take requests. Not to be changed."""
-        known = self._known()
-        if known is not self._looked_at:
-            self._looked_at = known
-            self._ready = [r for r in known if r.lifecycle is Lifecycle.READY and r.model is not None]
-        return self._ready
-
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
-        for record in self.ready():
+        for record in self.ready:
             assert record.model is not None
             return record.model
-        raise BatonError(
-            Reason.NO_PREFILL_NODE,
-            f"No prefill node is ready ({len(self._known())} known). Start one, or wait for one to come up.",
-            retry_after_ms=NOT_READY_RETRY_MS,
-        )
+        raise _not_ready(f"No prefill node is ready ({len(self._known)} known). Start one, or wait for one to come up.")
 
     def place(
         self, job: Job, key: RequestKey, *, silent: Collection[Incarnation] = ()
@@ -86,7 +73,7 @@ class PrefillNodes:
 
     def untried(self, job: Job) -> bool:
         """Whether there is one that has not failed this request since all had."""
-        return bool(self.ready()) and any(r.incarnation not in job.avoid for r in self._fit(job, self.model()))
+        return bool(self.ready) and any(r.incarnation not in job.avoid for r in self._fit(job, self.model()))
 
     def failed(self, job: Job, record: NodeRecord, error: BatonError) -> BatonError:
         """The attempt at this node has failed: what to judge the request by, mostly the error itself."""
@@ -105,14 +92,11 @@ class PrefillNodes:
         if not job.output:
             return error
         # A decode node's word. One has held it, so others may: it may be on its way back.
-        return BatonError(
-            Reason.NO_DECODE_NODE,
-            f"No decode node that can hold prompt and answer is there. {error.message}",
-            retry_after_ms=NOT_READY_RETRY_MS,
-        )
+        text = f"No decode node that can hold prompt and answer is there. {error.message}"
+        return _not_ready(text, Reason.NO_DECODE_NODE)
 
     def _fit(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
-        fit = [r for r in self.ready() if r.model is not None and r.model.fingerprint == model.fingerprint]
+        fit = [r for r in self.ready if r.model is not None and r.model.fingerprint == model.fingerprint]
         fit = [r for r in fit if r.incarnation not in job.too_small and may_hold(r, job.tokens)]
         return [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
 
@@ -122,7 +106,7 @@ class PrefillNodes:
 
     def _of_model(self, model: ModelInfo) -> list[NodeRecord]:
         """All that are known but for those of another model."""
-        return [r for r in self._known() if r.model is None or r.model.fingerprint == model.fingerprint]
+        return [r for r in self._known if r.model is None or r.model.fingerprint == model.fingerprint]
 
     def _no_region(self, job: Job, model: ModelInfo) -> BatonError:
         """None of those that are ready holds the request: whether to wait for one that does, or what to tell."""
@@ -140,10 +124,10 @@ class PrefillNodes:
             return _not_resumable(job, f"They {rooms}")
         return bad_field("prompt", f"The prompt's {job.tokens} tokens {rooms}", reason=Reason.PROMPT_TOO_LONG)
 
-    def follow(self) -> set[str]:
-        """New load reports. The endpoints of all that are there."""
-        records = self._known()
-        self._looked_at = None
+    def follow(self, records: Sequence[NodeRecord]) -> None:
+        """What the directory says: all prefill nodes, with their latest reports."""
+        self._known = records
+        self.ready = [r for r in records if r.lifecycle is Lifecycle.READY and r.model is not None]
         self._placement.update(records)
         for record in records:
             if (model := record.model) is not None:
@@ -151,11 +135,10 @@ class PrefillNodes:
                 self._most_tokens[model.fingerprint] = max(self._most_tokens.get(model.fingerprint, 0), tokens)
         sequences = {record.incarnation: record.sequence for record in records}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
-        return {record.endpoint for record in records}
 
 
-def _not_ready(text: str) -> BatonError:
-    return BatonError(Reason.NO_PREFILL_NODE, text, retry_after_ms=NOT_READY_RETRY_MS)
+def _not_ready(text: str, reason: Reason = Reason.NO_PREFILL_NODE) -> BatonError:
+    return BatonError(reason, text, retry_after_ms=NOT_READY_RETRY_MS)
 
 
 def _not_resumable(job: Job, why: str) -> BatonError:
@@ -173,37 +156,24 @@ log = get_log("router")
 class PrefillCalls:
     """Lives on the router's loop."""
 
-    def __init__(
-        self,
-        *,
-        own: Incarnation,
-        nodes: PrefillNodes,
-        channels: Channels,
-        streams: DecodeStreams,
-        loop: asyncio.AbstractEventLoop,
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, nodes: PrefillNodes, streams: DecodeStreams, rng: random.Random) -> None:
         """`streams` is where the tokens of a request come from once a decode node has granted."""
-        self._own = own
         self._nodes = nodes
-        self._channels = channels
         self._streams = streams
-        self._loop = loop
         self._rng = rng
         self._running: Counter[str] = Counter()
         """By endpoint, endpoints without one included."""
 
-    async def run(self, job: Job, attempt: Try) -> None:
+    async def run(self, job: Job, inbox: Inbox) -> None:
         """Place the attempt and make its call, which fills its inbox. Raises nothing: what goes wrong is the attempt's
         failure."""
-        inbox = attempt.inbox
         try:
             record, placed = self._nodes.place(job, inbox.key, silent=self._streams.silent())
             job.stats.prefill_node = record.name
             job.nodes[record.name] = None
             self._running[record.endpoint] += 1
             try:
-                await self._call(job, attempt, record)
+                await self._call(job, inbox, record)
             except BatonError as error:
                 if error.reason is Reason.DATA_CORRUPT:
                     job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
@@ -216,7 +186,7 @@ class PrefillCalls:
         except Exception:
             # A bug of ours ends this request, and no other.
             log.exception("prefill call broke off", request=job.id)
-            inbox.fail(BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details."))
+            inbox.fail(internal_error())
 
     def use(self, endpoint: str) -> bool:
         """Whether one of them goes there."""
@@ -229,44 +199,51 @@ class PrefillCalls:
             del self._running[endpoint]
         return idle
 
-    async def _call(self, job: Job, attempt: Try, record: NodeRecord) -> None:
-        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(record.endpoint))
+    async def _call(self, job: Job, inbox: Inbox, record: NodeRecord) -> None:
+        stub = prefill_pb2_grpc.PrefillStub(self._streams.channels.get(record.endpoint))
+        own, loop = self._streams.own, asyncio.get_running_loop()
+        request = prefill_pb2.PrefillRequest(
+            header=common_pb2.Header(sender=own, receiver=record.incarnation),
+            key=common_pb2.RequestKey(request=inbox.key.request, attempt=inbox.key.attempt),
+            prompt=job.checked.prompt,
+            output=job.output,
+            sampling=job.checked.sampling,
+            router=own,
+            cache_salt=job.checked.cache_salt,
+            avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
+        )
         with rpc_errors(record.name):
             events = stub.Prefill(
-                self._request(job, attempt.inbox.key, record),
-                timeout=job.deadline_s - self._loop.time(),
+                request,
+                timeout=job.deadline_s - loop.time(),
                 metadata=call_metadata(request_id=job.client_id, traceparent=job.trace.child(self._rng)),
             )
             if await begun(events):  # the node says that it has it, before it is its turn
-                attempt.queued_s = self._loop.time()
+                inbox.queued_s = loop.time()
             async for event in events:
-                self._take(job, attempt, event)
+                self._take(job, inbox, event)
 
-    def _take(self, job: Job, attempt: Try, event: prefill_pb2.PrefillEvent) -> None:
-        stats, inbox = job.stats, attempt.inbox
+    def _take(self, job: Job, inbox: Inbox, event: prefill_pb2.PrefillEvent) -> None:
+        stats = job.stats
         kind = event.WhichOneof("event")
         if kind == "granted":
-            attempt.granted = True
-            granted = event.granted
-            if granted.decode_node and attempt.subscription is None:
-                attempt.subscription = self._streams.get(
+            granted, inbox.granted = event.granted, True
+            stats.decode_node = granted.decode_node
+            if granted.decode_node and inbox.subscription is None:
+                job.nodes[granted.decode_node] = None
+                inbox.subscription = self._streams.get(
                     granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
                 )
-                attempt.subscription.users += 1
-                inbox.lost_before = attempt.subscription.out_of_reach
-                attempt.subscription.add(inbox)
-            stats.decode_node = event.granted.decode_node
-            if granted.decode_node:
-                job.nodes[granted.decode_node] = None
+                inbox.subscription.users += 1
+                inbox.lost_before = inbox.subscription.out_of_reach
+                inbox.subscription.add(inbox)
         elif kind == "first_token":  # behind `granted`, always
-            stats.prompt_tokens_cached = min(event.first_token.prompt_tokens_cached, stats.prompt_tokens)
-            has_logprobs = event.first_token.HasField("logprobs")
-            inbox.put(
-                inbox.first_index, [event.first_token.token], [event.first_token.logprobs] if has_logprobs else []
-            )
-            if event.first_token.HasField("finish"):
+            first = event.first_token
+            stats.prompt_tokens_cached = min(first.prompt_tokens_cached, stats.prompt_tokens)
+            inbox.put(inbox.first_index, [first.token], [first.logprobs] if first.HasField("logprobs") else [])
+            if first.HasField("finish"):
                 stats.decode_node = ""
-                inbox.end(event.first_token.finish)
+                inbox.end(first.finish)
         elif kind == "handed_off":
             done = event.handed_off
             stats.transport = done.transport
@@ -274,15 +251,3 @@ class PrefillCalls:
             stats.bytes_written = done.bytes_written
             stats.prompt_tokens_skipped = min(done.blocks_skipped * job.block_size, stats.prompt_tokens)
             stats.handoff_exposed_ms = done.handoff_exposed_ms
-
-    def _request(self, job: Job, key: RequestKey, record: NodeRecord) -> prefill_pb2.PrefillRequest:
-        return prefill_pb2.PrefillRequest(
-            header=common_pb2.Header(sender=self._own, receiver=record.incarnation),
-            key=common_pb2.RequestKey(request=key.request, attempt=key.attempt),
-            prompt=job.checked.prompt,
-            output=job.output,
-            sampling=job.checked.sampling,
-            router=self._own,
-            cache_salt=job.checked.cache_salt,
-            avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
-        )

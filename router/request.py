@@ -1,17 +1,21 @@
-"""A client's request, checked once: what is wrong is named, what is left out gets its default. Pure."""
+"""A client's request. It is checked once: what is wrong is named, what is left out gets its default. Pure."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason, bad_field
+from baton.ids import Incarnation, RequestId
+from baton.tracing import Traceparent
 from baton.wire import ModelInfo
 from engine.model_config import REPETITION_PENALTY_MAX, TEMPERATURE_MAX, SamplingDefaults
+from router.retries import Retries
 
 STOP_TOKEN_IDS_MAX = 64
 PENALTY_MAX = 2.0
@@ -21,9 +25,9 @@ LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
 CACHE_SALT_BYTES_MAX = 256
+MESSAGES_MAX = 4_096
 
 NEUTRAL = SamplingDefaults()
-Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +41,86 @@ class CheckedRequest:
     cache_salt: bytes = b""
 
 
+class ObservedRequest:
+    """What the router reports of one request, for metrics; the methods here do nothing. `ended` is called last, once,
+    whatever happened: after `finished`, after `failed`, or after neither, when the client went away.
+    """
+
+    def tokens(self, now_s: float, count: int) -> None:
+        """So many tokens came at once."""
+
+    def resumed(self) -> None:
+        """A node was lost with it; the rest of the answer is computed elsewhere."""
+
+    def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
+        """A handoff of it was refused: sampled records had not arrived as they were sent."""
+
+    def finished(self, reason: common_pb2.FinishReason, stats: inference_pb2.RequestStats) -> None:
+        """The client has all of the answer."""
+
+    def failed(self, reason: Reason) -> None:
+        """The client has an error."""
+
+    def ended(self) -> None:
+        """Nothing of it is left in this router."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """One client request, from its check to its last token."""
+
+    id: RequestId
+    """Ours, random: what a client calls its request may be used twice, and grants and tombstones are keyed by this."""
+    client_id: RequestId
+    trace: Traceparent
+    checked: CheckedRequest
+    began_s: float
+    deadline_s: float
+    retries: Retries
+    stats: inference_pb2.RequestStats
+    finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
+    output: list[int] = field(default_factory=list)
+    """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
+    avoid: set[Incarnation] = field(default_factory=set)
+    """Prefill processes that did not answer this request, or had no decode node for it."""
+    too_small: set[Incarnation] = field(default_factory=set)
+    """Prefill processes that said that their regions can never hold it, whatever their records say."""
+    avoid_decode: set[Incarnation] = field(default_factory=set)
+    """Decode processes that this router could not reach with this request; a prefill node may."""
+    attempts: int = 0
+    nodes: dict[str, None] = field(default_factory=dict)
+    """Names of those that it was placed on, in order."""
+    token_times_s: list[float] = field(default_factory=list)
+    block_size: int = 0
+    observed: ObservedRequest = field(default_factory=ObservedRequest)
+    cut_off: Callable[[BatonError], None] | None = None
+    """Ends the request from outside, with this error for its client."""
+    cut_off_with: BatonError | None = None
+    """The error that it was ended with."""
+
+    @property
+    def tokens(self) -> int:
+        """That the next attempt computes: the prompt, and what the client has of the answer."""
+        return len(self.checked.prompt) + len(self.output)
+
+
 def check_request(
     request: inference_pb2.GenerateRequest,
     *,
     model: ModelInfo,
-    encode: Encode | None,
+    prompt: Sequence[int],
+    has_tokenizer: bool,
     answer_tokens: Callable[[int], int],
     rng: random.Random,
     defaults: SamplingDefaults = NEUTRAL,
     choice: int = 0,
-    chat: Sequence[int] = (),
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
-    `chat` is the prompt that the messages of a conversation make. `choice` numbers the answers to one question with one
-    seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it, from the
-    length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set; a zero
-    that is set counts. Raises BatonError naming the field.
+    `prompt` has the token ids of the request's prompt, whatever its kind. `choice` numbers the answers to one question
+    with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
+    from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
+    a zero that is set counts. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         raise BatonError(
@@ -61,30 +128,37 @@ def check_request(
             f"This cluster serves '{model.name}', not '{request.model}'.",
             field="model",
         )
-    prompt = check_prompt(request, model, encode, chat)
+    kind = request.WhichOneof("prompt") or "prompt"
+    if kind == "text" and not has_tokenizer:
+        raise BatonError(
+            Reason.NO_TOKENIZER,
+            "This router was started without a tokenizer: send token_ids, or start it with --model.",
+            field="text",
+        )
+    check_prompt(prompt, model, field=kind)
     sampling = request.sampling
     room = model.context_len_max - len(prompt)
     max_tokens = min(_max_tokens(sampling) or answer_tokens(len(prompt)), room)
     return CheckedRequest(
-        prompt=prompt,
+        prompt=tuple(prompt),
         sampling=common_pb2.SamplingSpec(
-            temperature=_temperature(sampling, defaults),
+            temperature=_number(sampling, "temperature", defaults),
             top_k=_top_k(sampling, defaults, model),
-            top_p=_top_p(sampling, defaults),
+            top_p=_number(sampling, "top_p", defaults),
             seed=sampling.seed if sampling.HasField("seed") else rng.getrandbits(64),
             max_tokens=max_tokens,
             stop_token_ids=_stop_token_ids(sampling, model),
             ignore_eos=sampling.ignore_eos,
-            min_p=_min_p(sampling, defaults),
+            min_p=_number(sampling, "min_p", defaults),
             repetition_penalty=_repetition_penalty(sampling, defaults),
-            presence_penalty=_penalty("presence_penalty", sampling.presence_penalty),
-            frequency_penalty=_penalty("frequency_penalty", sampling.frequency_penalty),
+            presence_penalty=_number(sampling, "presence_penalty"),
+            frequency_penalty=_number(sampling, "frequency_penalty"),
             logit_bias=_logit_bias(sampling, model),
             min_tokens=_min_tokens(sampling, max_tokens),
             logprobs=_logprobs(sampling),
             choice=choice,
         ),
-        stop=_stop(sampling, has_text=encode is not None),
+        stop=_stop(sampling, has_tokenizer=has_tokenizer),
         include_stop=sampling.include_stop,
         cache_salt=check_salt(request.cache_salt) if request.HasField("cache_salt") else b"",
     )
@@ -102,24 +176,8 @@ def check_salt(salt: str) -> bytes:
     return encoded
 
 
-def check_prompt(
-    request: inference_pb2.GenerateRequest, model: ModelInfo, encode: Encode | None, chat: Sequence[int] = ()
-) -> tuple[int, ...]:
-    """The prompt's token ids; `chat` are those of a conversation. Raises BatonError naming the field."""
-    kind = request.WhichOneof("prompt")
-    field = "prompt" if kind is None else kind
-    if kind == "text":
-        if encode is None:
-            raise BatonError(
-                Reason.NO_TOKENIZER,
-                "This router was started without a tokenizer: send token_ids, or start it with --model.",
-                field="text",
-            )
-        ids = tuple(encode(request.text))
-    elif kind == "chat":
-        ids = tuple(chat)
-    else:
-        ids = tuple(request.token_ids.ids)
+def check_prompt(ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
+    """Whether the model takes these token ids. Raises BatonError naming `field`."""
     if not ids:
         raise bad_field(field, "The prompt is empty: it must have at least one token.", reason=Reason.EMPTY_PROMPT)
     if len(ids) >= model.context_len_max:
@@ -136,7 +194,6 @@ def check_prompt(
             f"Token id {ids[where]} at position {where} is outside the vocabulary of {model.vocab_size}.",
             reason=Reason.TOKEN_OUT_OF_RANGE,
         )
-    return ids
 
 
 def _out_of_range(name: str, value: object, allowed: str) -> BatonError:
@@ -144,17 +201,28 @@ def _out_of_range(name: str, value: object, allowed: str) -> BatonError:
     return bad_field(f"sampling.{name}", text, reason=Reason.SAMPLING_OUT_OF_RANGE)
 
 
-def _temperature(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float:
-    value = sampling.temperature if sampling.HasField("temperature") else defaults.temperature
-    if not math.isfinite(value) or not 0 <= value <= TEMPERATURE_MAX:
-        raise _out_of_range("temperature", value, f"from 0 (greedy) to {TEMPERATURE_MAX:g}")
-    return value
+_ABOVE_0: Final = math.ulp(0.0)
+_PENALTIES: Final = (-PENALTY_MAX, PENALTY_MAX, f"from -{PENALTY_MAX:g} to {PENALTY_MAX:g} (0 is off)")
+_RANGES: Final[Mapping[str, tuple[float, float, str]]] = {
+    "temperature": (0, TEMPERATURE_MAX, f"from 0 (greedy) to {TEMPERATURE_MAX:g}"),
+    "top_p": (_ABOVE_0, 1, "above 0 and at most 1 (1 is off)"),
+    "min_p": (0, 1, "from 0 (off) to 1"),
+    "repetition_penalty": (
+        _ABOVE_0, REPETITION_PENALTY_MAX, f"above 0 and at most {REPETITION_PENALTY_MAX:g} (1 is off)"
+    ),
+    "presence_penalty": _PENALTIES,
+    "frequency_penalty": _PENALTIES,
+}  # fmt: skip
+"""Lowest and highest value, and both in words."""
 
 
-def _top_p(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float:
-    value = sampling.top_p if sampling.HasField("top_p") else defaults.top_p
-    if not math.isfinite(value) or not 0 < value <= 1:
-        raise _out_of_range("top_p", value, "above 0 and at most 1 (1 is off)")
+def _number(sampling: inference_pb2.Sampling, name: str, defaults: SamplingDefaults | None = None) -> float:
+    """What the request says, or the default. A NaN is in no range."""
+    named = defaults is None or sampling.HasField(name)
+    value: float = getattr(sampling if named else defaults, name)
+    lowest, highest, allowed = _RANGES[name]
+    if not lowest <= value <= highest:
+        raise _out_of_range(name, value, allowed)
     return value
 
 
@@ -184,26 +252,10 @@ def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[
     return ids
 
 
-def _min_p(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float:
-    value = sampling.min_p if sampling.HasField("min_p") else defaults.min_p
-    if not 0 <= value <= 1:
-        raise _out_of_range("min_p", value, "from 0 (off) to 1")
-    return value
-
-
 def _repetition_penalty(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float | None:
     """None where it is off."""
-    named = sampling.HasField("repetition_penalty")
-    value = sampling.repetition_penalty if named else defaults.repetition_penalty
-    if not 0 < value <= REPETITION_PENALTY_MAX:
-        raise _out_of_range("repetition_penalty", value, f"above 0 and at most {REPETITION_PENALTY_MAX:g} (1 is off)")
+    value = _number(sampling, "repetition_penalty", defaults)
     return value if value != 1 else None
-
-
-def _penalty(name: str, value: float) -> float:
-    if not -PENALTY_MAX <= value <= PENALTY_MAX:
-        raise _out_of_range(name, value, f"from -{PENALTY_MAX:g} to {PENALTY_MAX:g} (0 is off)")
-    return value
 
 
 def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int, float]:
@@ -235,14 +287,14 @@ def _logprobs(sampling: inference_pb2.Sampling) -> int | None:
     return sampling.logprobs
 
 
-def _stop(sampling: inference_pb2.Sampling, *, has_text: bool) -> tuple[str, ...]:
+def _stop(sampling: inference_pb2.Sampling, *, has_tokenizer: bool) -> tuple[str, ...]:
     stops = tuple(dict.fromkeys(sampling.stop))
     if len(stops) > STOP_STRINGS_MAX:
         raise _out_of_range("stop", f"{len(stops)} strings long", f"at most {STOP_STRINGS_MAX} strings long")
     for stop in stops:
         if not 0 < len(stop) <= STOP_CHARS_MAX:
             raise _out_of_range("stop", f"a string of {len(stop)} characters", f"1 to {STOP_CHARS_MAX} characters")
-    if stops and not has_text:
+    if stops and not has_tokenizer:
         raise BatonError(
             Reason.NO_TOKENIZER,
             "This router was started without a tokenizer and sees no text: use stop_token_ids, or start it with "

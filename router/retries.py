@@ -117,17 +117,7 @@ class RetryConfig:
     """Such questions left unanswered before the attempt is dropped."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self,
-            "deaths_max",
-            "resumptions_max",
-            "resume_wait_ms_max",
-            "resumptions_per_s",
-            "resumptions_burst",
-            "resumptions_waiting_max",
-            "resolve_ms_max",
-            "resolve_tries_max",
-        )
+        check_positive(self, *(name for name in self.__slots__ if name != "resume_jitter_ms_max"))
         if self.resume_jitter_ms_max < 0:
             raise InvalidField("resume_jitter_ms_max", f"must be 0 or more, not {self.resume_jitter_ms_max}")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -12,60 +11,45 @@ from batonpb import inference_pb2, inference_pb2_grpc
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.rpc import RpcLimits, time_left_s
+from baton.rpc import time_left_s
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
-from router.node import ClientGuard, RouterNode, not_taken
+from router.node import CutOff, RouterNode, client_guard
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """baton.v1.Inference, for clients."""
 
-    def __init__(
-        self, node: RouterNode, *, limits: RpcLimits, rng: random.Random, takes_requests: Callable[[], bool]
-    ) -> None:
+    def __init__(self, node: RouterNode) -> None:
         self._node = node
-        self._limits = limits
-        self._rng = rng
-        self._takes_requests = takes_requests
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        async with ClientGuard() as guard, aclosing(self._events(request, context, guard.cut_off)) as events:
+        async with client_guard() as cut_off, aclosing(self._events(request, context, cut_off)) as events:
             async for event in events:
                 await context.write(event)
 
-    async def _events(
-        self,
-        request: inference_pb2.GenerateRequest,
-        context: Any,
-        cut_off: Callable[[BatonError], None] | None = None,
+    def _events(
+        self, request: inference_pb2.GenerateRequest, context: Any, cut_off: CutOff | None = None
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        called = self._let_in(context)
+        called, rng = self._admit(context), self._node.rng
         parent = called.traceparent
-        trace = parent.child(self._rng) if parent is not None else Traceparent.new(self._rng, sampled=False)
-        request_id = called.request_id or new_request_id(self._rng)
-        deadline_s = asyncio.get_running_loop().time() + time_left_s(context, self._limits)
-        events = self._node.generate(
+        return self._node.generate(
             request,
-            request_id=request_id,
-            trace=trace,
-            deadline_s=deadline_s,
+            request_id=called.request_id or new_request_id(rng),
+            trace=parent.child(rng) if parent is not None else Traceparent.new(rng, sampled=False),
+            deadline_s=asyncio.get_running_loop().time() + time_left_s(context, self._node.config.rpc),
             choice=request.sampling.choice,
             cut_off=cut_off,
         )
-        async with aclosing(events):
-            async for event in events:
-                yield event
 
-    def _let_in(self, context: Any) -> CallMetadata:
-        """Raises BatonError, told to the log too."""
+    def _admit(self, context: Any) -> CallMetadata:
+        """Raises BatonError, which the log has too."""
         request_id: RequestId | None = None
         try:
             called = read_metadata(context.invocation_metadata())
             request_id = called.request_id
-            if not self._takes_requests():
-                raise not_taken()
+            self._node.check_open()
         except BatonError as error:
-            self._node.refused(error, door="grpc", request_id=request_id)
+            self._node.request_log.refused(error, door="grpc", request_id=request_id)
             raise
         return called
 

@@ -1,14 +1,13 @@
 """Attention on a GPU: one backend for slices of one token (decode), one for longer ones (prefill), chosen apart.
 
 Attention of libraries that may be installed is wrapped as `PagedAttention`: each maker raises ImportError or
-BackendUnfit. None of them can run on a CPU: what the tests run is the choice among them, and our side of each call with
-a stand-in for the library. That a library really computes what we think is seen at each start by a trial.
+BackendUnfit. None of them runs on a CPU: the tests run the choice among them, and our side of each call with a stand-in
+for the library.
 
-A node uses the backends that, run at start on this device, agree with the torch reference.
-
-Importing a library tells little: a wheel may be built for another torch, another architecture or other page sizes, and
-some compute nonsense instead of refusing. So each candidate is run, over a small pool of NaN of the node's own shape,
-type and block size, with sequences that begin, end and pause inside blocks, one of them over several tiles and splits.
+Importing a library says little: a wheel may be built for another torch, another architecture or other page sizes, and
+some compute nonsense instead of refusing. So each candidate is run at start, over a small pool of NaN of the node's own
+shape, type and block size, with sequences that begin, end and pause inside blocks, one of them over several tiles and
+splits. A node uses the best one that agrees with the torch reference.
 
 Shape suffixes as in engine/attention.py; R query rows of the slices of one part, M columns of the block tables.
 """
@@ -29,9 +28,9 @@ from baton.errors import InvalidField
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from baton.log import get_log
 from engine.attention import AttentionMetadata, TorchAttention
-from engine.gpu import paged
+from engine.gpu import kernels
 from engine.gpu.config import AUTO
-from engine.gpu.paged import SPLIT_TOKENS_MIN
+from engine.gpu.kernels import SPLIT_TOKENS_MIN
 from engine.kv_pool import KvPool, to_device
 from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 
@@ -76,39 +75,31 @@ class DecodePlan:
 
 
 class TritonDecode:
-    """Our split-KV kernel over the region as it lies: `paged.decode`. Any block size, head dimension and type."""
+    """Our split-KV kernel over the region as it lies: `kernels.decode`. Any block size, head dimension and type."""
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         """Raises BackendUnfit."""
         if num_heads % pool.spec.num_kv_heads:
             raise BackendUnfit(f"{num_heads} query heads do not share {pool.spec.num_kv_heads} KV heads evenly")
-        if pool.device.type != "cuda" and not paged.interpreted():
+        if pool.device.type != "cuda" and not kernels.interpreted():
             raise BackendUnfit(f"Triton has no kernels for {pool.device}: it needs a CUDA device")
         self._pool = pool
         self._processors = processors(pool.device)
 
     def prepare(self, slices: tuple[SequenceSlice, ...]) -> DecodePlan:
         assert all(s.stop - s.start == 1 for s in slices), "decode takes one token of each sequence"
-        size = self._pool.spec.block_size
-        columns = max(-(-s.stop // size) for s in slices)
-        tables_BM = np.zeros((len(slices), columns), dtype=np.int32)
-        for row, s in enumerate(slices):
-            needed = -(-s.stop // size)
-            tables_BM[row, :needed] = s.block_table[:needed]
-        contexts_B = np.array([s.stop for s in slices], dtype=np.int32)
-        device = self._pool.device
         return DecodePlan(
-            tables_BM=to_device(tables_BM, device),
-            contexts_B=to_device(contexts_B, device),
-            num_splits=self.num_splits(len(slices), int(contexts_B.max())),
+            tables_BM=_tables(self._pool, slices),
+            contexts_B=_int32([s.stop for s in slices], self._pool.device),
+            num_splits=self.num_splits(len(slices), max(s.stop for s in slices)),
         )
 
     def num_splits(self, rows: int, context_max: int) -> int:
         """For launches with so many rows, none of which has a longer context."""
-        return paged.choose_splits(rows, self._pool.spec.num_kv_heads, context_max, self._processors)
+        return kernels.choose_splits(rows, self._pool.spec.num_kv_heads, context_max, self._processors)
 
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
-        return paged.decode(self._pool, layer, q_RHD, plan.tables_BM, plan.contexts_B, plan.num_splits)
+        return kernels.decode(self._pool, layer, q_RHD, plan.tables_BM, plan.contexts_B, plan.num_splits)
 
 
 def processors(device: torch.device) -> int:
@@ -118,67 +109,86 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    return to_device(np.array(numbers, dtype=np.int32), device)
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """0 and the running sums -> int32 [sequences + 1]."""
+    return _int32([0, *np.cumsum(lengths)], device)
+
+
+def _tables(pool: KvPool, slices: tuple[SequenceSlice, ...]) -> torch.Tensor:
+    """The blocks of each context -> int32 [B, M], zeros at the end."""
+    used = [-(-s.stop // pool.spec.block_size) for s in slices]
+    tables_BM = np.zeros((len(slices), max(used)), dtype=np.int32)
+    for row, (s, count) in enumerate(zip(slices, used, strict=True)):
+        tables_BM[row, :count] = s.block_table[:count]
+    return to_device(tables_BM, pool.device)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenPlan:
-    """Contexts to gather, and where each sequence's queries and keys begin (int32 [sequences + 1])."""
+    """Where each sequence's queries and keys begin (int32 [sequences + 1]), and where its keys are: contexts to gather,
+    or the block tables and context lengths, int32, of a backend that reads pages."""
 
-    contexts: paged.GatherPlan
+    contexts: kernels.GatherPlan | None
+    tables_BM: torch.Tensor | None
+    contexts_B: torch.Tensor | None
     query_starts: torch.Tensor
     context_starts: torch.Tensor
     queries_max: int
     context_max: int
 
 
-class Varlen(Protocol):
-    """Causal attention of sequences one after another; the last query of each sees its last key."""
-
-    def __call__(
-        self, q_RHD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor, plan: VarlenPlan
-    ) -> torch.Tensor: ...
+VarlenCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenPlan], torch.Tensor]
+"""(q_RHD, K, V, plan) -> causal attention of sequences one after another, [R, H, D]: the last query of each sees its
+last key. K and V are [C, K, D]; of a backend that reads pages the region's own, [N, S, K, D] with strides."""
 
 
-class GatherVarlen:
-    """Copies the contexts of the chunk together, once in each layer, and gives them to a kernel for uneven lengths.
+class Varlen:
+    """A library's kernel for uneven lengths.
 
-    The copy moves each K and V twice where the attention of a chunk of some hundred tokens reads them that often from
-    caches: it is small beside it, and free of any rule about pages.
+    Without `pages` the contexts of the chunk are copied together, once in each layer. The copy moves each K and V twice
+    where the attention of a chunk of some hundred tokens reads them that often from caches: it is small beside it, and
+    free of any rule about pages.
     """
 
-    def __init__(self, pool: KvPool, varlen: Varlen) -> None:
+    def __init__(self, pool: KvPool, call: VarlenCall, *, pages: bool = False) -> None:
         self._pool = pool
-        self._varlen = varlen
+        self._call = call
+        self._pages = pages
 
     def prepare(self, slices: tuple[SequenceSlice, ...]) -> VarlenPlan:
+        pool, device = self._pool, self._pool.device
+        queries, contexts = [s.stop - s.start for s in slices], [s.stop for s in slices]
         return VarlenPlan(
-            contexts=paged.plan_gather(self._pool, Batch(slices=slices)),
-            query_starts=starts_of([s.stop - s.start for s in slices], self._pool.device),
-            context_starts=starts_of([s.stop for s in slices], self._pool.device),
-            queries_max=max(s.stop - s.start for s in slices),
-            context_max=max(s.stop for s in slices),
+            contexts=None if self._pages else kernels.plan_gather(pool, Batch(slices=slices)),
+            tables_BM=_tables(pool, slices) if self._pages else None,
+            contexts_B=_int32(contexts, device) if self._pages else None,
+            query_starts=_starts(queries, device),
+            context_starts=_starts(contexts, device),
+            queries_max=max(queries),
+            context_max=max(contexts),
         )
 
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
-        k_CKD, v_CKD = paged.gather(self._pool, layer, plan.contexts)
-        return self._varlen(q_RHD, k_CKD, v_CKD, plan)
-
-
-def starts_of(lengths: list[int], device: torch.device) -> torch.Tensor:
-    """0 and the running sums -> int32 [sequences + 1]."""
-    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    return to_device(starts, device)
+        if plan.contexts is not None:
+            k, v = kernels.gather(self._pool, layer, plan.contexts)
+        else:
+            kv_N2KSD = self._pool.kv_LN2KSD[layer]
+            k, v = kv_N2KSD[:, 0].transpose(1, 2), kv_N2KSD[:, 1].transpose(1, 2)
+        return self._call(q_RHD, k, v, plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepPlan:
+    """A part without slices has no rows."""
+
     decode: Any
     prefill: Any
-    decode_rows_R: torch.Tensor | None
-    """Where the decode queries are in the batch; None where they are the first ones, in order."""
-    prefill_rows_R: torch.Tensor | None
-    num_decode: int
-    num_prefill: int
-    """Slices of either part."""
+    decode_rows: slice | torch.Tensor | None
+    prefill_rows: slice | torch.Tensor | None
 
 
 class GpuAttention:
@@ -190,43 +200,34 @@ class GpuAttention:
         self.decode = decode
 
     def prepare(self, batch: Batch) -> AttentionMetadata:
-        device = self._pool.device
         short = tuple(s for s in batch.slices if s.stop - s.start == 1)
         long = tuple(s for s in batch.slices if s.stop - s.start > 1)
+        decode_rows: slice | torch.Tensor = slice(None, len(short))
+        prefill_rows: slice | torch.Tensor = slice(len(short), None)
         # The scheduler puts running sequences first, so rows seldom have to be picked apart.
-        in_order = batch.slices == short + long
-        decode_rows: list[int] = []
-        prefill_rows: list[int] = []
-        row = 0
-        for s in () if in_order else batch.slices:
-            rows = range(row, row + s.stop - s.start)
-            (decode_rows if len(rows) == 1 else prefill_rows).extend(rows)
-            row += len(rows)
-        positions_T = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices])
-        return AttentionMetadata(
-            slots=self._pool.map_slots(batch),
-            positions_T=to_device(positions_T, device),
-            plan=_StepPlan(
-                decode=self.decode.prepare(short) if short else None,
-                prefill=self.prefill.prepare(long) if long else None,
-                decode_rows_R=None if in_order else to_device(np.array(decode_rows, dtype=np.int64), device),
-                prefill_rows_R=None if in_order else to_device(np.array(prefill_rows, dtype=np.int64), device),
-                num_decode=len(short),
-                num_prefill=len(long),
-            ),
+        if batch.slices != short + long:
+            lengths = np.array([s.stop - s.start for s in batch.slices])
+            is_short_T = np.repeat(lengths == 1, lengths)
+            decode_rows, prefill_rows = (
+                to_device(np.flatnonzero(chosen_T), self._pool.device) for chosen_T in (is_short_T, ~is_short_T)
+            )
+        plan = _StepPlan(
+            decode=self.decode.prepare(short) if short else None,
+            prefill=self.prefill.prepare(long) if long else None,
+            decode_rows=decode_rows if short else None,
+            prefill_rows=prefill_rows if long else None,
         )
+        return AttentionMetadata.of(batch, self._pool, plan)
 
     def attend(self, layer: int, q_THD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         plan: _StepPlan = metadata.plan
-        if not plan.num_prefill:
+        if plan.prefill_rows is None:
             return self.decode.attend(layer, q_THD, plan.decode)
-        if not plan.num_decode:
+        if plan.decode_rows is None:
             return self.prefill.attend(layer, q_THD, plan.prefill)
         out_THD = torch.empty_like(q_THD)
-        decode_rows = slice(None, plan.num_decode) if plan.decode_rows_R is None else plan.decode_rows_R
-        prefill_rows = slice(plan.num_decode, None) if plan.prefill_rows_R is None else plan.prefill_rows_R
-        out_THD[decode_rows] = self.decode.attend(layer, q_THD[decode_rows], plan.decode)
-        out_THD[prefill_rows] = self.prefill.attend(layer, q_THD[prefill_rows], plan.prefill)
+        out_THD[plan.decode_rows] = self.decode.attend(layer, q_THD[plan.decode_rows], plan.decode)
+        out_THD[plan.prefill_rows] = self.prefill.attend(layer, q_THD[plan.prefill_rows], plan.prefill)
         return out_THD
 
 
@@ -241,7 +242,13 @@ def _need_half(pool: KvPool, name: str) -> None:
         raise BackendUnfit(f"{name} computes in float16 and bfloat16, not in {pool.spec.dtype}")
 
 
-def torch_varlen(pool: KvPool, num_heads: int) -> GatherVarlen:
+def _output(result: Any) -> torch.Tensor:
+    """Some versions give the log-sum-exp as well."""
+    out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+def torch_varlen(pool: KvPool, num_heads: int) -> Varlen:
     """torch's own flash attention for uneven lengths (torch.nn.attention.varlen, torch 2.10 and later)."""
     _need_half(pool, "torch's varlen attention")
     from torch.nn.attention.varlen import varlen_attn
@@ -256,36 +263,31 @@ def torch_varlen(pool: KvPool, num_heads: int) -> GatherVarlen:
         # This version of torch wants as many KV heads as query heads.
         repeats = group
 
-    def attend(q_RHD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
+    def call(q_RHD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
         if repeats > 1:
             k_CKD, v_CKD = k_CKD.repeat_interleave(repeats, dim=1), v_CKD.repeat_interleave(repeats, dim=1)
-        out = varlen_attn(
-            q_RHD,
-            k_CKD,
-            v_CKD,
-            plan.query_starts,
-            plan.context_starts,
-            plan.queries_max,
-            plan.context_max,
-            **options,
-        )
-        assert isinstance(out, torch.Tensor), "the log-sum-exp was not asked for"
-        return out
+        sizes = (plan.query_starts, plan.context_starts, plan.queries_max, plan.context_max)
+        return _output(varlen_attn(q_RHD, k_CKD, v_CKD, *sizes, **options))
 
-    return GatherVarlen(pool, attend)
+    return Varlen(pool, call)
 
 
-def flash_varlen(module: str) -> Callable[[KvPool, int], GatherVarlen]:
+def flash_varlen(module: str, *, pages: bool = False) -> Callable[[KvPool, int], Varlen]:
     """`flash_attn_varlen_func` of a flash-attention package: 2 in `flash_attn`, 3 in `flash_attn_interface`, or
-    `fa3_fwd_interface`, the build of 3 on PyPI, which has no general paged mode."""
+    `fa3_fwd_interface`, the build of 3 on PyPI, which has no general paged mode. `pages`: with the block tables of 2.
+    """
 
-    def make(pool: KvPool, num_heads: int) -> GatherVarlen:
+    def make(pool: KvPool, num_heads: int) -> Varlen:
         del num_heads
         _need_half(pool, module)
+        if pages and pool.spec.block_size % FLASH2_PAGE_MULTIPLE:
+            raise BackendUnfit(
+                f"flash-attention 2 takes pages of a multiple of {FLASH2_PAGE_MULTIPLE} tokens, "
+                f"not {pool.spec.block_size}: set engine.block_size, or use another backend"
+            )
         function = importlib.import_module(module).flash_attn_varlen_func
-        names = inspect.signature(function).parameters
 
-        def attend(q_RHD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
+        def call(q_RHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
             arguments: dict[str, Any] = {
                 "cu_seqlens_q": plan.query_starts,
                 "cu_seqlens_k": plan.context_starts,
@@ -293,90 +295,22 @@ def flash_varlen(module: str) -> Callable[[KvPool, int], GatherVarlen]:
                 "max_seqlen_k": plan.context_max,
                 "causal": True,
             }
-            assert arguments.keys() <= names.keys(), (module, sorted(arguments.keys() - names.keys()))
-            out = function(q_RHD, k_CKD, v_CKD, **arguments)
-            # Some versions of 3 give the log-sum-exp as well.
-            first: torch.Tensor = out[0] if isinstance(out, tuple) else out
-            return first
+            if pages:
+                arguments["block_table"] = plan.tables_BM
+            return _output(function(q_RHD, k, v, **arguments))
 
-        return GatherVarlen(pool, attend)
+        return Varlen(pool, call, pages=pages)
 
     return make
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PagedPlan:
-    tables_BM: torch.Tensor
-    contexts_B: torch.Tensor
-    query_starts: torch.Tensor
-    context_starts: torch.Tensor
-    queries_max: int
-    context_max: int
-
-
-class FlashPaged:
-    """flash-attention over the region's own pages, which it sees as [N, S, K, D] with strides."""
-
-    def __init__(self, pool: KvPool, call: Callable[..., torch.Tensor]) -> None:
-        self._pool = pool
-        self._call = call
-
-    def prepare(self, slices: tuple[SequenceSlice, ...]) -> PagedPlan:
-        size, device = self._pool.spec.block_size, self._pool.device
-        tables_BM = np.zeros((len(slices), max(-(-s.stop // size) for s in slices)), dtype=np.int32)
-        for row, s in enumerate(slices):
-            needed = -(-s.stop // size)
-            tables_BM[row, :needed] = s.block_table[:needed]
-        return PagedPlan(
-            tables_BM=to_device(tables_BM, device),
-            contexts_B=to_device(np.array([s.stop for s in slices], dtype=np.int32), device),
-            query_starts=starts_of([s.stop - s.start for s in slices], device),
-            context_starts=starts_of([s.stop for s in slices], device),
-            queries_max=max(s.stop - s.start for s in slices),
-            context_max=max(s.stop for s in slices),
-        )
-
-    def attend(self, layer: int, q_RHD: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
-        kv_N2KSD = self._pool.kv_LN2KSD[layer]
-        k_NSKD, v_NSKD = kv_N2KSD[:, 0].transpose(1, 2), kv_N2KSD[:, 1].transpose(1, 2)
-        return self._call(q_RHD, k_NSKD, v_NSKD, plan)
-
-
-def flash2_paged(pool: KvPool, num_heads: int) -> FlashPaged:
-    """flash-attn 2 with block tables."""
-    del num_heads
-    _need_half(pool, "flash_attn")
-    if pool.spec.block_size % FLASH2_PAGE_MULTIPLE:
-        raise BackendUnfit(
-            f"flash-attention 2 takes pages of a multiple of {FLASH2_PAGE_MULTIPLE} tokens, "
-            f"not {pool.spec.block_size}: set engine.block_size, or use another backend"
-        )
-    function = importlib.import_module("flash_attn").flash_attn_varlen_func
-
-    def call(q_RHD: torch.Tensor, k_NSKD: torch.Tensor, v_NSKD: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
-        out: torch.Tensor = function(
-            q_RHD,
-            k_NSKD,
-            v_NSKD,
-            cu_seqlens_q=plan.query_starts,
-            cu_seqlens_k=plan.context_starts,
-            max_seqlen_q=plan.queries_max,
-            max_seqlen_k=plan.context_max,
-            causal=True,
-            block_table=plan.tables_BM,
-        )
-        return out
-
-    return FlashPaged(pool, call)
-
-
-def flash3_paged(pool: KvPool, num_heads: int) -> FlashPaged:
+def flash3_paged(pool: KvPool, num_heads: int) -> Varlen:
     """flash-attn 3 (`flash_attn_interface`) with a page table."""
     del num_heads
     _need_half(pool, "flash_attn_interface")
     function = importlib.import_module("flash_attn_interface").flash_attn_with_kvcache
 
-    def call(q_RHD: torch.Tensor, k_NSKD: torch.Tensor, v_NSKD: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
+    def call(q_RHD: torch.Tensor, k_NSKD: torch.Tensor, v_NSKD: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
         out = function(
             q_RHD,
             k_NSKD,
@@ -387,10 +321,9 @@ def flash3_paged(pool: KvPool, num_heads: int) -> FlashPaged:
             max_seqlen_q=plan.queries_max,
             causal=True,
         )
-        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return first
+        return _output(out)
 
-    return FlashPaged(pool, call)
+    return Varlen(pool, call, pages=True)
 
 
 class FlashInferPaged:
@@ -411,10 +344,10 @@ class FlashInferPaged:
         used = [-(-s.stop // spec.block_size) for s in slices]
         blocks = np.concatenate([np.asarray(s.block_table[:n], np.int32) for s, n in zip(slices, used, strict=True)])
         self._wrapper.plan(
-            starts_of([s.stop - s.start for s in slices], device),
-            starts_of(used, device),
+            _starts([s.stop - s.start for s in slices], device),
+            _starts(used, device),
             to_device(blocks, device),
-            to_device(np.array([(s.stop - 1) % spec.block_size + 1 for s in slices], dtype=np.int32), device),
+            _int32([(s.stop - 1) % spec.block_size + 1 for s in slices], device),
             self._num_heads,
             spec.num_kv_heads,
             spec.head_dim,
@@ -456,7 +389,7 @@ CANDIDATES: dict[Phase, tuple[Candidate, ...]] = {
         Candidate(name="flash3-gather", make=flash_varlen("flash_attn_interface")),
         Candidate(name="fa3-fwd-gather", make=flash_varlen("fa3_fwd_interface")),
         Candidate(name="flashinfer", make=FlashInferPaged),
-        Candidate(name="flash2-paged", make=flash2_paged),
+        Candidate(name="flash2-paged", make=flash_varlen("flash_attn", pages=True)),
         Candidate(name="torch-varlen", make=torch_varlen),
         Candidate(name="flash2-gather", make=flash_varlen("flash_attn")),
         Candidate(name="torch", make=TorchPaged),
@@ -493,9 +426,9 @@ class Admitted:
     trials: tuple[Trial, ...]
 
     def __str__(self) -> str:
-        """For `baton describe`: the one in use, then those that were passed over."""
-        passed_over = "; ".join(str(trial) for trial in self.trials if trial.problem)
-        return f"{self.name}; not used: {passed_over}" if passed_over else self.name
+        """For `baton describe`: the one in use, then the better ones that were rejected."""
+        rejected = "; ".join(str(trial) for trial in self.trials if trial.problem)
+        return f"{self.name}; not used: {rejected}" if rejected else self.name
 
 
 def admit(
@@ -534,30 +467,24 @@ def admit(
 def try_out(candidate: Candidate, spec: KvSpec, num_heads: int, phase: Phase, device: torch.device) -> Trial:
     """Run one candidate on a pool of its own. Never raises: what goes wrong is the trial's `problem`."""
     pool, batch, q_RHD, wanted_RHD = _trial(spec, num_heads, phase, device)
+    error, limit = None, ERROR_MAX[spec.dtype]
     try:
         backend = candidate.make(pool, num_heads)
         found_RHD = backend.attend(1, q_RHD, backend.prepare(batch.slices))
-        error = _relative_error(found_RHD, wanted_RHD)
-    except ImportError as error_importing:
-        return Trial(name=candidate.name, problem=f"not installed ({error_importing})")
+        if found_RHD.shape != wanted_RHD.shape:
+            raise BackendUnfit(f"gives {tuple(found_RHD.shape)} instead of {tuple(wanted_RHD.shape)}")
+        # NaN where anything is; the comparison is then false.
+        error = float((found_RHD.double() - wanted_RHD.double()).abs().max() / wanted_RHD.double().abs().max())
+        problem = None if error <= limit else f"wrong by {error:.1e}, {limit:.0e} is allowed"
+    except ImportError as missing:
+        problem = f"not installed ({missing})"
     except BackendUnfit as unfit:
-        return Trial(name=candidate.name, problem=str(unfit))
+        problem = str(unfit)
     except Exception as failure:
         # Foreign code: whatever it raises, the node goes on with the next one.
         log.exception("attention backend failed its trial", backend=candidate.name, phase=phase.value)
-        return Trial(name=candidate.name, problem=f"failed: {type(failure).__name__}: {str(failure)[:200]}")
-    limit = ERROR_MAX[spec.dtype]
-    if not error <= limit:
-        return Trial(name=candidate.name, problem=f"wrong by {error:.1e}, {limit:.0e} is allowed", error=error)
-    return Trial(name=candidate.name, problem=None, error=error)
-
-
-def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """NaN where anything is; the comparison with a limit is then false."""
-    if found.shape != wanted.shape:
-        raise BackendUnfit(f"gives {tuple(found.shape)} instead of {tuple(wanted.shape)}")
-    difference = (found.double() - wanted.double()).abs().max()
-    return float(difference / wanted.double().abs().max())
+        problem = f"failed: {type(failure).__name__}: {str(failure)[:200]}"
+    return Trial(name=candidate.name, problem=problem, error=error)
 
 
 def _trial(

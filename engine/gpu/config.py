@@ -44,8 +44,8 @@ class GpuConfig:
     )
     attention_decode: str = setting(AUTO, "attention of single tokens: auto, or a name", "As attention_prefill.")
     graphs: GraphConfig = field(default_factory=GraphConfig)
-    steps_ahead: bool = setting(
+    overlap_steps: bool = setting(
         True,
-        "launch a step while the one before is computed; off: one after the other",
+        "overlap scheduling: launch a step while the one before is computed; off: one after the other",
         "To compare, or to look for an error.",
     )

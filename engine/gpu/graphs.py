@@ -194,7 +194,7 @@ class DecodeGraphs:
         """A row of padding is a sequence of one token, id 0, in the padding block."""
         for row, s in enumerate(slices):
             needed = -(-s.stop // self._block_size)
-            staging[row, 0] = 0 if s.ahead else s.tokens[s.start]
+            staging[row, 0] = 0 if s.token_pending else s.tokens[s.start]
             staging[row, 1] = s.start
             staging[row, 2] = self._row_of(s)
             staging[row, _FIXED_COLUMNS : _FIXED_COLUMNS + needed] = s.block_table[:needed]

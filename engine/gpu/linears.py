@@ -14,7 +14,7 @@ Shape suffixes as in engine/types.py; X inputs and Y outputs of a matrix, G grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,11 +23,10 @@ import torch.nn.functional as F
 import triton
 
 from baton.log import get_log
-from engine.gpu import kernels, paged
+from engine.gpu import kernels
 from engine.gpu.attention import ERROR_MAX, processors
 from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
 from engine.models.matmul import Linear, Matmul, Packing, joined
-from engine.models.weights import is_layer_matrix
 
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
@@ -206,7 +205,7 @@ class Int4Matmul:
             TILE_Y=tile_outputs,
             TILE_T=tile_rows,
             # The interpreter multiplies the bits of bfloat16 as if they were integers.
-            WIDEN=paged.interpreted(),
+            WIDEN=kernels.interpreted(),
         )
         return _cut(out_TY, self.outputs)
 
@@ -305,9 +304,12 @@ class GpuPacking(Packing):
         product, bias_Y = self._pack(whole.weight), whole.bias
         return product if bias_Y is None else lambda x_TX: product(x_TX) + bias_Y
 
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
     def _moved(self, linear: Linear) -> Linear:
-        bias = None if linear.bias is None else linear.bias.to(self._device)
-        return Linear(weight=linear.weight.to(self._device), bias=bias)
+        bias = None if linear.bias is None else self.placed(linear.bias)
+        return Linear(weight=self.placed(linear.weight), bias=bias)
 
 
 def _cut(out_TY: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -373,25 +375,6 @@ def admit_weights(
     return AdmittedWeights(
         packing=GpuPacking(chosen, device), registered=REGISTERED[quantisation], description=description
     )
-
-
-class OnDevice(Mapping[str, torch.Tensor]):
-    """A model's tensors, each moved to the device when it is asked for, which is once. The layers' matrices are left
-    where they are: their products move them. Nothing is kept here: `tensors` may make each anew."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._tensors = tensors
-        self._device = device
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        return tensor if is_layer_matrix(name, tensor.dim()) else tensor.to(self._device)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def product_shapes(config: ModelConfig) -> set[tuple[int, int]]:

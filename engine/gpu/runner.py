@@ -14,11 +14,11 @@ import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.attention import ends_of
-from engine.gpu import paged
+from engine.gpu import kernels
 from engine.gpu.attention import DecodePlan, GpuAttention, Phase, TritonDecode, admit
 from engine.gpu.config import GpuConfig
 from engine.gpu.graphs import HOST_KNOWS, Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
-from engine.gpu.linears import OnDevice, admit_weights
+from engine.gpu.linears import admit_weights
 from engine.kv_pool import KvPool, to_device
 from engine.model_config import ModelConfig, Quantisation
 from engine.models.decoder import Decoder, fused_rms_norm
@@ -26,7 +26,7 @@ from engine.runner import LaunchedStep, ModelRunner, run_layers
 from engine.sampler import draws_blind
 from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice, StepResult
 
-ROWS_AHEAD_MAX = 4096
+OVERLAP_ROWS_MAX = 4096
 """Tokens of one step that the next one may read on the device."""
 
 
@@ -37,17 +37,17 @@ class FutureTokens:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.ids = torch.zeros(ROWS_AHEAD_MAX, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(OVERLAP_ROWS_MAX, dtype=torch.int64, device=device)
         """Stays where it is: captured graphs read it."""
         self._rows: dict[RequestKey, int] = {}
 
     def row_of(self, piece: SequenceSlice) -> int:
         """Where the slice's one new token is; HOST_KNOWS when it is in `piece.tokens`."""
-        return self._rows[piece.key] if piece.ahead else HOST_KNOWS
+        return self._rows[piece.key] if piece.token_pending else HOST_KNOWS
 
     def keep(self, slices: Sequence[SequenceSlice], tokens_B: torch.Tensor | None) -> None:
         """A step has been queued that draws these, in this order; None: it draws nothing."""
-        kept = slices[:ROWS_AHEAD_MAX]
+        kept = slices[:OVERLAP_ROWS_MAX]
         self._rows = {piece.key: row for row, piece in enumerate(kept)}
         if tokens_B is not None:
             # A sequence without a token leaves with this step, and its surplus slice needs an id that exists.
@@ -63,7 +63,7 @@ _REHEARSAL = RequestKey(request=RequestId("rehearsal"), attempt=Attempt(0))
 
 
 class GpuRunner(ModelRunner):
-    """An `AheadRunner` for one model on one device. `run` is called from one thread at a time.
+    """An `OverlapRunner` for one model on one device. `run` is called from one thread at a time.
 
     When `run` returns or raises, the device is through with the step: its blocks may go to a remote writer then, whose
     copies no stream orders behind the step's kernels.
@@ -96,12 +96,12 @@ class GpuRunner(ModelRunner):
         weights = admit_weights(quantisation, config, device=self.device, dtype=getattr(torch, self.kv_spec.dtype))
         self.quantisation = weights.registered
         self._weights_row = weights.description
-        self._decoder = Decoder(config, OnDevice(tensors, self.device), weights.packing, fused_rms_norm)
+        self._decoder = Decoder(config, tensors, weights.packing, fused_rms_norm)
         self._capture = capture
         self._pool: KvPool | None = None
         self._attention: GpuAttention | None = None
         self._graphs: DecodeGraphs | None = None
-        self.rows_ahead_max = ROWS_AHEAD_MAX if self.gpu.steps_ahead else 0
+        self.overlap_rows_max = OVERLAP_ROWS_MAX if self.gpu.overlap_steps else 0
         self._future = FutureTokens(self.device)
         self._no_graphs = "not bound"
         """Why there are none, as long as there are none."""
@@ -220,13 +220,13 @@ class GpuRunner(ModelRunner):
         """
         return self.collect(self.launch(batch, sink))
 
-    def draws_ahead(self, params: SamplingParams) -> bool:
-        """See `AheadRunner.draws_ahead`."""
+    def can_overlap(self, params: SamplingParams) -> bool:
+        """See `OverlapRunner.can_overlap`."""
         return draws_blind(params)
 
     @torch.inference_mode()
     def launch(self, batch: Batch, sink: KvSink) -> LaunchedStep:
-        """See `AheadRunner.launch`; `sink` as for `run`. Waits for the device only where sampling has to look."""
+        """See `OverlapRunner.launch`; `sink` as for `run`. Waits for the device only where sampling has to look."""
         assert batch.slices, "an empty batch has nothing to run"
         assert self._pool is not None, "bind comes before run"
         self._check_tokens(batch)
@@ -237,7 +237,7 @@ class GpuRunner(ModelRunner):
             raise
 
     def collect(self, in_flight: LaunchedStep) -> StepResult:
-        """See `AheadRunner.collect`."""
+        """See `OverlapRunner.collect`."""
         return in_flight.result()
 
     def _queue(self, batch: Batch, sink: KvSink) -> LaunchedStep:
@@ -273,7 +273,7 @@ class GpuRunner(ModelRunner):
 
     def _check_tokens(self, batch: Batch) -> None:
         for s in batch.slices:
-            if s.ahead:
+            if s.token_pending:
                 continue
             new = s.tokens[s.start : s.stop]
             assert min(new) >= 0 and max(new) < self.vocab_size, "token id outside the vocabulary"
@@ -286,7 +286,7 @@ class GpuRunner(ModelRunner):
         angles, slots = decoder.angles(metadata.positions_T), metadata.slots
 
         def keep(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            return paged.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
+            return kernels.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
 
         return run_layers(
             decoder,
@@ -301,9 +301,9 @@ class GpuRunner(ModelRunner):
 
     def _token_ids(self, batch: Batch) -> torch.Tensor:
         """The new tokens of a batch, wherever they are -> int64 [T] on the device."""
-        parts = [[0] if s.ahead else s.tokens[s.start : s.stop] for s in batch.slices]
+        parts = [[0] if s.token_pending else s.tokens[s.start : s.stop] for s in batch.slices]
         ids_T = to_device(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]), self.device)
-        if not any(s.ahead for s in batch.slices):
+        if not any(s.token_pending for s in batch.slices):
             return ids_T
         rows = [[self._future.row_of(s)] * len(part) for s, part in zip(batch.slices, parts, strict=True)]
         rows_T = to_device(np.concatenate([np.asarray(part, dtype=np.int64) for part in rows]), self.device)
@@ -331,7 +331,7 @@ class GpuRunner(ModelRunner):
             def attend(
                 q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: int = layer
             ) -> torch.Tensor:
-                q_BHD = paged.rotate_and_store(pool, layer, q_BHD, k_BKD, v_BKD, angles, blocks_B, slots_B)
+                q_BHD = kernels.rotate_and_store(pool, layer, q_BHD, k_BKD, v_BKD, angles, blocks_B, slots_B)
                 return decode.attend(layer, q_BHD, plan)
 
             x_BE = decoder.run_layer(layer, x_BE, None, attend)

@@ -129,13 +129,16 @@ class Layer:
         def linear(name: str) -> Linear:
             return Linear(weight=tensors[f"{prefix}{name}.weight"], bias=tensors.get(f"{prefix}{name}.bias"))
 
-        q_norm, k_norm = (tensors.get(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+        def norm(name: str) -> torch.Tensor:
+            return packing.placed(tensors[f"{prefix}{name}.weight"])
+
+        has_norms = f"{prefix}self_attn.q_norm.weight" in tensors
         return cls(
-            input_norm=tensors[f"{prefix}input_layernorm.weight"],
+            input_norm=norm("input_layernorm"),
             qkv=packing.matmul("qkv", *[linear(f"self_attn.{name}_proj") for name in "qkv"]),
-            norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+            norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if has_norms else None,
             o=packing.matmul("o", linear("self_attn.o_proj")),
-            post_attention_norm=tensors[f"{prefix}post_attention_layernorm.weight"],
+            post_attention_norm=norm("post_attention_layernorm"),
             gated=packing.gated(linear("mlp.gate_proj"), linear("mlp.up_proj")),
             down=packing.matmul("down", linear("mlp.down_proj")),
         )
@@ -154,17 +157,16 @@ class Decoder:
         packing: Packing | None = None,
         norm: Norm = rms_norm,
     ) -> None:
-        """Takes the tensors of `weights.weight_shapes(config)`, all on one device, without copying them.
-
-        `packing` may keep the layers' matrices otherwise, and may be given them on another device. The output
-        projection stays as it is.
-        """
+        """Takes the tensors of `weights.weight_shapes(config)`, without copying them but as `packing` does."""
         self.config = config
         self.norm = norm
         packing = packing or PlainPacking()
-        self.embedding_VE = tensors[weights.EMBEDDING]
-        self.final_norm = tensors[weights.FINAL_NORM]
-        self.lm_head_VE = self.embedding_VE if config.tie_word_embeddings else tensors[weights.LM_HEAD]
+        self.embedding_VE = packing.placed(tensors[weights.EMBEDDING])
+        self.final_norm = packing.placed(tensors[weights.FINAL_NORM])
+        tied = config.tie_word_embeddings
+        self.output = packing.output(
+            Linear(weight=self.embedding_VE if tied else packing.placed(tensors[weights.LM_HEAD]))
+        )
         prefixes = map(weights.layer_prefix, range(config.num_layers))
         self.layers = tuple(Layer.of(tensors, prefix, packing) for prefix in prefixes)
         self.frequencies = rotary_frequencies(config.rope, config.head_dim).to(self.embedding_VE.device)
@@ -216,4 +218,4 @@ class Decoder:
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         """Scores of the next token after each of the given rows of the last layer's output -> [B, V]."""
-        return F.linear(self.norm(x_BE, self.final_norm, self.config.rms_norm_eps), self.lm_head_VE)
+        return self.output(self.norm(x_BE, self.final_norm, self.config.rms_norm_eps))

@@ -64,6 +64,14 @@ class Packing(ABC):
     def gated(self, gate: Linear, up: Linear) -> Matmul:
         return Gated(self.matmul("gated", gate, up))
 
+    def output(self, linear: Linear) -> Matmul:
+        """The output projection, which is never rounded below 8 bits."""
+        return linear
+
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is no matrix of a layer, on the device of the products."""
+        return tensor
+
 
 class PlainPacking(Packing):
     """The checkpoint's own tensors, one product for each: what the others are compared with."""
@@ -94,6 +102,9 @@ class OneDnnPacking(Packing):
         del name
         return OneDnnMatmul(joined(linears))
 
+    def output(self, linear: Linear) -> Matmul:
+        return self.matmul(LOGITS, linear)
+
 
 class OneDnnMatmul:
     """See `Matmul`."""
@@ -112,7 +123,7 @@ class NativePacking(Packing):
     """kernels.c."""
 
     def __init__(self, kernels: Kernels, workspace: Workspace, bits: int = 16) -> None:
-        """`bits` of a weight: 16 is bfloat16; 8 and 4 round it, but the output projection is never below 8."""
+        """`bits` of a weight: 16 is bfloat16; 8 and 4 round it."""
         self._kernels = kernels
         self._workspace = workspace
         self._bits = bits
@@ -121,6 +132,9 @@ class NativePacking(Packing):
         bits = max(self._bits, 8) if name == LOGITS else self._bits
         whole = joined(linears)
         return NativeMatmul(self._kernels, self._workspace, name, _operand(whole.weight, whole.bias, bits))
+
+    def output(self, linear: Linear) -> Matmul:
+        return self.matmul(LOGITS, linear)
 
     def gated(self, gate: Linear, up: Linear) -> NativeMatmul:
         assert (gate.bias is None) == (up.bias is None), "one of the pair has a bias, the other has none"

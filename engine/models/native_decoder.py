@@ -10,33 +10,18 @@ Shape suffixes as in engine/types.py; X the width of query, key and value togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, addressof, c_double, c_int64, c_void_p
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 
 from engine.kv_pool import KvPool
 from engine.model_config import ModelConfig
-from engine.models import weights
-from engine.models.decoder import Layer, attention_factor, rotary_angles, rotary_frequencies
-from engine.models.matmul import LOGITS, Linear, NativeMatmul, Packing
-from engine.native.kernels import HEAD_DIM_MAX, AttentionPlan, Ends, Kernels, Opening, Operand, Workspace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """bfloat16 all; norms of queries and keys where the model has them."""
-
-    input_norm: torch.Tensor
-    norms: tuple[torch.Tensor, torch.Tensor] | None
-    attended_norm: torch.Tensor
-    qkv: Operand
-    o: Operand
-    gate_up: Operand
-    down: Operand
+from engine.models.decoder import Decoder, Layer, rotary_angles
+from engine.models.matmul import Matmul, NativeMatmul, Packing
+from engine.native.kernels import HEAD_DIM_MAX, AttentionPlan, Ends, Kernels, Opening, Workspace, address
 
 
 class _Operand(Structure):
@@ -72,17 +57,11 @@ class Layers:
     """
 
     def __init__(
-        self,
-        weights: list[LayerWeights],
-        *,
-        kernels: Kernels,
-        workspace: Workspace,
-        heads: int,
-        eps: float,
+        self, layers: Sequence[Layer], *, kernels: Kernels, workspace: Workspace, heads: int, eps: float
     ) -> None:
-        """Keeps the weights alive: the kernel has nothing but their addresses."""
-        self._weights = weights
-        self._layers = (_Layer * len(weights))(*[_layer(each) for each in weights])
+        """Of products by kernels.c. Keeps the weights alive: the kernel has nothing but their addresses."""
+        self._weights = layers
+        self._layers = (_Layer * len(layers))(*[_layer(each) for each in layers])
         self._at = [addressof(each) for each in self._layers]
         self._kernels = kernels
         self._workspace = workspace
@@ -102,9 +81,9 @@ class Layers:
         """`x_TE` becomes each layer's output in turn. `region_N2KSD`: of any layer, for its shape."""
         rows, hidden = x_TE.shape
         _, _, kv_heads, block_size, head_dim = region_N2KSD.shape
-        first, take, threads = self._weights[0], self._workspace.take, torch.get_num_threads()
-        operands = (first.qkv, first.o, first.gate_up, first.down)
-        words = max(self._kernels.linear_scratch(rows, each.matrix) for each in operands)
+        first, take, threads = self._layers[0], self._workspace.take, torch.get_num_threads()
+        products = (first.qkv, first.o, first.gate_up, first.down)
+        words = max(self._kernels.linear_scratch(rows, each.inputs, each.bits) for each in products)
         attention_bytes = self._kernels.attention_scratch(int(plan.contexts_B.max()), head_dim)
         buffers = {
             "normed": take("norm", rows, hidden),
@@ -114,23 +93,22 @@ class Layers:
             "product_scratch": take("linear", 1, words, torch.int32),
             "attention_scratch": take("attention", threads, attention_bytes, torch.uint8),
         }
-        tensors = buffers | {"x": x_TE, "cosines": angles[0], "sines": angles[1]}
-        arrays = {
-            "tables": plan.tables, "table_at": plan.table_at_B, "rows_at": plan.rows_at, "contexts": plan.contexts_B,
-            "tasks": plan.tasks, "blocks": plan.blocks_T, "slots": plan.slots_T,
+        places: dict[str, torch.Tensor | np.ndarray] = {
+            **buffers,
+            "x": x_TE, "cosines": angles[0], "sines": angles[1], "tables": plan.tables, "table_at": plan.table_at_B,
+            "rows_at": plan.rows_at, "contexts": plan.contexts_B, "tasks": plan.tasks, "blocks": plan.blocks_T,
+            "slots": plan.slots_T,
         }  # fmt: skip
         sizes = {
             "rows": rows, "hidden": hidden, "num_tasks": len(plan.tasks), "heads": self._heads, "kv_heads": kv_heads,
             "block_size": block_size, "d": head_dim, "attention_scratch_bytes": attention_bytes, "threads": threads,
             "eps": self._eps, "scale": head_dim**-0.5,
         }  # fmt: skip
-        places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        places |= {name: array.ctypes.data for name, array in arrays.items()}
-        fields = places | sizes
+        fields = {name: address(place) for name, place in places.items()} | sizes
         assert fields.keys() == _STEP_FIELDS, fields.keys() ^ _STEP_FIELDS  # or one would be an old step's
         for name, value in fields.items():
             setattr(self._step, name, value)
-        self._alive = (tensors, plan)
+        self._alive = (places, plan)
 
     def run(self, kv_LN2KSD: torch.Tensor) -> None:
         """All layers, for a step whose keys and values nobody waits for: the threads go through it together."""
@@ -148,34 +126,31 @@ class Layers:
         self._kernels.layer_close(self._at[layer], self._step_at, region_N2KSD.data_ptr())
 
 
-def _layer(weights: LayerWeights) -> _Layer:
-    q_norm, k_norm = weights.norms or (None, None)
+def _layer(layer: Layer) -> _Layer:
+    q_norm, k_norm = layer.norms or (None, None)
     return _Layer(
-        input_norm=weights.input_norm.data_ptr(),
-        q_norm=_at(q_norm),
-        k_norm=_at(k_norm),
-        attended_norm=weights.attended_norm.data_ptr(),
-        qkv=_operand(weights.qkv),
-        o=_operand(weights.o),
-        gate_up=_operand(weights.gate_up),
-        down=_operand(weights.down),
+        input_norm=address(layer.input_norm),
+        q_norm=address(q_norm),
+        k_norm=address(k_norm),
+        attended_norm=address(layer.post_attention_norm),
+        qkv=_operand(layer.qkv),
+        o=_operand(layer.o),
+        gate_up=_operand(layer.gated),
+        down=_operand(layer.down),
     )
 
 
-def _operand(operand: Operand) -> _Operand:
-    matrix = operand.matrix
+def _operand(product: Matmul) -> _Operand:
+    assert isinstance(product, NativeMatmul)
+    matrix, bias = product.operand.matrix, product.operand.bias
     return _Operand(
-        panels=matrix.panels.data_ptr(),
-        scales=_at(matrix.scales),
-        bias=_at(operand.bias),
+        panels=address(matrix.panels),
+        scales=address(matrix.scales),
+        bias=address(bias),
         bits=matrix.bits,
-        columns=operand.columns,
+        columns=product.operand.columns,
         inputs=matrix.inputs,
     )
-
-
-def _at(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def supports(config: ModelConfig) -> bool:
@@ -183,7 +158,7 @@ def supports(config: ModelConfig) -> bool:
     return config.head_dim % 2 == 0 and config.head_dim <= HEAD_DIM_MAX
 
 
-class NativeDecoder:
+class NativeDecoder(Decoder):
     """Weights and what happens between the attentions. Used by one thread at a time: it keeps buffers and tables."""
 
     def __init__(
@@ -197,30 +172,23 @@ class NativeDecoder:
     ) -> None:
         """Takes the tensors of `weights.weight_shapes(config)`, bfloat16, and copies the matrices."""
         assert supports(config), config.head_dim
-        self.config = config
+        super().__init__(config, tensors, packing)
         self._kernels = kernels
         self._workspace = workspace
-        self._embedding_VE = tensors[weights.EMBEDDING]
-        self._final_norm = tensors[weights.FINAL_NORM]
-        head_VE = self._embedding_VE if config.tie_word_embeddings else tensors[weights.LM_HEAD]
-        self._lm_head = packing.matmul(LOGITS, Linear(weight=head_VE))
-        prefixes = map(weights.layer_prefix, range(config.num_layers))
-        self._layers = tuple(Layer.of(tensors, prefix, packing) for prefix in prefixes)
-        self._whole = self._in_two_calls()
-        self._frequencies = rotary_frequencies(config.rope, config.head_dim)
-        self._rope_factor = attention_factor(config.rope)
+        self._whole: Layers | None = None
+        """None: the products are not those of kernels.c."""
+        if isinstance(self.layers[0].qkv, NativeMatmul):
+            self._whole = Layers(
+                self.layers, kernels=kernels, workspace=workspace, heads=config.num_heads, eps=config.rms_norm_eps
+            )
         self._cosines = self._sines = torch.empty(0, config.head_dim // 2, dtype=torch.bfloat16)
-
-    def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        """Token ids -> [T, E], what goes into layer 0; changed in place by the layers."""
-        return F.embedding(tokens_T, self._embedding_VE)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotary cosines and sines of a batch, [T, D/2] each, the same for all layers. Looked up, once computed."""
         end = int(positions_T.max()) + 1
         if end > len(self._cosines):
             known = torch.arange(min(2 * end, max(end, self.config.context_len_max)))
-            both = rotary_angles(known, self._frequencies, factor=self._rope_factor, dtype=torch.bfloat16)
+            both = rotary_angles(known, self.frequencies, factor=self.rope_factor, dtype=torch.bfloat16)
             self._cosines, self._sines = (part[:, 0].contiguous() for part in both)
         return self._cosines.index_select(0, positions_T), self._sines.index_select(0, positions_T)
 
@@ -244,7 +212,7 @@ class NativeDecoder:
         if layer_done is None and ends is None:
             whole.run(pool.kv_LN2KSD)
             return x_TE
-        last = len(self._layers) - 1
+        last = len(self.layers) - 1
         for layer, region in enumerate(pool.kv_LN2KSD):
             cut = layer == last and ends is not None
             whole.open(layer, region, Opening.RECORDS if cut else Opening.WHOLE)
@@ -258,7 +226,7 @@ class NativeDecoder:
         self, whole: Layers, x_TE: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], pool: KvPool, ends: Ends
     ) -> torch.Tensor:
         """The last layer of some rows, its keys and values being in the pool."""
-        last, rows_W = len(self._layers) - 1, ends.rows_W
+        last, rows_W = len(self.layers) - 1, ends.rows_W
         cosines, sines = (part.index_select(0, rows_W) for part in angles)
         x_WE, region = x_TE.index_select(0, rows_W), pool.kv_LN2KSD[last]
         if len(x_WE):
@@ -279,13 +247,13 @@ class NativeDecoder:
         """As `run_layers`, where the products are not those of kernels.c: a call for each part."""
         kernels, config = self._kernels, self.config
         attention_TX = self._workspace.take("attended", len(x_TE), config.num_heads * config.head_dim)
-        for layer, w in enumerate(self._layers):
+        for layer, w in enumerate(self.layers):
             region = pool.kv_LN2KSD[layer]
             qkv_TX = w.qkv(self._norm(x_TE, w.input_norm))
             kernels.rotate_store(qkv_TX, w.norms, angles, region, plan, config.rms_norm_eps)
             if layer_done is not None:
                 layer_done(layer)
-            if ends is not None and w is self._layers[-1]:
+            if ends is not None and w is self.layers[-1]:
                 x_TE, qkv_TX = (each.index_select(0, ends.rows_W) for each in (x_TE, qkv_TX))
                 attention_TX, plan = attention_TX[: len(x_TE)], ends.plan
                 if not len(x_TE):
@@ -297,33 +265,9 @@ class NativeDecoder:
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         """Scores of the next token after each of the given rows of the last layer's output -> [B, V], a buffer."""
-        return self._lm_head(self._norm(x_BE.contiguous(), self._final_norm))
+        return self.output(self._norm(x_BE.contiguous(), self.final_norm))
 
     def _norm(self, x_TE: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out_TE = self._workspace.take("norm", *x_TE.shape)
         self._kernels.rms_norm(x_TE, weight, out_TE, self.config.rms_norm_eps)
         return out_TE
-
-    def _in_two_calls(self) -> Layers | None:
-        """None: the products are not those of kernels.c."""
-        found = []
-        for each in self._layers:
-            qkv, o, gated, down = each.qkv, each.o, each.gated, each.down
-            if not (isinstance(qkv, NativeMatmul) and isinstance(o, NativeMatmul)):
-                return None
-            assert isinstance(gated, NativeMatmul) and isinstance(down, NativeMatmul)
-            found.append(
-                LayerWeights(
-                    input_norm=each.input_norm,
-                    norms=each.norms,
-                    attended_norm=each.post_attention_norm,
-                    qkv=qkv.operand,
-                    o=o.operand,
-                    gate_up=gated.operand,
-                    down=down.operand,
-                )
-            )
-        config = self.config
-        return Layers(
-            found, kernels=self._kernels, workspace=self._workspace, heads=config.num_heads, eps=config.rms_norm_eps
-        )

@@ -14,11 +14,6 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-def is_layer_matrix(name: str, dimensions: int) -> bool:
-    """Whether a tensor is one of the matrices that make up most of a model, and that may be rounded."""
-    return dimensions == 2 and name.startswith("model.layers.")
-
-
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the model reads, in the order of computation. Matrices are [out, in]."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}

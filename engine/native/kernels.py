@@ -113,12 +113,27 @@ class Ends:
     plan: AttentionPlan
 
 
+def address(of: torch.Tensor | np.ndarray | None) -> int | None:
+    """Where its first element is; the caller keeps it alive."""
+    if of is None:
+        return None
+    return of.data_ptr() if isinstance(of, torch.Tensor) else of.ctypes.data
+
+
+class _Pointer:
+    """The type of an argument: a tensor, an array, None, or an address."""
+
+    @classmethod
+    def from_param(cls, value: torch.Tensor | np.ndarray | int | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(value if isinstance(value, int) else address(value))
+
+
 class Kernels:
     """The functions of kernels.c. Any thread may call them; a workspace belongs to one caller at a time."""
 
     def __init__(self, handle: ctypes.CDLL, *, cores: int) -> None:
         """`cores`: how many this process may use. With more threads than that none spins while it waits for another."""
-        pointer, integer, flag, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+        pointer, integer, flag, real = _Pointer, ctypes.c_int64, ctypes.c_int, ctypes.c_float
         self.level = int(handle.baton_kernels_level())
         """0: this CPU lacks the instructions. 1: it has them. 2: it has AMX, too."""
         if self.level == 0:
@@ -151,20 +166,21 @@ class Kernels:
         self.attention_scratch = function("baton_attention_scratch", integer, integer, integer)
         """Bytes for each thread: the longest context, the head's size."""
         self._highest = function("baton_highest", None, *[pointer] * 2, *[integer] * 2, flag)
-        self.layer_open = function("baton_layer_open", None, flag, *[pointer] * 3)
-        self.layer_close = function("baton_layer_close", None, *[pointer] * 3)
-        self.layers = function("baton_layers", None, pointer, integer, pointer, pointer, integer)
+        place = ctypes.c_void_p
+        self.layer_open = function("baton_layer_open", None, flag, *[place] * 3)
+        self.layer_close = function("baton_layer_close", None, *[place] * 3)
+        self.layers = function("baton_layers", None, place, integer, place, place, integer)
 
     def highest(self, scores_BV: torch.Tensor) -> torch.Tensor:
         """The first column of each row's highest value -> int64 [B], -1 for a row with NaN. Contiguous bfloat16."""
         assert scores_BV.dtype is torch.bfloat16 and scores_BV.is_contiguous(), scores_BV.dtype
         out_B = torch.empty(scores_BV.shape[0], dtype=torch.int64)
-        self._highest(scores_BV.data_ptr(), out_B.data_ptr(), *scores_BV.shape, torch.get_num_threads())
+        self._highest(scores_BV, out_B, *scores_BV.shape, torch.get_num_threads())
         return out_B
 
-    def linear_scratch(self, rows: int, matrix: PackedMatrix) -> int:
-        """32-bit words that `linear` needs."""
-        return int(self._linear_scratch(rows, matrix.inputs, matrix.bits))
+    def linear_scratch(self, rows: int, inputs: int, bits: int) -> int:
+        """32-bit words that `linear` needs for a matrix of so many inputs."""
+        return int(self._linear_scratch(rows, inputs, bits))
 
     def linear(
         self,
@@ -176,29 +192,17 @@ class Kernels:
         workspace: Workspace,
     ) -> None:
         """`x_TX` times the operand's columns, into `out_TY`; rows of both are contiguous."""
-        matrix, bias = operand.matrix, operand.bias
-        rows = x_TX.shape[0]
-        scratch = workspace.take("linear", 1, self.linear_scratch(rows, matrix), torch.int32)
+        matrix, rows = operand.matrix, x_TX.shape[0]
+        words = self.linear_scratch(rows, matrix.inputs, matrix.bits)
         self._linear(
-            x_TX.data_ptr(),
-            x_TX.stride(0),
-            matrix.panels.data_ptr(),
-            None if matrix.scales is None else matrix.scales.data_ptr(),
-            matrix.bits,
-            None if bias is None else bias.data_ptr(),
-            out_TY.data_ptr(),
-            out_TY.stride(0),
-            rows,
-            operand.columns,
-            matrix.inputs,
-            epilogue,
-            scratch.data_ptr(),
-            torch.get_num_threads(),
+            *(x_TX, x_TX.stride(0), matrix.panels, matrix.scales, matrix.bits, operand.bias),
+            *(out_TY, out_TY.stride(0), rows, operand.columns, matrix.inputs, epilogue),
+            *(workspace.take("linear", 1, words, torch.int32), torch.get_num_threads()),
         )
 
     def rms_norm(self, x_TE: torch.Tensor, weight: torch.Tensor, out_TE: torch.Tensor, eps: float) -> None:
         """As `engine.models.decoder.rms_norm`, into `out_TE`; both are contiguous."""
-        self._rms_norm(x_TE.data_ptr(), weight.data_ptr(), out_TE.data_ptr(), *x_TE.shape, eps, torch.get_num_threads())
+        self._rms_norm(x_TE, weight, out_TE, *x_TE.shape, eps, torch.get_num_threads())
 
     def rotate_store(
         self,
@@ -211,23 +215,10 @@ class Kernels:
     ) -> None:
         """Norm and turn the queries of `qkv_TX` in place, and its keys; write keys and values to their slots."""
         _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
+        heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
         self._rotate_store(
-            Opening.WHOLE,
-            qkv_TX.data_ptr(),
-            None if norms is None else norms[0].data_ptr(),
-            None if norms is None else norms[1].data_ptr(),
-            angles[0].data_ptr(),
-            angles[1].data_ptr(),
-            layer_N2KSD.data_ptr(),
-            plan.blocks_T.ctypes.data,
-            plan.slots_T.ctypes.data,
-            qkv_TX.shape[0],
-            qkv_TX.shape[1] // head_dim - 2 * kv_heads,
-            kv_heads,
-            block_size,
-            head_dim,
-            eps,
-            torch.get_num_threads(),
+            *(Opening.WHOLE, qkv_TX, *(norms or (None, None)), *angles, layer_N2KSD, plan.blocks_T, plan.slots_T),
+            *(qkv_TX.shape[0], heads, kv_heads, block_size, head_dim, eps, torch.get_num_threads()),
         )
 
     def attention(
@@ -244,24 +235,10 @@ class Kernels:
         scratch_bytes = self.attention_scratch(int(plan.contexts_B.max()), head_dim)
         scratch = workspace.take("attention", threads, scratch_bytes, torch.uint8)
         self._attention(
-            qkv_TX.data_ptr(),
-            qkv_TX.stride(0),
-            out_TX.data_ptr(),
-            layer_N2KSD.data_ptr(),
-            plan.tables.ctypes.data,
-            plan.table_at_B.ctypes.data,
-            plan.rows_at.ctypes.data,
-            plan.contexts_B.ctypes.data,
-            plan.tasks.ctypes.data,
-            len(plan.tasks),
-            out_TX.shape[1] // head_dim,
-            kv_heads,
-            block_size,
-            head_dim,
-            head_dim**-0.5,
-            scratch.data_ptr(),
-            scratch_bytes,
-            threads,
+            *(qkv_TX, qkv_TX.stride(0), out_TX, layer_N2KSD),
+            *(plan.tables, plan.table_at_B, plan.rows_at, plan.contexts_B, plan.tasks, len(plan.tasks)),
+            *(out_TX.shape[1] // head_dim, kv_heads, block_size, head_dim, head_dim**-0.5),
+            *(scratch, scratch_bytes, threads),
         )
 
 

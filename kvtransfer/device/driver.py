@@ -15,6 +15,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,22 +27,19 @@ IPC_HANDLE_BYTES = 64
 _MPS_DIRECTORY = "/tmp/nvidia-mps"
 
 
-class PinnedMemory(Protocol):
+class PinnedMemory:
     """Host memory that stays where it is: copies of the device reach it, and so do sockets."""
 
-    @property
-    def memory(self) -> Any:
-        """All bytes, as `streams.copy` takes them."""
-        ...
-
-    @property
-    def array_U8(self) -> np.ndarray:
-        """The same bytes."""
-        ...
+    def __init__(self, memory: Any, array_U8: np.ndarray, unpin: Callable[[], object] = lambda: None) -> None:
+        """`memory` is what `streams.copy` takes; `array_U8` has the same bytes."""
+        self.memory, self.array_U8 = memory, array_U8
+        self._unpin = unpin
 
     def close(self) -> None:
         """Let go of it: no copy is on its way. Idempotent."""
-        ...
+        if self.memory is not None:
+            self.memory, self.array_U8 = None, np.zeros(0, np.uint8)
+            self._unpin()
 
 
 class DeviceDriver(Protocol):
@@ -77,8 +75,7 @@ class DeviceDriver(Protocol):
         ...
 
     def register(self, memory_U8: np.ndarray) -> PinnedMemory:
-        """Pin host memory that is there already, as far as this array goes. It stays the caller's, who gives it back
-        after this has been closed."""
+        """Pin host memory that is there already. It stays the caller's, who frees it after this has been closed."""
         ...
 
     def refusal(self) -> str | None:
@@ -94,8 +91,7 @@ class DeviceDriver(Protocol):
         ...
 
     def flush_remote_writes(self) -> None:
-        """What cards have written up to now is seen by whatever is launched after this returns, in microseconds. Waits
-        for no stream."""
+        """What cards have written up to now is seen by what is launched after this returns. Waits for no stream."""
         ...
 
 
@@ -129,7 +125,8 @@ class CudaDriver:
         # torch keeps memory that it has freed, and a region is most of the memory.
         self._torch.cuda.empty_cache()
         # A dma-buf is whole pages of the host.
-        address = int(self._call("cudaMalloc", page_span(0, nbytes, mmap.PAGESIZE).nbytes))
+        _, page_nbytes, _ = page_span(0, nbytes, mmap.PAGESIZE)
+        address = int(self._call("cudaMalloc", page_nbytes))
         self._call("cudaMemset", address, 0, nbytes)
         # Other processes' streams, and side streams here, are not behind the one that has zeroed it.
         self._call("cudaDeviceSynchronize")
@@ -157,19 +154,22 @@ class CudaDriver:
 
     def memory(self, address: int, nbytes: int) -> Any:
         """A uint8 tensor [nbytes]."""
-        return self._torch.as_tensor(_Span(address, nbytes), device=self.device)
+        array = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        return self._torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=self.device)
 
     def pin(self, nbytes: int) -> PinnedMemory:
         try:
-            return _Pinned(self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True))
+            tensor_U8 = self._torch.zeros(nbytes, dtype=self._torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise DeviceError(f"{nbytes} bytes of host memory cannot be pinned: {error}") from error
+        return PinnedMemory(tensor_U8, tensor_U8.numpy())
 
     def register(self, memory_U8: np.ndarray) -> PinnedMemory:
         # By default it is mapped, so that kernels reach it, wherever there are unified addresses: on all of ours.
         address = int(memory_U8.ctypes.data)
         self._call("cudaHostRegister", address, memory_U8.nbytes, self._runtime.cudaHostRegisterDefault)
-        return _Pinned(self._torch.from_numpy(memory_U8), lambda: self._call("cudaHostUnregister", address))
+        tensor_U8 = self._torch.from_numpy(memory_U8)
+        return PinnedMemory(tensor_U8, memory_U8, lambda: self._call("cudaHostUnregister", address))
 
     def refusal(self) -> str | None:
         if mps_in_use():
@@ -194,15 +194,11 @@ class CudaDriver:
         )
 
     def dma_buf(self, address: int, nbytes: int) -> DmaBuf:
-        span = page_span(address, nbytes, mmap.PAGESIZE)
-        fd = self._call_driver(
-            "cuMemGetHandleForAddressRange",
-            self._driver.CUdeviceptr(span.address),
-            span.nbytes,
-            self._driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD,
-            0,
-        )
-        return DmaBuf(fd=int(fd), offset=span.offset)
+        start, page_nbytes, offset = page_span(address, nbytes, mmap.PAGESIZE)
+        kind = self._driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        pointer = self._driver.CUdeviceptr(start)
+        fd = self._call_driver("cuMemGetHandleForAddressRange", pointer, page_nbytes, kind, 0)
+        return DmaBuf(fd=int(fd), offset=offset)
 
     def flush_remote_writes(self) -> None:
         runtime = self._runtime
@@ -215,59 +211,20 @@ class CudaDriver:
     def _call_driver(self, name: str, *arguments: Any) -> Any:
         # It is the runtime that makes the device's context the calling thread's.
         self._call("cudaSetDevice", self._ordinal)
-        status, *results = getattr(self._driver, name)(*arguments)
-        if int(status) != 0:
-            _, text = self._driver.cuGetErrorString(status)
-            raise DeviceError(f"{name}: {_text_of(text)}")
-        return results[0]
+        return _checked(self._driver, "cuGetErrorString", name, arguments)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         # Another thread may have chosen another device for itself.
         self._torch.cuda.set_device(self._ordinal)
-        status, *results = getattr(self._runtime, name)(*arguments)
-        if int(status) != 0:
-            _, text = self._runtime.cudaGetErrorString(status)
-            raise DeviceError(f"{name}{arguments!r:.80}: {_text_of(text)}")
-        return results[0] if results else None
+        return _checked(self._runtime, "cudaGetErrorString", name, arguments)
 
 
-def _text_of(text: Any) -> str:
-    return text.decode() if isinstance(text, bytes) else str(text)
-
-
-class _Pinned:
-    """A tensor of pinned memory: of torch's allocator, which keeps it for the next who asks, or somebody's own, which
-    `unregister` makes ordinary memory again."""
-
-    def __init__(self, tensor_U8: Any, unregister: Callable[[], object] = lambda: None) -> None:
-        self._tensor_U8 = tensor_U8
-        self._unregister = unregister
-
-    @property
-    def memory(self) -> Any:
-        return self._tensor_U8
-
-    @property
-    def array_U8(self) -> np.ndarray:
-        array_U8: np.ndarray = self._tensor_U8.numpy()
-        return array_U8
-
-    def close(self) -> None:
-        if self._tensor_U8 is not None:
-            self._tensor_U8 = None
-            self._unregister()
-
-
-class _Span:
-    """Device memory as torch takes it over without a copy."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+def _checked(library: Any, explain: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    status, *results = getattr(library, name)(*arguments)
+    if int(status) != 0:
+        _, text = getattr(library, explain)(status)
+        raise DeviceError(f"{name}{arguments!r:.80}: {text.decode() if isinstance(text, bytes) else text}")
+    return results[0] if results else None
 
 
 __all__ = ["IPC_HANDLE_BYTES", "CudaDriver", "DeviceDriver", "DeviceError", "PinnedMemory", "mps_in_use"]

@@ -56,18 +56,9 @@ class DmaBuf:
     offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageSpan:
-    """Whole pages, of which the memory asked for begins `offset` bytes from the start."""
-
-    address: int
-    nbytes: int
-    offset: int
-
-
-def page_span(address: int, nbytes: int, page_bytes: int) -> PageSpan:
-    """The fewest whole pages that hold these bytes."""
+def page_span(address: int, nbytes: int, page_bytes: int) -> tuple[int, int, int]:
+    """The fewest whole pages that hold these bytes: their address, their bytes, and where in them the bytes begin."""
     assert nbytes > 0 and page_bytes > 0, (nbytes, page_bytes)
     offset = address % page_bytes
     whole = -(-(offset + nbytes) // page_bytes) * page_bytes
-    return PageSpan(address=address - offset, nbytes=whole, offset=offset)
+    return address - offset, whole, offset

@@ -14,11 +14,12 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError, PinnedMemory
 from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
 from kvtransfer.device.streams import DeviceStreams
 from kvtransfer.native.copy import copy_records
@@ -31,9 +32,9 @@ _HANDLE = struct.Struct("<iiQ")
 class HostEvent:
     """A point in a `HostStream`. Never passed at the first look, so that whoever polls has to come back."""
 
-    def __init__(self, stream: HostStream, number: int) -> None:
-        self._stream = stream
-        self._number = number
+    def __init__(self, reach: Callable[[], None]) -> None:
+        """`reach` runs what lies before it."""
+        self.reach = reach
         self._looked_at = False
 
     def done(self) -> bool:
@@ -42,10 +43,6 @@ class HostEvent:
             return False
         self.reach()
         return True
-
-    def reach(self) -> None:
-        """Run what lies before it."""
-        self._stream.run_to(self._number)
 
 
 class HostStream:
@@ -62,7 +59,7 @@ class HostStream:
 
     def record(self) -> HostEvent:
         with self._lock:
-            return HostEvent(self, self._launched)
+            return HostEvent(partial(self.run_to, self._launched))
 
     def wait(self, event: HostEvent) -> None:
         self.launch(event.reach)
@@ -145,11 +142,11 @@ class HostDriver:
             return self._own[address].array_U8[:nbytes]
         return np.frombuffer(self._opened[address], dtype=np.uint8, count=nbytes)
 
-    def pin(self, nbytes: int) -> HostPinned:
-        return HostPinned(np.zeros(nbytes, np.uint8))
+    def pin(self, nbytes: int) -> PinnedMemory:
+        return self.register(np.zeros(nbytes, np.uint8))
 
-    def register(self, memory_U8: np.ndarray) -> HostPinned:
-        return HostPinned(memory_U8)
+    def register(self, memory_U8: np.ndarray) -> PinnedMemory:
+        return PinnedMemory(memory_U8, memory_U8)
 
     def refusal(self) -> str | None:
         return None
@@ -163,21 +160,3 @@ class HostDriver:
 
     def flush_remote_writes(self) -> None:
         """Nothing: a processor sees what a card has written before the card says so."""
-
-
-class HostPinned:
-    """See `PinnedMemory`."""
-
-    def __init__(self, bytes_U8: np.ndarray) -> None:
-        self._bytes_U8 = bytes_U8
-
-    @property
-    def memory(self) -> np.ndarray:
-        return self._bytes_U8
-
-    @property
-    def array_U8(self) -> np.ndarray:
-        return self._bytes_U8
-
-    def close(self) -> None:
-        self._bytes_U8 = np.zeros(0, np.uint8)

@@ -5,29 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import threading
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceDriver, DeviceError
+from kvtransfer.device.streams import wait_for
 from kvtransfer.transport import RegionKind, WriteOps
 
-_POLL_INTERVAL_S = 1e-3
 _MAGIC = b"BtCu"
 _EXPORT = struct.Struct(f"<4sQ{IPC_HANDLE_BYTES}s")
-
-
-class DeviceMemory(Protocol):
-    """What records are copied from."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def memory(self) -> Any:
-        """All bytes, as the driver's streams take them."""
-        ...
 
 
 class DeviceRegion:
@@ -99,10 +86,7 @@ class DeviceRegion:
         src, dst, nbytes = (np.array([number], dtype=np.int64) for number in (0, record_bytes, record_bytes))
         side = streams.side()
         streams.copy(side, memory, memory, WriteOps(src=src, dst=dst, nbytes=nbytes))
-        done = side.record()
-        pause = threading.Event()
-        while not done.done():
-            pause.wait(_POLL_INTERVAL_S)
+        wait_for(side.record())
 
     def close(self) -> None:
         """Free the memory; the caller has made sure that no stream uses it any more. Idempotent."""

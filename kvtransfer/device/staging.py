@@ -11,7 +11,6 @@ Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment o
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +21,9 @@ import numpy as np
 from baton.config import setting
 from baton.errors import InvalidField, check_positive
 from baton.log import get_log
-from kvtransfer.device.driver import DeviceDriver, PinnedMemory
-from kvtransfer.device.region import DeviceMemory
-from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
+from kvtransfer.device.driver import DeviceDriver
+from kvtransfer.device.region import DeviceRegion
+from kvtransfer.device.streams import DeviceEvent, wait_for
 from kvtransfer.transport import WriteOps
 
 log = get_log("device")
@@ -76,14 +75,14 @@ class StagingFull(Exception):
 class StagedRegion:
     """One node's region on a device, with its pinned memory. Control thread, but for `here`.
 
-    What a node passes to `StagedTcpLink.connect` and to `TcpReceiverPort`, one for both.
+    What a node passes to `StagedTcpLink.connect_staged` and to `TcpReceiverPort`, one for both.
     """
 
     def __init__(
         self,
         *,
         driver: DeviceDriver,
-        region: DeviceMemory,
+        region: DeviceRegion,
         config: StagingConfig | None = None,
         limits: StagingLimits = STAGING_LIMITS,
     ) -> None:
@@ -101,28 +100,29 @@ class StagedRegion:
             raise InvalidField("staging.bytes_max", f"is {bytes_max:,}; one link or connection needs {least:,}")
         self.nbytes = region.nbytes
         """Of the region."""
-        self._streams = driver.streams
-        self._region = region
+        self.streams = driver.streams
+        self.region = region
+        self.chunks_left_behind = 0
         chunk_bytes = limits.chunk_bytes
-        count = bytes_max // chunk_bytes
-        self._pinned = driver.pin(count * chunk_bytes)
-        self._free = deque(range(0, count * chunk_bytes, chunk_bytes))
-        self._chunks = count
-        self._chunks_left_behind = 0
+        self._chunks = bytes_max // chunk_bytes
+        self.pinned_bytes = self._chunks * chunk_bytes
+        self.pinned = driver.pin(self.pinned_bytes)
+        self.free = deque(range(0, self.pinned_bytes, chunk_bytes))
+        """Where each chunk begins that is in no share."""
         try:
             self._try_out()
         except BaseException:
-            self._pinned.close()
+            self.pinned.close()
             raise
 
     @property
     def host_U8(self) -> np.ndarray:
         """All of the pinned memory."""
-        return self._pinned.array_U8
+        return self.pinned.array_U8
 
     def here(self) -> DeviceEvent:
         """The point behind all that the calling thread's stream has queued. Any thread."""
-        return self._streams.current().record()
+        return self.streams.current().record()
 
     def share(self, chunks: int) -> StagingShare[Any]:
         """Chunks of the caller's own, until it gives them back.
@@ -130,28 +130,17 @@ class StagedRegion:
         Raises:
             StagingFull: there are not so many left.
         """
-        if len(self._free) < chunks:
+        if len(self.free) < chunks:
             raise StagingFull(
-                f"{len(self._free)} of {self._chunks} chunks of pinned memory are free, {chunks} are needed: "
+                f"{len(self.free)} of {self._chunks} chunks of pinned memory are free, {chunks} are needed: "
                 "raise staging.bytes_max"
             )
-        return StagingShare(
-            starts=[self._free.popleft() for _ in range(chunks)],
-            pinned=self._pinned,
-            region=self._region,
-            streams=self._streams,
-            returned=self._free.extend,
-            left_behind=self._leave_behind,
-        )
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._chunks * self.limits.chunk_bytes
+        return StagingShare(self, [self.free.popleft() for _ in range(chunks)])
 
     @property
     def used_bytes(self) -> int:
-        """Of these, what links and connections have now."""
-        return (self._chunks - len(self._free)) * self.limits.chunk_bytes
+        """What links and connections have now."""
+        return (self._chunks - len(self.free)) * self.limits.chunk_bytes
 
     def describe(self) -> dict[str, object]:
         """Gauges for people and metrics."""
@@ -162,22 +151,19 @@ class StagedRegion:
 
         With a share left behind the memory stays pinned until the process ends: the device may still copy there.
         """
-        assert len(self._free) + self._chunks_left_behind == self._chunks, "links or connections still use it"
-        if self._chunks_left_behind:
+        assert len(self.free) + self.chunks_left_behind == self._chunks, "links or connections still use it"
+        if self.chunks_left_behind:
             log.error("pinned memory is left to the end of the process: the device failed with copies queued")
         else:
-            self._pinned.close()
-
-    def _leave_behind(self, chunks: int) -> None:
-        self._chunks_left_behind += chunks
+            self.pinned.close()
 
     def _try_out(self) -> None:
-        side = self._streams.side()
+        side = self.streams.side()
         for nbytes in (WORD_BYTES, 1):  # copied by words, and byte by byte
             zero, length = np.zeros(1, np.int64), np.array([min(nbytes, self.nbytes)])
             ops = WriteOps(src=zero, dst=zero, nbytes=length)
-            self._streams.copy(side, self._pinned.memory, self._region.memory, ops)
-        _wait_for(side.record())
+            self.streams.copy(side, self.pinned.memory, self.region.memory, ops)
+        wait_for(side.record())
 
 
 class StagingShare(Generic[Tag]):
@@ -187,24 +173,13 @@ class StagingShare(Generic[Tag]):
     `wait_for` may come from any thread.
     """
 
-    def __init__(
-        self,
-        *,
-        starts: list[int],
-        pinned: PinnedMemory,
-        region: DeviceMemory,
-        streams: DeviceStreams,
-        returned: Callable[[list[int]], None],
-        left_behind: Callable[[int], None],
-    ) -> None:
+    def __init__(self, of: StagedRegion, starts: list[int]) -> None:
         """Use `StagedRegion.share`."""
+        self._of = of
         self._starts = starts
-        self._streams = streams
-        self._pinned_memory, self._region_memory = pinned.memory, region.memory
-        self._returned = returned
-        self._left_behind = left_behind
+        self._pinned_memory, self._region_memory = of.pinned.memory, of.region.memory
         self._settling: DeviceEvent | None = None
-        self._side = streams.side()
+        self._side = of.streams.side()
         self._lock = threading.Lock()
         self._free = list(starts)
         self._flying: deque[tuple[DeviceEvent, Tag]] = deque()
@@ -268,14 +243,14 @@ class StagingShare(Generic[Tag]):
         with self._lock:
             events = [done for done, tag in self._flying if which(tag)]
         for done in events:
-            _wait_for(done)
+            wait_for(done)
 
     def settle(self) -> None:
         """Wait until the device has finished all that was queued, and forget it. The last call of the user's thread.
 
         Raises DeviceError: as `wait_for`. Nothing is forgotten, and `try_settle` may be called.
         """
-        _wait_for(self._side.record())
+        wait_for(self._side.record())
         with self._lock:
             self._flying.clear()
 
@@ -296,15 +271,15 @@ class StagingShare(Generic[Tag]):
         """The chunks are free for others, once; `settle` came before. Control thread."""
         assert not self._flying, "copies are still on the device"
         self._pinned_memory = self._region_memory = None
-        self._returned(self._starts)
+        self._of.free.extend(self._starts)
 
     def leave_behind(self) -> None:
         """Instead of `give_back`, after a failed `settle`: the chunks stay in use, and pinned, until the process ends.
         Control thread."""
-        self._left_behind(len(self._starts))
+        self._of.chunks_left_behind += len(self._starts)
 
     def _copy(self, dst: Any, src: Any, ops: WriteOps, tag: Tag) -> None:
-        self._streams.copy(self._side, dst, src, ops)
+        self._of.streams.copy(self._side, dst, src, ops)
         done = self._side.record()
         with self._lock:
             self._flying.append((done, tag))
@@ -314,8 +289,3 @@ def places(start: int, nbytes_S: np.ndarray) -> np.ndarray:
     """Where the segments lie in a chunk that begins at `start`."""
     places_S: np.ndarray = np.cumsum(nbytes_S, dtype=np.int64) - nbytes_S + start
     return places_S
-
-
-def _wait_for(event: DeviceEvent) -> None:
-    while not event.done():
-        time.sleep(POLL_INTERVAL_S)

@@ -7,6 +7,7 @@ A stream runs what is queued on it in order; two streams run in any order but fo
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 from kvtransfer.transport import WriteOps
@@ -55,3 +56,9 @@ class DeviceStreams(Protocol):
         """Queue copies between two memories of the device, or one of them and pinned memory of the host; the arrays of
         `ops` may be reused at once. Raises DeviceError."""
         ...
+
+
+def wait_for(event: DeviceEvent) -> None:
+    """Block until the stream has passed it: for as long as the device takes. Raises DeviceError."""
+    while not event.done():
+        time.sleep(POLL_INTERVAL_S)

@@ -11,17 +11,16 @@
       BYE(epoch, sequence, drained)             ->       nothing follows
                                                 <-       FENCE(epoch)
 
-REFUSED(reason) may come from the receiver at any point. The secret never travels: each side shows an HMAC-SHA256 over
-the HELLO, the nonce and, in the WELCOME, its payload, under a label of its own. What HELLO and WELCOME carry beyond
-that is the transport's payload. LATE_BYE(nonce) is shm's: BYE on a new connection, for the one that was challenged with
-this nonce and broke.
+The receiver may send REFUSED(reason) at any point. The secret never travels: each side sends an HMAC-SHA256 of the
+HELLO, the nonce and, in the WELCOME, its payload, under its own label. HELLO and WELCOME also carry a payload of the
+transport. LATE_BYE(nonce) is shm's BYE on a new connection, for a broken one that was challenged with this nonce.
 
-What is evidence stays on the channel that orders it: on tcp this is the data connection itself, where SEAL and BYE have
-a place in the sequence of DATA; shm's BYE says that the region is unmapped; ucx's says whether all writes were drained;
-rdma and ucx answer a seal by SEALED when its parts have come beside the data.
+Evidence stays on the channel that orders it. On tcp this is the data connection, where SEAL and BYE have a place in the
+sequence of DATA. shm's BYE says that the region is unmapped. ucx's says whether all writes were drained. rdma and ucx
+answer a seal with SEALED when its parts have come beside the data.
 
-A message is a head (magic, version, kind, length of the body) and a body; integers are little-endian. On a stream
-messages follow each other; tcp pads each to one size, since it reads them between frames; shm has one in each packet.
+A message is a head (magic, version, kind, length of the body) and a body; integers are little-endian. tcp pads each to
+one size, since it reads them between frames. shm has one in each packet.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ _HEAD: Final = struct.Struct("<2sBBI")
 HEAD_BYTES: Final = _HEAD.size
 
 
-class RefusalReason(Enum):
+class RefusalReason(IntEnum):
     """Why a receiver refuses a message or a connection. The value is the wire code."""
 
     MALFORMED = 1
@@ -127,22 +127,23 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What every message has: its kind, the layout of its body, which has its fields in order where it does not say
-    otherwise, and whether bytes of any length follow that."""
+    """Unless a message says otherwise its body is its fields in order. With `HAS_PAYLOAD` the last is bytes of any
+    length, behind `LAYOUT`."""
 
     KIND: ClassVar[Kind]
     LAYOUT: ClassVar[struct.Struct]
     HAS_PAYLOAD: ClassVar[bool] = False
 
     def body(self) -> bytes:
-        values = tuple(getattr(self, each.name) for each in fields(self))
+        values = [getattr(self, each.name) for each in fields(self)]
+        payload = values.pop() if self.HAS_PAYLOAD else b""
         body = self.LAYOUT.pack(*values)
-        assert self.LAYOUT.unpack(body) == values, self
-        return body
+        assert list(self.LAYOUT.unpack(body)) == values, self
+        return body + payload
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Self:
-        """From what `LAYOUT` unpacks, and what follows, if anything may. Raises MalformedMessage."""
+        """From what `LAYOUT` unpacks, and the payload if there is one. Raises MalformedMessage."""
         names = (each.name for each in fields(cls))
         return cls(**dict(zip(names, values, strict=True)))
 
@@ -193,23 +194,12 @@ class Welcome(Message):
     proof: bytes
     payload: bytes
 
-    def body(self) -> bytes:
-        assert len(self.proof) == PROOF_BYTES, len(self.proof)
-        return self.proof + self.payload
-
-    @classmethod
-    def of(cls, values: tuple[Any, ...]) -> Welcome:
-        return cls(proof=values[0], payload=values[1])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Message):
     KIND = Kind.REFUSED
     LAYOUT = struct.Struct("<H")
     reason: RefusalReason
-
-    def body(self) -> bytes:
-        return self.LAYOUT.pack(self.reason.value)
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Refused:
@@ -221,8 +211,8 @@ class Refused(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealSent(Message):
-    """`ways_mask` has a bit for each way that the grant's data took: tcp streams, on each of which the seal goes; rdma
-    queue pairs, on each of which its number goes. On tcp `number` is the stream's sequence."""
+    """`ways_mask` has a bit for each tcp stream or rdma queue pair that carried data of the grant. The seal, or its
+    number, goes down each. On tcp `number` is the stream's sequence."""
 
     KIND = Kind.SEAL
     LAYOUT = struct.Struct(f"<QQ{GRANT_BYTES}sQQQ")
@@ -560,7 +550,7 @@ class ChannelState(Enum):
 
 
 class Signal(Enum):
-    """Events that are not messages, and carry nothing."""
+    """Events that carry nothing."""
 
     PROBES_CAME = "every queue pair has carried its probe"
     EOF = "the connection is closed, or lost"
@@ -569,7 +559,7 @@ class Signal(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What the writer's data needs is there, and this is the WELCOME's payload. `probes`: the link is to be proved."""
+    """The port has what the writer's data needs. `payload` is the WELCOME's. `probes`: the link has to be proved."""
 
     payload: bytes
     probes: bool = False
@@ -586,20 +576,15 @@ Event = Message | Prepared | Refuse | Signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    message: Message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
-    """A message that concerns the transport: SEAL, LATE_BYE."""
+    """Hand it to the transport."""
 
     message: SealSent | LateBye
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """It may write, and said BYE."""
+    """It may write, and sent BYE."""
 
     drained: bool
 
@@ -608,11 +593,6 @@ class Left:
 class Broken:
     """It may write, and was refused."""
 
-    reason: RefusalReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountRefusal:
     reason: RefusalReason
 
 
@@ -628,42 +608,36 @@ class Do(Enum):
     DROP = "it never could write: close its connection"
 
 
-Instruction = Send | Deliver | Left | Broken | CountRefusal | Do
+Instruction = Message | Deliver | Left | Broken | Do
+"""A message is to be sent; a REFUSED is counted too."""
 Instructions = list[Instruction]
 
 
 class ReceiverChannel:
-    """The receiver's end of one writer's channel, from HELLO to BYE. Without I/O: see `handle`.
+    """The receiver's end of one writer's channel, from HELLO to BYE. It has no I/O.
 
-    Instructions are carried out in order. One that refuses is followed by the event `Refuse`, and no other of its list.
+    Instructions are carried out in order. If one refuses, the event `Refuse` follows in place of the rest.
     """
 
     def __init__(
-        self,
-        codec: Codec,
-        *,
-        secret_of: Callable[[Pair, Epoch], bytes | RefusalReason],
-        randomness: Callable[[int], bytes],
-        surplus: bool = False,
+        self, codec: Codec, *, secret_of: Callable[[Pair, Epoch], bytes | RefusalReason], surplus: bool = False
     ) -> None:
         """`secret_of` gives what a connection of this pair and epoch has to prove now, or why none is accepted."""
         self.state = ChannelState.SURPLUS if surplus else ChannelState.NEW
         self.hello: Hello | None = None
         self.nonce = b""
         self.proved = False
-        """It has shown that it knows the secret."""
+        """It knows the secret."""
         self.opened = False
-        """It may write, or could once."""
+        """It may write, or once could."""
         self._codec = codec
         self._secret_of = secret_of
-        self._randomness = randomness
 
     @property
     def may_write(self) -> bool:
         return self.state in _MAY_WRITE
 
     def handle(self, event: Event) -> Instructions:
-        """What follows from an event, in this order."""
         step = _TRANSITIONS.get((self.state, event if isinstance(event, Signal) else type(event)))
         if step is not None:
             return step(self, event)
@@ -674,9 +648,9 @@ class ReceiverChannel:
             case ChannelState.BROKEN | ChannelState.LOST | ChannelState.ENDED:
                 return []
             case ChannelState.SURPLUS:
-                return self._refuse(Refuse(reason=RefusalReason.CONNECTIONS_MAX))
+                return self._reject(RefusalReason.CONNECTIONS_MAX)
             case _:
-                return self._refuse(Refuse(reason=RefusalReason.OUT_OF_ORDER))
+                return self._reject(RefusalReason.OUT_OF_ORDER)
 
     def _secret(self) -> bytes | RefusalReason:
         """Asked again at each step: a fence, or a newer epoch, may have come in between."""
@@ -687,19 +661,19 @@ class ReceiverChannel:
         self.hello = hello
         secret = self._secret()
         if isinstance(secret, RefusalReason):
-            return self._refuse(Refuse(reason=secret))
-        # An answer to a nonce that is sent after IDENTIFY shows that the process lived then.
-        self.nonce = self._randomness(NONCE_BYTES)
+            return self._reject(secret)
+        # The answer to a nonce that is sent after IDENTIFY shows that the process was alive then.
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.state = ChannelState.CHALLENGED
-        return [Do.IDENTIFY, Send(message=Challenge(nonce=self.nonce))]
+        return [Do.IDENTIFY, Challenge(nonce=self.nonce)]
 
     def _prove(self, answer: Answer) -> Instructions:
         assert self.hello is not None
         secret = self._secret()
         if isinstance(secret, RefusalReason):
-            return self._refuse(Refuse(reason=secret))
+            return self._reject(secret)
         if not hmac.compare_digest(answer.proof, self._codec.writer_proof(secret, self.hello, self.nonce)):
-            return self._refuse(Refuse(reason=RefusalReason.SECRET))
+            return self._reject(RefusalReason.SECRET)
         self.proved = True
         self.state = ChannelState.PREPARING
         return [Do.PREPARE]
@@ -708,16 +682,16 @@ class ReceiverChannel:
         assert self.hello is not None
         secret = self._secret()
         if isinstance(secret, RefusalReason):
-            return self._refuse(Refuse(reason=secret))
+            return self._reject(secret)
         self.opened = True
         self.state = ChannelState.PROBING if prepared.probes else ChannelState.OPEN
         proof = self._codec.receiver_proof(secret, self.hello, self.nonce, prepared.payload)
         # It counts before the writer can have what it needs: from here on only evidence ends it.
-        return [Do.OPEN, Send(message=Welcome(proof=proof, payload=prepared.payload)), Do.START]
+        return [Do.OPEN, Welcome(proof=proof, payload=prepared.payload), Do.START]
 
     def _ready(self, _: Signal) -> Instructions:
         self.state = ChannelState.OPEN
-        return [Send(message=Ready())]
+        return [Ready()]
 
     def _deliver(self, message: SealSent) -> Instructions:
         return [Deliver(message=message)]
@@ -753,22 +727,22 @@ class ReceiverChannel:
 
     def _late(self, _: Signal) -> Instructions:
         probing = self.state is ChannelState.PROBING
-        return self._refuse(Refuse(reason=RefusalReason.PROBE if probing else RefusalReason.DEADLINE))
+        return self._reject(RefusalReason.PROBE if probing else RefusalReason.DEADLINE)
 
     def _refuse(self, refuse: Refuse) -> Instructions:
+        return self._reject(refuse.reason)
+
+    def _reject(self, reason: RefusalReason) -> Instructions:
         """One that may write can still send BYE."""
-        said: Instructions = [CountRefusal(reason=refuse.reason), Send(message=Refused(reason=refuse.reason))]
         match self.state:
             case ChannelState.BROKEN:
-                return [*said, Do.LOSE]
-            case ChannelState.PROBING | ChannelState.OPEN:
+                return [Refused(reason=reason), Do.LOSE]
+            case ChannelState.PROBING | ChannelState.OPEN | ChannelState.LOST:
                 self.state = ChannelState.BROKEN
-                return [*said, Broken(reason=refuse.reason)]
-            case ChannelState.LOST:
-                return [*said, Broken(reason=refuse.reason)]
+                return [Refused(reason=reason), Broken(reason=reason)]
             case _:
                 self.state = ChannelState.ENDED
-                return [*said, Do.DROP]
+                return [Refused(reason=reason), Do.DROP]
 
 
 _HANDSHAKING = (ChannelState.NEW, ChannelState.CHALLENGED, ChannelState.PREPARING)
@@ -799,15 +773,15 @@ _NUMBER_MASK: Final = 0xFFFF_FFFF
 
 @dataclass(slots=True, kw_only=True)
 class _Parts:
-    """Of one seal: its message, the ways that it names, and those on which its number has come, as bits."""
+    """Of one seal. `arrived` has a bit for each way on which its number has come."""
 
     message: SealSent | None = None
     arrived: int = 0
 
 
 class SealGather:
-    """Puts the parts of each seal of rdma or ucx together, in any order: its message, and its number beside the data on
-    each way that the data took. Pure."""
+    """Joins the parts of each seal of rdma or ucx, in any order: its message, and its number on each way that the data
+    took. Pure."""
 
     def __init__(self, *, epoch: Epoch, ways: int, seals_max: int) -> None:
         """`ways`: queue pairs of rdma; 1 for ucx. `seals_max`: seals of which a part may be missing."""
@@ -822,8 +796,8 @@ class SealGather:
         return any(parts.message is not None for parts in self._parts.values())
 
     def message_came(self, message: SealSent) -> SealSent | None:
-        """Returned if the seal is whole now. Raises Refusal: SEAL, a part that cannot be or has come before; SEALS_MAX,
-        too many seals of which a part is missing."""
+        """The message again if the seal is whole now. Raises Refusal: SEAL, a part that is wrong or has come before;
+        SEALS_MAX, too many seals lack a part."""
         if message.seal.epoch != self._epoch or not 0 < message.ways_mask < 1 << self._ways:
             raise Refusal(RefusalReason.SEAL)
         parts = self._of(message.number)

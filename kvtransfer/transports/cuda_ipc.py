@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Final
 from baton.ids import Pair
 from baton.tasks import call_loop
 from kvtransfer.device.driver import DeviceDriver, DeviceError
-from kvtransfer.device.region import DeviceMemory, OpenedRegion
+from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
@@ -47,7 +47,6 @@ BATCHES_IN_FLIGHT_MAX = 64
 class CudaIpcReceiverPort(ShmReceiverPort):
     """See `ShmReceiverPort`; `region` is a `DeviceRegion`."""
 
-    transport: ClassVar[TransportName] = TransportName.CUDA_IPC
     codec: ClassVar[wire.Codec] = CODEC
 
 
@@ -62,7 +61,7 @@ class CudaIpcWriterLink(ShmWriterLink):
         cls,
         endpoint: DataEndpoint,
         pair: Pair,
-        source: DeviceMemory,
+        source: DeviceRegion,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         driver: DeviceDriver,

@@ -400,6 +400,7 @@ class PostQueue(Generic[PartT, LoanT]):
     def _drop(self, which: Callable[[Batch[PartT]], bool]) -> None:
         """Take nothing more of these. One of which a part is out completes with the last of them."""
         kept: deque[Batch[PartT]] = deque()
+        held_up = bool(self._waiting) and not self._waiting[0].computed
         for batch in self._waiting:
             if not which(batch):
                 kept.append(batch)
@@ -408,6 +409,8 @@ class PostQueue(Generic[PartT, LoanT]):
             if batch.over:
                 self._complete(batch, copied=False)
         self._waiting = kept
+        if held_up and self.waits:
+            self._lanes.offer(kept[0])  # offered before, behind one that was not computed
 
     def _complete(self, batch: Batch[PartT], *, copied: bool) -> None:
         self._count(batch, copied=copied)

@@ -1,14 +1,13 @@
-"""The verbs library: set up through pyverbs, and work requests posted by C (`native/rdma_poster.c`).
+"""The verbs library: set up by pyverbs, with work requests posted by C (`native/rdma_poster.c`).
 
-pyverbs is part of rdma-core and is built for the distribution's own Python. A virtual environment of the same Python
-does not see it; so it is looked for beside it, and that one package alone is taken from there. It is imported when
-first used.
+pyverbs is part of rdma-core and is built for the distribution's Python. A virtual environment of the same Python does
+not see it, so it is looked for in the distribution's folder, and only that package is taken from there. It is imported
+when first used.
 
 C posts on the structures of libibverbs that pyverbs' objects wrap (struct ibv_qp, ibv_cq, ibv_comp_channel). pyverbs
-has no way to ask for them, neither by a property nor by a function for C. Each of these classes of Cython declares the
-pointer as its first member, so it lies right after what the base class holds. C reads it from there by a call of the
-kernel, for which a wrong address is an error and not the end of the process, and uses it only if what it points to
-agrees with what the object says of itself.
+does not give them away. Each of these Cython classes declares the pointer as its first member, so it lies right after
+what the base class holds. C reads it from there by a system call, for which a wrong address is an error and no crash,
+and uses it only if the structure agrees with what the object says.
 
 Shape suffix: W = one entry per write.
 """
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,41 +44,33 @@ DISTRIBUTION_FOLDERS = (Path("/usr/lib/python3/dist-packages"), Path("/usr/lib64
 
 
 class RdmaUnavailable(Exception):
-    """RDMA does not work here, or not any more: what is missing, and what to do. `baton doctor` has details."""
+    """RDMA does not work here, or not any more. The text says what is missing and what to do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verbs:
-    """The modules of pyverbs that are used, and the base class of its errors."""
-
-    addr: Any
-    cq: Any
-    device: Any
-    enums: Any
-    mr: Any
-    pd: Any
-    qp: Any
-    wr: Any
-    error: type[Exception]
+class QueuePairFailed(Exception):
+    """A queue pair or the device met an error; the link cannot go on."""
 
 
-def load_verbs(folders: tuple[Path, ...] = DISTRIBUTION_FOLDERS) -> Verbs:
-    """Import pyverbs. Raises RdmaUnavailable."""
+_MODULES = ("addr", "cq", "device", "enums", "mr", "pd", "qp", "wr")
+
+
+def load_verbs(folders: tuple[Path, ...] = DISTRIBUTION_FOLDERS) -> Any:
+    """Import pyverbs: those of its modules that are used, and `error`, the base class of its errors.
+
+    Raises RdmaUnavailable.
+    """
     if "pyverbs" not in sys.modules and importlib.util.find_spec("pyverbs") is None:
         _import_from(_find(folders))
     try:
-        modules = {
-            name: importlib.import_module(f"pyverbs.{name}")
-            for name in ("addr", "cq", "device", "enums", "mr", "pd", "qp", "wr")
-        }
+        modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}
         error = importlib.import_module("pyverbs.pyverbs_error").PyverbsError
     except ImportError as failure:
         raise RdmaUnavailable(f"pyverbs cannot be imported: {failure}; install libibverbs1 as well") from failure
-    return Verbs(**modules, error=error)
+    return SimpleNamespace(**modules, error=error)
 
 
 def suffix_wanted() -> str:
-    """How the file of an extension module ends that this interpreter can load."""
+    """The suffix of extension modules that this interpreter can load."""
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
@@ -110,11 +102,7 @@ def _import_from(folder: Path) -> None:
 
 
 class LayoutUnknown(RdmaUnavailable):
-    """This pyverbs keeps its structures elsewhere than where they were looked for. Nothing was taken from there."""
-
-
-class DeviceBroken(Exception):
-    """The driver refused a call: the queue pair, or the device, is of no use any more."""
+    """This pyverbs keeps its structures elsewhere. Nothing was read from there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +160,11 @@ def need_library() -> RdmaLibrary:
 
 def posts_by() -> str:
     """How work requests are posted in this process, for people."""
-    return "nothing: no native library" if rdma_library() is None else Poster.name
+    return "nothing: no native library" if rdma_library() is None else "native"
 
 
 def _pointer_in(wrapper: Any) -> int:
-    """Where an object of pyverbs keeps its pointer, probably. Raises LayoutUnknown."""
+    """Where an object of pyverbs should keep its pointer. Raises LayoutUnknown."""
     base = type(wrapper).__base__
     if base is None or type(wrapper).__basicsize__ < base.__basicsize__ + ctypes.sizeof(ctypes.c_void_p):
         raise LayoutUnknown(f"pyverbs' {type(wrapper).__name__} has no structure where one was expected")
@@ -214,14 +202,12 @@ def cq_address(cq: Any) -> int:
 class Poster:
     """Posts on the queue pairs of one link, and takes their completions, without the interpreter's lock. One thread."""
 
-    name = "native"
-
     def __init__(
         self, library: RdmaLibrary, *, qps: list[int], cq: int, channel_fd: int, addresses: Addresses,
         take_event: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`qps` and `cq` are where the structures of libibverbs are; they outlive the poster. `take_event` takes the
-        event off the completion channel; it raises DeviceBroken."""
+        """`qps` and `cq` are addresses of libibverbs' structures, which outlive the poster. `take_event` takes the
+        event off the completion channel; it raises QueuePairFailed."""
         self._library = library
         self._qps = qps
         self._cq = cq
@@ -235,7 +221,7 @@ class Poster:
         self._waited_us = ctypes.c_int64(0)
 
     def post_writes(self, qp: int, src_W: np.ndarray, dst_W: np.ndarray, nbytes_W: np.ndarray, wr_id: int) -> None:
-        """Post 1 to `chain_wrs_max` writes as one chain; its last completes as `wr_id`. Raises DeviceBroken."""
+        """Post 1 to `chain_wrs_max` writes as one chain; its last completes as `wr_id`. Raises QueuePairFailed."""
         assert src_W.flags.c_contiguous and dst_W.flags.c_contiguous and nbytes_W.flags.c_contiguous
         at = self._at
         error = self._library.post_writes(
@@ -243,20 +229,20 @@ class Poster:
             src_W.ctypes.data, dst_W.ctypes.data, nbytes_W.ctypes.data, len(src_W), wr_id,
         )  # fmt: skip
         if error:
-            raise DeviceBroken(f"posting failed with errno {error}")
+            raise QueuePairFailed(f"posting failed with errno {error}")
 
     def post_seal(self, qp: int, number: int, wr_id: int) -> None:
-        """Post an empty write with `number` as its immediate. Raises DeviceBroken."""
+        """Post an empty write with `number` as its immediate. Raises QueuePairFailed."""
         immediate_be = socket.htonl(number & IMMEDIATE_MASK)
         error = self._library.post_seal(self._qps[qp], self._at.dst_base, self._at.rkey, immediate_be, wr_id)
         if error:
-            raise DeviceBroken(f"posting failed with errno {error}")
+            raise QueuePairFailed(f"posting failed with errno {error}")
 
     def wait(self, wake_fd: int, spin_us: int, timeout_ms: int) -> tuple[list[tuple[int, int]], int]:
         """(wr_id, status) of completions, and microseconds waited. Status 0 is success.
 
         Polls for `spin_us`, then sleeps until a completion comes or `wake_fd` is readable. May come back empty.
-        Raises DeviceBroken.
+        Raises QueuePairFailed.
         """
         found = self._library.wait(
             self._cq, self._channel_fd, wake_fd, spin_us, timeout_ms,
@@ -264,14 +250,8 @@ class Poster:
             ctypes.addressof(self._events), ctypes.addressof(self._waited_us),
         )  # fmt: skip
         if found < 0:
-            raise DeviceBroken(f"polling failed with errno {-found}")
+            raise QueuePairFailed(f"polling failed with errno {-found}")
         pairs = list(zip(self._wr_ids[:found].tolist(), self._statuses[:found].tolist(), strict=True))
         if self._events.value & _CHANNEL_READABLE:
             self._take_event()
         return pairs, self._waited_us.value
-
-
-def take_event(channel: Any, cq: Any) -> None:
-    """Take one event off a readable completion channel."""
-    channel.get_cq_event(cq)
-    cq.ack_events(1)

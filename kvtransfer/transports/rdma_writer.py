@@ -25,8 +25,8 @@ from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
 from kvtransfer.transports.control_channel import WriterChannel, connect_error
 from kvtransfer.transports.limits import LinkLimits, check_limits
 from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import Hold, ProbeLost, QueuePairFailed, QueuePairs, RdmaMemory
-from kvtransfer.transports.rdma_verbs import DeviceBroken, Poster, RdmaUnavailable
+from kvtransfer.transports.rdma_device import Hold, ProbeLost, QueuePairs, RdmaMemory
+from kvtransfer.transports.rdma_verbs import Poster, QueuePairFailed, RdmaUnavailable
 
 
 class Waker:
@@ -194,8 +194,7 @@ def give_up(endpoint: DataEndpoint, hold: Hold, qps: QueuePairs | None, sock: so
         if qps is not None:
             qps.destroy()
     except QueuePairFailed as error:
-        log.error("queue pairs are left to the end of the process", peer=endpoint.address, reason=str(error))
-        hold.leave_behind()
+        hold.leave_behind(f"{endpoint.address}: {error}")
         if sock is not None:
             sock.close()
         return
@@ -329,7 +328,6 @@ class RdmaWriterLink(ChainLink):
         return {
             **super().describe(),
             "device": self._hold.device.port.device,
-            "posts_by": self._poster.name,
             "queue_pairs": len(self._qps.ends.qps),
         }
 
@@ -351,7 +349,7 @@ class RdmaWriterLink(ChainLink):
                 # Polling pays only where the last wait was so short that it would have caught it.
                 spin_us = self._spin_us_max if waited_us <= self._spin_us_max else 0
             failure = ""
-        except (DeviceBroken, QueuePairFailed) as error:
+        except QueuePairFailed as error:
             failure = str(error)
         finally:
             call_loop(self._loop, self._thread_left, failure)
@@ -414,12 +412,7 @@ class RdmaWriterLink(ChainLink):
         self._let_go(wire.Bye(epoch=self._epoch) if say_bye else None)
 
     def _leave_behind(self) -> None:
-        log.error(
-            "queue pairs are left to the end of the process: they cannot be destroyed",
-            peer=self._address,
-            tries=DESTROY_TRIES_MAX,
-        )
-        self._hold.leave_behind()
+        self._hold.leave_behind(self._address)
         self._let_go(None)
 
     def _let_go(self, last: wire.Message | None) -> None:

@@ -1,25 +1,41 @@
-"""What every receiving port does alike, however bytes get into its region: it listens, takes writers through the
-handshake of the control channel, and counts. The I/O is here, the decisions in `control_channel.ReceiverChannel`."""
+"""What all receiving ports share: they listen, take writers through the handshake of the control channel, fence, and
+count. The I/O is here, the decisions are in `control_channel.ReceiverChannel`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import ClassVar, Final, Generic, TypeVar
 
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transport import (
+    DataEndpoint,
+    PairBeingFenced,
+    ReceiverEvents,
+    TooManyPairs,
+    TransportName,
+    WriteRanges,
+)
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.control_channel import Do, Inbox, ReceiverChannel, Refusal, RefusalReason, Signal
+from kvtransfer.transports.control_channel import (
+    Do,
+    Inbox,
+    ReceiverChannel,
+    Refusal,
+    RefusalReason,
+    SealGather,
+    Signal,
+)
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.pair_fence import PortFences
 
 ACCEPTS_PER_WAKE_MAX: Final = 16
 """Connections accepted in one go before others get their turn."""
@@ -39,11 +55,110 @@ _CONNECTION_GONE: Final = frozenset(
         errno.ETIMEDOUT,
     }
 )
-"""These concern the one connection that was to be accepted (accept(2)), and not the listener."""
+"""These concern the connection that was to be accepted (accept(2)), not the listener."""
+SECRET_BYTES: Final = 16
+
+
+class Evidence(Enum):
+    """Why a connection can no longer write."""
+
+    ACKNOWLEDGED = "acknowledged"
+    DEAD = "dead, by pidfd"
+    JOINED = "closed, its receive thread joined"
+    DESTROYED = "reset, its queue pairs destroyed"
+    WORKER = "closed, its receiving worker destroyed"
+
+
+class PairFence:
+    """Which connections of one pair may still write, and which fences wait for them. No I/O and no clock.
+
+    A connection, named by an integer of the caller's choice, is *open* from the moment that it may write (shm: that the
+    region's descriptor may have left for the writer), and stays so until there is evidence that it cannot any more.
+    Nothing else closes it here (I2, I3).
+    """
+
+    def __init__(self) -> None:
+        self._expected: tuple[Epoch, bytes] | None = None
+        self._fenced_epoch = -1
+        self._open: dict[int, Epoch] = {}
+        self._waiting: set[Epoch] = set()
+        self._closed: Counter[tuple[Epoch, Evidence, int]] = Counter()
+        """By epoch, evidence, and the process id of those that are dead."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is expected, open or waiting: this may be forgotten."""
+        return self._expected is None and not self._open and not self._waiting
+
+    @property
+    def fences_waiting(self) -> int:
+        return len(self._waiting)
+
+    def is_fencing(self, epoch: Epoch) -> bool:
+        """A fence that covers `epoch` waits for its evidence."""
+        return any(waiting >= epoch for waiting in self._waiting)
+
+    def has_fenced(self, epoch: Epoch) -> bool:
+        """`epoch` can be expected no more: a fence that covers it has begun."""
+        return epoch <= self._fenced_epoch
+
+    @property
+    def expects(self) -> bool:
+        """Connections of some epoch may be opened now."""
+        return self._expected is not None
+
+    def secret(self, epoch: Epoch) -> bytes | None:
+        """The secret that `expect` set for this epoch, if it still holds."""
+        return self._expected[1] if self._expected is not None and self._expected[0] == epoch else None
+
+    def expect(self, epoch: Epoch, secret: bytes) -> None:
+        """From now on connections must show this epoch and secret; connections already open are not touched."""
+        assert epoch > self._fenced_epoch, (epoch, self._fenced_epoch, "this epoch is fenced")
+        assert self._expected is None or epoch > self._expected[0], (epoch, "epochs only rise")
+        self._expected = (epoch, secret)
+
+    def opened(self, connection: int, epoch: Epoch) -> None:
+        """From now on it may be able to write. The caller has just seen that it knows this epoch's secret."""
+        assert connection not in self._open, connection
+        assert epoch > self._fenced_epoch, (epoch, self._fenced_epoch)
+        self._open[connection] = epoch
+
+    def closed(self, connection: int, evidence: Evidence, pid: int = 0) -> None:
+        """There is evidence that this connection can no longer write."""
+        self._closed[self._open.pop(connection), evidence, pid if evidence is Evidence.DEAD else 0] += 1
+
+    def fence(self, epoch: Epoch) -> list[int]:
+        """Open no connection of `epoch` or older any more; returns those still open. `settled` will name the epoch."""
+        self._fenced_epoch = max(self._fenced_epoch, epoch)
+        if self._expected is not None and self._expected[0] <= epoch:
+            self._expected = None
+        self._waiting.add(epoch)
+        return [connection for connection, its_epoch in self._open.items() if its_epoch <= epoch]
+
+    def settled(self) -> tuple[Epoch, str] | None:
+        """The oldest fenced epoch up to which no connection is open, and the evidence; each once per fence."""
+        if not self._waiting:
+            return None
+        epoch = min(self._waiting)
+        if any(its_epoch <= epoch for its_epoch in self._open.values()):
+            return None
+        self._waiting.discard(epoch)
+        return epoch, self._evidence(epoch)
+
+    def _evidence(self, epoch: Epoch) -> str:
+        keys = [key for key in self._closed if key[0] <= epoch]
+        counts: Counter[Evidence] = Counter()
+        for key in keys:
+            counts[key[1]] += self._closed.pop(key)
+        pids = sorted({pid for _, _, pid in keys if pid})
+        parts = [f"{counts[evidence]} {evidence.value}" for evidence in Evidence if counts[evidence]]
+        if pids:
+            parts[-1] += f" (pid {', '.join(map(str, pids))})"
+        return ", ".join(parts) or "no connection that could write"
 
 
 def listen_on(listen: str, advertise_host: str | None, *, backlog: int) -> tuple[socket.socket, str]:
-    """A listening, non-blocking tcp socket, the caller's; and where peers reach it.
+    """A listening, non-blocking tcp socket, which is the caller's, and where peers reach it.
 
     Raises:
         BatonError: BAD_ENDPOINT.
@@ -115,14 +230,20 @@ class Acceptor:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Connection:
-    """One writer's, at the port. `sock` is None once it is closed, or another's. Loop's thread."""
+    """One writer's, at the port. `sock` is None once it is closed or has another owner. Loop's thread."""
 
     number: int
     sock: socket.socket | None
     codec: wire.Codec
     channel: ReceiverChannel
-    inbox: Inbox
+    inbox: Inbox = field(init=False)
     handshake_timer: asyncio.TimerHandle | None = None
+    fence_sent: bool = False
+    seals: SealGather | None = None
+    """rdma and ucx: once seals may come."""
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(self.codec)
 
     @property
     def hello(self) -> wire.Hello:
@@ -162,33 +283,32 @@ ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
 class BasePort(ABC, Generic[LimitsT, ConnectionT]):
-    """The part of `kvtransfer.transport.ReceiverPort` that is the same for every transport. Loop's thread.
+    """The part of `kvtransfer.transport.ReceiverPort` that all transports share. Made in, and used by, a running loop.
 
-    A subclass decides what is evidence: it calls `_fences.closed` when a connection can no longer write.
+    A subclass decides what is evidence: it calls `_proved` when a connection can no longer write.
     """
 
-    transport: ClassVar[TransportName]
     codec: ClassVar[wire.Codec]
 
     def __init__(
         self,
+        make: Callable[..., ConnectionT],
         *,
         listener: socket.socket,
         address: str,
         events: ReceiverEvents,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
         limits: LimitsT,
     ) -> None:
-        """Takes the listening socket over, and accepts from the loop's next turn on."""
+        """Takes the listening socket over, and accepts from the loop's next turn on. `make` is the type of its
+        connections, whose own fields are set later."""
         self.address = address
+        self._make = make
         self._events = events
-        self._loop = loop
-        self._randomness = randomness
+        self._loop = asyncio.get_running_loop()
         self._limits = limits
-        self._fences = PortFences(
-            transport=self.transport, events=events, loop=loop, randomness=randomness, pairs_max=limits.pairs_max
-        )
+        self._pairs: dict[Pair, PairFence] = {}
+        """All that are expected, have connections, or are being fenced."""
+        self._fences_ended = 0
         self._connections: dict[int, ConnectionT] = {}
         self._connections_made = 0
         self._counts: Counter[str] = Counter()
@@ -196,11 +316,16 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         self._closed = False
         self._acceptor = Acceptor(
             listener,
-            loop=loop,
+            loop=self._loop,
             admit=self._admit,
             paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
             pause_ms=limits.accept_pause_ms,
         )
+
+    @property
+    def transport(self) -> TransportName:
+        """See `ReceiverPort.transport`."""
+        return self.codec.transport
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
         """See `ReceiverPort.expect`.
@@ -209,7 +334,20 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
             PairBeingFenced: a fence of this epoch has not ended yet.
             TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
         """
-        secret = self._fences.expect(pair, epoch)
+        assert not self._closed
+        fence = self._pairs.get(pair)
+        if fence is not None and fence.has_fenced(epoch):
+            raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
+        if fence is None:
+            if len(self._pairs) >= self._limits.pairs_max:
+                raise TooManyPairs(
+                    f"{len(self._pairs)} pairs use this region's {self.transport.value} port, pairs_max is reached"
+                )
+            fence = self._pairs[pair] = PairFence()
+        secret = fence.secret(epoch)
+        if secret is None:
+            secret = secrets.token_bytes(SECRET_BYTES)
+            fence.expect(epoch, secret)
         return DataEndpoint(transport=self.transport, address=self._endpoint_address(), secret=secret, epoch=epoch)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
@@ -220,6 +358,26 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         del grant
         return True
 
+    def fence(self, pair: Pair, epoch: Epoch) -> None:
+        """See `ReceiverPort.fence`. A repeat before its `writer_gone` changes nothing; after it, it is answered again.
+        How long it takes depends on the transport's evidence: see its receiver."""
+        for number in self._begin_fence(pair, epoch):
+            connection = self._connections[number]
+            if not connection.fence_sent:
+                connection.fence_sent = True
+                connection.send(wire.Fence(epoch=epoch))
+            self._fenced(connection)
+
+    async def close(self) -> None:
+        """Stop listening and drop all connections; no event is delivered any more. Writers see EOF. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._acceptor.close()
+        self._pairs.clear()
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         connections = self._connections.values()
@@ -229,8 +387,8 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
             "connections_made": self._connections_made,
             "connections_handshaking": sum(not c.channel.opened for c in connections),
             "connections_writing": sum(self._is_writing(c) for c in connections),
-            "fences_waiting": self._fences.waiting,
-            "fences_ended": self._fences.ended,
+            "fences_waiting": sum(fence.fences_waiting for fence in self._pairs.values()),
+            "fences_ended": self._fences_ended,
             "refused": {reason.name: count for reason, count in self._refused.items()},
         }
 
@@ -243,10 +401,8 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     def _connect(self, sock: socket.socket, *, surplus: bool = False) -> ConnectionT:
         """Enter a new connection, from now on the port's, and start its time."""
         self._connections_made += 1
-        channel = ReceiverChannel(
-            self.codec, secret_of=self._fences.secret, randomness=self._randomness, surplus=surplus
-        )
-        connection = self._connection(self._connections_made, sock, channel)
+        channel = ReceiverChannel(self.codec, secret_of=self._secret, surplus=surplus)
+        connection = self._make(number=self._connections_made, sock=sock, codec=self.codec, channel=channel)
         self._connections[connection.number] = connection
         self._loop.add_reader(sock, self._read, connection)
         connection.handshake_timer = self._loop.call_later(
@@ -290,16 +446,16 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
 
     def _carry_out(self, connection: ConnectionT, instruction: wire.Instruction) -> None:
         match instruction:
-            case wire.Send(message=message):
-                connection.send(message)
+            case wire.Message():
+                if isinstance(instruction, wire.Refused):
+                    self._refused[instruction.reason] += 1
+                connection.send(instruction)
             case wire.Deliver(message=message):
                 self._deliver(connection, message)
             case wire.Left(drained=drained):
                 self._left(connection, drained=drained)
             case wire.Broken(reason=reason):
                 self._broken(connection, reason)
-            case wire.CountRefusal(reason=reason):
-                self._refused[reason] += 1
             case Do.IDENTIFY:
                 self._identify(connection)
             case Do.PREPARE:
@@ -307,7 +463,7 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
                     raise Refusal(RefusalReason.CONNECTIONS_MAX)
                 self._prepare(connection)
             case Do.OPEN:
-                self._fences.opened(connection.pair, connection.number, connection.epoch)
+                self._pairs[connection.pair].opened(connection.number, connection.epoch)
                 if connection.channel.state is not wire.ChannelState.PROBING:
                     connection.cancel_timer()
                 self._opened(connection)
@@ -320,23 +476,64 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
             case Do.DROP:
                 self._drop(connection)
 
+    def _deliver(self, connection: ConnectionT, message: wire.SealSent | wire.LateBye) -> None:
+        """Raises Refusal."""
+        assert connection.seals is not None and isinstance(message, wire.SealSent)
+        self._report(connection, connection.seals.message_came(message))
+
+    def _report(self, connection: ConnectionT, whole: wire.SealSent | None) -> None:
+        """Report a seal of which all has come. Raises Refusal."""
+        if whole is None:
+            return
+        self._flush_for(connection, whole)
+        self._counts["seals"] += 1
+        connection.send(wire.Sealed(number=whole.number))
+        if not self._closed:
+            self._events.seal_landed(connection.pair, whole.seal)
+
     def _fence_own(self, connection: ConnectionT) -> None:
         """The link cannot go on, and may have lost bytes: fence its pair."""
-        if not self._closed and not self._fences.is_fencing(connection.pair, connection.epoch):
+        if not self._closed and not self._pairs[connection.pair].is_fencing(connection.epoch):
             self.fence(connection.pair, connection.epoch)
+
+    # Pairs.
+
+    def _secret(self, pair: Pair, epoch: Epoch) -> bytes | RefusalReason:
+        """What a connection of this pair and epoch has to prove, or why none is accepted: no epoch of the pair is
+        expected, or another one. To be asked again before it is opened: a fence, or a newer epoch, may have come."""
+        fence = self._pairs.get(pair)
+        if fence is None or not fence.expects:
+            return RefusalReason.NOT_EXPECTED
+        return fence.secret(epoch) or RefusalReason.EPOCH
+
+    def _begin_fence(self, pair: Pair, epoch: Epoch) -> list[int]:
+        """`writer_gone` comes when it has its evidence. Returns the connections that are still open."""
+        assert not self._closed
+        still_open = self._pairs.setdefault(pair, PairFence()).fence(epoch)
+        self._loop.call_soon(self._settle, pair)
+        return still_open
+
+    def _proved(self, connection: ConnectionT, evidence: Evidence, pid: int = 0) -> None:
+        """It can no longer write. Fences that waited for it are reported soon."""
+        self._pairs[connection.pair].closed(connection.number, evidence, pid)
+        self._loop.call_soon(self._settle, connection.pair)
+
+    def _settle(self, pair: Pair) -> None:
+        """Report every fence of the pair that has its evidence; the callback may call back into this port."""
+        while not self._closed and (fence := self._pairs.get(pair)) is not None:
+            settled = fence.settled()
+            if settled is None:
+                if fence.is_idle:
+                    del self._pairs[pair]
+                return
+            self._fences_ended += 1
+            self._events.writer_gone(pair, *settled)
 
     # The transport's own.
 
     @abstractmethod
-    def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`."""
-
-    @abstractmethod
     def _admit(self, sock: socket.socket) -> None:
         """A new connection, which does not block; it is the port's."""
-
-    @abstractmethod
-    def _connection(self, number: int, sock: socket.socket, channel: ReceiverChannel) -> ConnectionT: ...
 
     @abstractmethod
     def _is_writing(self, connection: ConnectionT) -> bool:
@@ -356,13 +553,12 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     def _start(self, connection: ConnectionT) -> None:
         """The WELCOME has been sent."""
 
-    @abstractmethod
-    def _deliver(self, connection: ConnectionT, message: wire.SealSent | wire.LateBye) -> None:
-        """Raises Refusal."""
+    def _flush_for(self, connection: ConnectionT, message: wire.SealSent) -> None:
+        """Make visible what was written before this seal. Raises Refusal."""
 
     @abstractmethod
     def _left(self, connection: ConnectionT, *, drained: bool) -> None:
-        """It may write, and said BYE."""
+        """It may write, and sent BYE."""
 
     @abstractmethod
     def _lost(self, connection: ConnectionT) -> None:
@@ -371,6 +567,9 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     @abstractmethod
     def _broken(self, connection: ConnectionT, reason: RefusalReason) -> None:
         """It may write, and broke the protocol; REFUSED has been sent."""
+
+    def _fenced(self, connection: ConnectionT) -> None:
+        """A fence covers it; FENCE has been sent."""
 
     @abstractmethod
     def _drop(self, connection: ConnectionT) -> None:
@@ -382,12 +581,11 @@ class ListeningPort(BasePort[LimitsT, ConnectionT]):
 
     def __init__(
         self,
+        make: Callable[..., ConnectionT],
         *,
         listen: str,
         advertise_host: str | None,
         events: ReceiverEvents,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
         limits: LimitsT,
     ) -> None:
         """Listens at once. Writers get `advertise_host` instead of the host in `listen`, where there is one.
@@ -397,9 +595,7 @@ class ListeningPort(BasePort[LimitsT, ConnectionT]):
             OSError: the address cannot be listened on.
         """
         listener, address = listen_on(listen, advertise_host, backlog=limits.handshakes_max)
-        super().__init__(
-            listener=listener, address=address, events=events, loop=loop, randomness=randomness, limits=limits
-        )
+        super().__init__(make, listener=listener, address=address, events=events, limits=limits)
 
     def _admit(self, sock: socket.socket) -> None:
         handshaking = sum(not c.channel.opened for c in self._connections.values())

@@ -18,7 +18,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from baton.ids import Pair
@@ -46,19 +45,17 @@ def codec_of(transport: TransportName) -> Codec:
 CODEC: Final = codec_of(TransportName.SHM)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShmWelcome:
-    region_nbytes: int
+def encode_welcome(region_nbytes: int) -> bytes:
+    """The WELCOME's payload."""
+    return _WELCOME.pack(region_nbytes)
 
-    def encode(self) -> bytes:
-        return _WELCOME.pack(self.region_nbytes)
 
-    @classmethod
-    def decode(cls, payload: bytes) -> ShmWelcome:
-        """Raises MalformedMessage."""
-        if len(payload) != _WELCOME.size:
-            raise wire.MalformedMessage(f"a payload of {len(payload)} bytes in a WELCOME")
-        return cls(region_nbytes=_WELCOME.unpack(payload)[0])
+def decode_welcome(payload: bytes) -> int:
+    """`region_nbytes`. Raises MalformedMessage."""
+    if len(payload) != _WELCOME.size:
+        raise wire.MalformedMessage(f"a payload of {len(payload)} bytes in a WELCOME")
+    region_nbytes: int = _WELCOME.unpack(payload)[0]
+    return region_nbytes
 
 
 def socket_address(address: str) -> str:
@@ -137,10 +134,10 @@ class ShmChannel(WriterChannel):
         """
         try:
             hello = wire.Hello(pair=pair, epoch=endpoint.epoch)
-            welcome = ShmWelcome.decode((await self.shake_hands(endpoint.secret, hello)).payload)
+            region_nbytes = decode_welcome((await self.shake_hands(endpoint.secret, hello)).payload)
             if self._fd is None:
                 raise ConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
-            return open_region(self._fd, welcome.region_nbytes, endpoint.address), welcome.region_nbytes
+            return open_region(self._fd, region_nbytes, endpoint.address), region_nbytes
         finally:
             self._close_fd()
 

@@ -1,34 +1,31 @@
-"""The receiving side of shm: hands the region's descriptor to writers that prove themselves, and keeps watch over them.
+"""The receiving side of shm: gives the region's descriptor to writers that prove themselves, and watches them.
 
-Evidence (I3) is the writer's BYE, or its pidfd having become readable. The kernel marks a pidfd readable only
-when every thread of the process has left user mode for good, so no store of it is still to come. A closed socket
-proves nothing: the writer may be alive with the region mapped.
+Evidence (I3) is the writer's BYE, or its readable pidfd. The kernel marks a pidfd readable only when every thread of
+the process has left user mode for good, so it stores nothing more. A closed socket proves nothing: the writer may be
+alive with the region mapped.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 import os
+import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from baton.ids import Epoch, Pair
 from kvtransfer.region import SharedRegion
-from kvtransfer.transport import ReceiverEvents, TransportName
+from kvtransfer.transport import ReceiverEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.control_channel import Inbox, ReceiverChannel, Refusal, RefusalReason, Signal
+from kvtransfer.transports.control_channel import Refusal, RefusalReason, Signal
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.receiver_port import BasePort, Connection
+from kvtransfer.transports.receiver_port import BasePort, Connection, Evidence
 from kvtransfer.transports.shm import (
     ADDRESS_PREFIX,
     CODEC,
     MESSAGE_BYTES_MAX,
-    ShmWelcome,
+    encode_welcome,
     peer_credentials,
     socket_address,
 )
@@ -48,10 +45,9 @@ SHM_PORT_LIMITS: Final = ShmPortLimits()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ShmConnection(Connection):
-    pid: int
-    region_fd: int
+    pid: int = 0
+    region_fd: int = -1
     pidfd: int | None = None
-    fence_sent: bool = False
 
     def send(self, message: wire.Message) -> None:
         """Best effort: what is lost costs time, never safety. The region's descriptor goes with the WELCOME: a writer
@@ -64,27 +60,22 @@ class ShmConnection(Connection):
 
 
 class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
-    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread.
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`).
 
     Listens in the abstract socket namespace: a killed process leaves no file behind, and no directory is needed. Such a
     name has no permissions; the peer's user id and the pair's secret take their place. Writer and receiver must share
     a network namespace (to meet) and a PID namespace (for the pidfd).
+
+    A fenced writer that runs drains, unmaps and acknowledges; a stopped one keeps the fence waiting.
     """
 
-    transport: ClassVar[TransportName] = TransportName.SHM
     codec: ClassVar[wire.Codec] = CODEC
 
     def __init__(
-        self,
-        *,
-        region: SharedRegion,
-        events: ReceiverEvents,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
-        limits: ShmPortLimits = SHM_PORT_LIMITS,
+        self, *, region: SharedRegion, events: ReceiverEvents, limits: ShmPortLimits = SHM_PORT_LIMITS
     ) -> None:
-        """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes."""
-        address = ADDRESS_PREFIX + randomness(16).hex()
+        """Listens at once. `region` is the caller's and outlives the port."""
+        address = ADDRESS_PREFIX + secrets.token_hex(16)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             listener.bind(socket_address(address))
@@ -92,31 +83,8 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
         except BaseException:
             listener.close()
             raise
-        super().__init__(
-            listener=listener, address=address, events=events, loop=loop, randomness=randomness, limits=limits
-        )
+        super().__init__(ShmConnection, listener=listener, address=address, events=events, limits=limits)
         self._region = region
-
-    def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`. A repeat before its `writer_gone` changes nothing; after it, it is answered again.
-
-        A writer that lives and runs drains, unmaps and acknowledges; a stopped one keeps the fence waiting.
-        """
-        for number in self._fences.fence(pair, epoch):
-            connection = self._connections[number]
-            if not connection.fence_sent:
-                connection.fence_sent = True
-                connection.send(wire.Fence(epoch=epoch))
-
-    async def close(self) -> None:
-        """Stop listening and watching; no event is delivered any more. Writers see EOF. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._acceptor.close()
-        for connection in list(self._connections.values()):
-            self._drop(connection)
-        self._fences.close()
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -132,9 +100,10 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
     # What comes.
 
     def _admit(self, sock: socket.socket) -> None:
-        _, uid = peer_credentials(sock)
+        pid, uid = peer_credentials(sock)
         surplus = len(self._connections) - self._limits.connections_max
         connection = self._connect(sock, surplus=surplus >= 0)
+        connection.pid, connection.region_fd = pid, self._region.fd
         if uid != os.geteuid():
             self._handle(connection, wire.Refuse(reason=RefusalReason.USER))
         elif surplus >= self._limits.late_byes_max:
@@ -165,24 +134,12 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
         self._take_in(connection, packet)
         return bool(packet)
 
-    def _connection(self, number: int, sock: socket.socket, channel: ReceiverChannel) -> ShmConnection:
-        pid, _ = peer_credentials(sock)
-        return ShmConnection(
-            number=number,
-            sock=sock,
-            codec=self.codec,
-            channel=channel,
-            inbox=Inbox(self.codec),
-            pid=pid,
-            region_fd=self._region.fd,
-        )
-
     def _is_writing(self, connection: ShmConnection) -> bool:
         return connection.channel.may_write and connection.sock is not None
 
     def _identify(self, connection: ShmConnection) -> None:
-        # The pid is that of the process that connected. Had it died before pidfd_open, the pid could by now be another
-        # process's. An answer to a nonce that is sent after pidfd_open shows that it was alive then, so the pidfd is
+        # The pid is that of the process that connected. Had it died before pidfd_open, another process could have the
+        # pid by now. The answer to a nonce that is sent after pidfd_open shows that it was alive then, so the pidfd is
         # its own. Pid 0: the peer lives in another PID namespace.
         with contextlib.suppress(OSError):
             connection.pidfd = os.pidfd_open(connection.pid) if connection.pid > 0 else None
@@ -190,8 +147,7 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
             raise Refusal(RefusalReason.NO_PIDFD)
 
     def _prepare(self, connection: ShmConnection) -> None:
-        welcome = ShmWelcome(region_nbytes=self._region.nbytes)
-        self._handle(connection, wire.Prepared(payload=welcome.encode()))
+        self._handle(connection, wire.Prepared(payload=encode_welcome(self._region.nbytes)))
 
     def _opened(self, connection: ShmConnection) -> None:
         """Before the descriptor leaves: whatever sending reports, the writer may have it from here on."""
@@ -241,7 +197,7 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
     def _prove(self, connection: ShmConnection, evidence: Evidence) -> None:
         """The one place where a connection stops counting as a writer."""
         assert connection.channel.may_write
-        self._fences.closed(connection.pair, connection.number, evidence, connection.pid)
+        self._proved(connection, evidence, connection.pid)
         self._drop(connection)
 
     def _drop(self, connection: ShmConnection) -> None:

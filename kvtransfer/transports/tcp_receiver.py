@@ -1,25 +1,21 @@
 """The receiving side of tcp: proves writers, gives each connection a receive thread, and fences by joining threads.
 
-Evidence (I3): a byte lands only in a receive thread, under its landing lock, on a connection of the pair. When
-the threads of all connections of a pair have been joined and no new one is admitted, nothing of it lands any more,
-whatever the writer does. So a writer that is dead, stopped or cut off is fenced at once, and a connection that ends
-without BYE is itself the reason for a fence: its writer may have lost bytes.
+Each thread checks each frame and scatters it into the region, or, where that is on a device, receives it into pinned
+memory and has the device copy it from there.
 
-A region on a device needs one more thing: the device has finished the copies that the thread queued there. After an
-error of the device nobody knows that. Then a joined thread is no evidence, and neither is the writer's message: the
-blocks stay with their writer, `copies_unproved` counts the connections, and the device is asked again every second.
+Evidence (I3): a byte lands only in a receive thread, on a connection of the pair. The thread takes bytes from the
+kernel only under its landing lock, by calls that do not wait, after it has looked whether the grant may still write. So
+whoever holds the lock knows that no byte is landing, and what it changes under the lock holds for every later byte.
+When the threads of all connections of a pair have been joined and no new one is admitted, nothing of it lands any
+more, whatever the writer does. So a writer that is dead, stopped or cut off is fenced at once, and a connection that
+ends without BYE is itself the reason for a fence: its writer may have lost bytes.
 
-Each data connection has a thread that checks each frame and scatters it into the region, or, where that is on a device,
-receives it into pinned memory and has the device copy it from there.
-
-The landing lock is what makes `forbid` and `stop` a barrier. The thread takes bytes from the kernel only inside it, by
-calls that do not wait, after it has looked whether the grant may still write. So whoever holds the lock knows that
-no byte is landing, and what it changes under the lock holds for every later byte (I3). One native call may make
-many system calls inside the lock; `_barrier` interrupts it, so that it waits for one of them at most.
-
-A copy to a device is queued inside the lock too, after the same check. Its frame is acknowledged when the device has
+A copy to a device is queued under the lock too, after the same check. Its frame is acknowledged when the device has
 finished it, a seal is reported when that holds for every frame before it, and the thread ends when nothing of it is
 left on the device: neither a message nor evidence comes before the bytes. `forbid` waits for the copies of its grant.
+After an error of the device nobody knows whether its copies are over. Then a joined thread is no evidence, and neither
+is the writer's message: the blocks stay with their writer, `copies_unproved` counts the connections, and the device is
+asked again every second.
 
 Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a frame; S2 = (destination, length).
 """
@@ -49,13 +45,13 @@ from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare
 from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.region import Region
-from kvtransfer.transport import ReceiverEvents, TransportName, WriteRanges
+from kvtransfer.transport import ReceiverEvents, WriteRanges
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.control_channel import Inbox, ReceiverChannel, Refusal, RefusalReason, close_politely
+from kvtransfer.transports.control_channel import Refusal, RefusalReason, close_politely
 from kvtransfer.transports.limits import PortLimits, check_limits
-from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.receiver_port import Connection, ListeningPort
+from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
 from kvtransfer.transports.tcp import (
+    CALL_SEGMENTS_MAX,
     CODEC,
     FRAME_BYTES_MAX,
     FRAME_SEGMENTS_MAX,
@@ -106,69 +102,6 @@ class StreamLimits:
 STREAM_LIMITS: Final = StreamLimits()
 
 
-class LandingMemory:
-    """The region itself, in host memory: what has been received there has landed.
-
-    The receive thread's, but for `wait_for` and `release`, which are the control thread's.
-    """
-
-    staged = False
-    """Bytes are received elsewhere, and get to the region by `copy`."""
-
-    def __init__(self, array_U8: np.ndarray, region_nbytes: int) -> None:
-        self.array_U8: np.ndarray | None = array_U8
-        """What is received into."""
-        self.region_nbytes = region_nbytes
-
-    def holds(self, frame: Data, table_S2: np.ndarray) -> bool:
-        """Whether the table agrees with the frame's head, and lies in the region. Compared so that no sum overflows."""
-        if frame.segments == 1:
-            dst, nbytes = table_S2[0].tolist()
-            return bool(nbytes == frame.payload_nbytes and 0 <= dst <= self.region_nbytes - nbytes)
-        dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
-        bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
-        bad_S |= (dst_S < 0) | (dst_S > self.region_nbytes - nbytes_S)
-        return not bool(bad_S.any()) and int(nbytes_S.sum()) == frame.payload_nbytes
-
-    def place(self, table_S2: np.ndarray) -> np.ndarray | None:
-        """Where a frame with this table is to be received. None: nowhere as long as the device copies."""
-        return table_S2
-
-    def copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray) -> None:
-        """Queue the copy of a frame that has been received. The caller holds what makes `forbid` a barrier."""
-        raise AssertionError(("there is nothing to copy", frame, place_S2, table_S2))
-
-    def give(self, place_S2: np.ndarray) -> None:
-        """What was received there is not wanted."""
-
-    def copied(self) -> int | None:
-        """The sequence of the oldest frame whose copy is over; each is returned once, in order. Raises DeviceError."""
-        return None
-
-    @property
-    def copying(self) -> bool:
-        """There are frames whose copies are not over."""
-        return False
-
-    def wait_for(self, grant: GrantId) -> None:
-        """Wait until no copy of this grant that was queued by now is left on a device. Raises DeviceError."""
-
-    def settle(self) -> None:
-        """Wait until nothing is left on a device. The last that the receive thread calls. Raises DeviceError."""
-
-    def try_settle(self) -> bool:
-        """`settle` without waiting, after the receive thread. Raises DeviceError."""
-        return True
-
-    def release(self) -> None:
-        """Let go of the memory; the receive thread has ended, or was never begun, and nothing is left on a device."""
-        self.array_U8 = None
-
-    def leave_behind(self) -> None:
-        """Instead of `release`, where nobody knows whether a device still copies."""
-        self.array_U8 = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedFrame:
     """A frame on its way to the device, from where it begins in pinned memory."""
@@ -176,56 +109,6 @@ class StagedFrame:
     grant: GrantId
     sequence: int
     start: int
-
-
-class StagedMemory(LandingMemory):
-    """A share of pinned memory, from which the device copies. A frame is not larger than a chunk of it."""
-
-    staged = True
-
-    def __init__(self, array_U8: np.ndarray, region_nbytes: int, share: StagingShare[StagedFrame]) -> None:
-        """Takes the share over."""
-        super().__init__(array_U8, region_nbytes)
-        self._share = share
-
-    def place(self, table_S2: np.ndarray) -> np.ndarray | None:
-        start = self._share.take()
-        return None if start is None else np.array([[start, table_S2[:, 1].sum()]], table_S2.dtype)
-
-    def copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray) -> None:
-        staged = StagedFrame(grant=frame.grant, sequence=frame.sequence, start=int(place_S2[0, 0]))
-        self._share.to_device(staged.start, table_S2[:, 0], table_S2[:, 1], tag=staged)
-
-    def give(self, place_S2: np.ndarray) -> None:
-        self._share.give(int(place_S2[0, 0]))
-
-    def copied(self) -> int | None:
-        staged = self._share.finished()
-        if staged is None:
-            return None
-        self._share.give(staged.start)
-        return staged.sequence
-
-    @property
-    def copying(self) -> bool:
-        return self._share.flying > 0
-
-    def wait_for(self, grant: GrantId) -> None:
-        self._share.wait_for(lambda staged: staged.grant == grant)
-
-    def settle(self) -> None:
-        self._share.settle()
-
-    def try_settle(self) -> bool:
-        return self._share.try_settle()
-
-    def release(self) -> None:
-        super().release()
-        self._share.give_back()
-
-    def leave_behind(self) -> None:
-        super().leave_behind()
-        self._share.leave_behind()
 
 
 class Scatter:
@@ -279,8 +162,11 @@ class Scatter:
     def _receive_by_python(self) -> Received:
         segment, done = self._place.tolist()
         region = self._region_U8.data
-        views = [region[d : d + n] for d, n in self._table_S2[segment:].tolist()]
-        while views and not self._interrupt.value:
+        while segment < len(self._table_S2):
+            if self._interrupt.value:
+                return Received.INTERRUPTED
+            ahead = self._table_S2[segment : segment + CALL_SEGMENTS_MAX].tolist()
+            views = [region[dst : dst + nbytes] for dst, nbytes in ahead]
             views[0] = views[0][done:]
             try:
                 count = self._sock.recvmsg_into(of_one_call(views))[0]
@@ -288,15 +174,12 @@ class Scatter:
                 return Received.NOTHING_YET
             if count == 0:
                 return Received.EOF
-            done = count
-            passed = 0
-            while passed < len(views) and done >= len(views[passed]):
-                done -= len(views[passed])
-                passed += 1
-            at_first = 0 if passed else int(self._place[1])
-            self._place[:] = self._place[0] + passed, done + at_first
-            del views[:passed]
-        return Received.INTERRUPTED if views else Received.ALL
+            done += count
+            while segment < len(self._table_S2) and done >= self._table_S2[segment, 1]:
+                done -= int(self._table_S2[segment, 1])
+                segment += 1
+            self._place[:] = segment, done
+        return Received.ALL
 
 
 class StreamEnded(Exception):
@@ -321,12 +204,15 @@ class ReceiveStream:
         sock: socket.socket,
         hello: wire.Hello,
         index: int,
-        memory: LandingMemory,
+        memory_U8: np.ndarray,
+        region_nbytes: int,
         limits: StreamLimits,
         loop: asyncio.AbstractEventLoop,
         sealed: Callable[[ReceiveStream, wire.SealSent], None],
         ended: Callable[[ReceiveStream], None],
+        share: StagingShare[StagedFrame] | None = None,
     ) -> None:
+        """Receives into `memory_U8`: the region, or with a `share`, which it takes over, the region's pinned memory."""
         self.hello = hello
         self.index = index
         """Of this stream in its link."""
@@ -336,7 +222,9 @@ class ReceiveStream:
         self.frames_dropped = 0
         self.bytes_landed = 0
         self._sock = sock
-        self._memory = memory
+        self._memory_U8: np.ndarray | None = memory_U8
+        self._region_nbytes = region_nbytes
+        self._share = share
         self._limits = limits
         self._loop = loop
         self._sealed = sealed
@@ -389,7 +277,8 @@ class ReceiveStream:
         """
         with self._barrier():
             self._allowed.pop(grant, None)
-        self._memory.wait_for(grant)
+        if self._share is not None:
+            self._share.wait_for(lambda frame: frame.grant == grant)
 
     def stop(self, fence_epoch: Epoch | None) -> None:
         """When this returns no byte is taken any more; the thread ends soon. Idempotent. An epoch: FENCE is sent."""
@@ -412,14 +301,23 @@ class ReceiveStream:
 
         Raises DeviceError: the device failed, and nobody knows whether it still copies. Nothing is released.
         """
-        if not self._settled and not self._memory.try_settle():
-            return False
-        self._memory.release()
+        if self._share is not None:
+            if not self._settled and not self._share.try_settle():
+                return False
+            self._share.give_back()
+        self._memory_U8 = None
         return True
 
-    def leave_behind(self) -> None:
-        """Instead of `release`, at the end of the port."""
-        self._memory.leave_behind()
+    def release_or_leave(self) -> None:
+        """`release` at the end of the port: nobody asks the device again, and what it may still copy from or to stays
+        pinned until the process ends."""
+        released = False
+        with contextlib.suppress(DeviceError):
+            released = self.release()
+        if not released:
+            assert self._share is not None
+            self._share.leave_behind()
+            self._memory_U8 = None
 
     def counts(self) -> Counter[str]:
         """Frames and bytes so far."""
@@ -445,7 +343,8 @@ class ReceiveStream:
             self._say_why()
             # A failed device reports nothing about the copies that it has: whoever joins this checks again.
             with contextlib.suppress(DeviceError):
-                self._memory.settle()
+                if self._share is not None:
+                    self._share.settle()
                 self._settled = True
             call_loop(self._loop, self._ended, self)
 
@@ -455,7 +354,7 @@ class ReceiveStream:
             case Data():
                 self._check_order(message.sequence, message.epoch)
                 landed = self._take_frame(message)
-                if not (landed and self._memory.staged):
+                if not (landed and self._share is not None):
                     self._settle()
                     self._acknowledge(Ack(sequence=message.sequence, landed=landed))
             case wire.SealSent():
@@ -508,8 +407,8 @@ class ReceiveStream:
             place_S2 = self._place(table_S2)
             left = self._scatter(frame.grant, place_S2)
             landed = not left
-            if self._memory.staged:
-                landed = self._copy(frame, place_S2, table_S2, received=landed)
+            if self._share is not None:
+                landed = self._copy(frame, int(place_S2[0, 0]), table_S2, received=landed)
         self._drop(left)
         if not landed:
             self.frames_dropped += 1
@@ -530,46 +429,66 @@ class ReceiveStream:
         self._head_have = 0
         self._read(table[have:])
         table_S2 = np.frombuffer(table, dtype=_TABLE_DTYPE).reshape(-1, 2)
-        if not self._memory.holds(frame, table_S2):
+        if not self._holds(frame, table_S2):
             raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
         return table_S2
 
+    def _holds(self, frame: Data, table_S2: np.ndarray) -> bool:
+        """Whether the table agrees with the frame's head, and lies in the region. Compared so that no sum overflows."""
+        if frame.segments == 1:
+            dst, nbytes = table_S2[0].tolist()
+            return bool(nbytes == frame.payload_nbytes and 0 <= dst <= self._region_nbytes - nbytes)
+        dst_S, nbytes_S = table_S2[:, 0], table_S2[:, 1]
+        bad_S = (nbytes_S <= 0) | (nbytes_S > frame.payload_nbytes)
+        bad_S |= (dst_S < 0) | (dst_S > self._region_nbytes - nbytes_S)
+        return not bool(bad_S.any()) and int(nbytes_S.sum()) == frame.payload_nbytes
+
     def _place(self, table_S2: np.ndarray) -> np.ndarray:
-        """Where to receive a frame. Waits for the device where it is still copying out of every chunk."""
+        """Where to receive a frame: at its place, or in one piece into a chunk, once the device has left one."""
+        if self._share is None:
+            return table_S2
         while True:
             self._reap()
-            place_S2 = self._memory.place(table_S2)
-            if place_S2 is not None:
-                return place_S2
+            start = self._share.take()
+            if start is not None:
+                return np.array([[start, table_S2[:, 1].sum()]], table_S2.dtype)
             self._flush()
             if self._stopped:
                 raise StreamEnded("stopped by this receiver")
             time.sleep(POLL_INTERVAL_S)
 
-    def _copy(self, frame: Data, place_S2: np.ndarray, table_S2: np.ndarray, *, received: bool) -> bool:
+    def _copy(self, frame: Data, start: int, table_S2: np.ndarray, *, received: bool) -> bool:
         """Queue the copy of a frame, if it is all there and the grant may still write. False: it is dropped."""
+        assert self._share is not None
         with self._landing:
             if received and frame.grant in self._allowed:
-                self._memory.copy(frame, place_S2, table_S2)
+                staged = StagedFrame(grant=frame.grant, sequence=frame.sequence, start=start)
+                self._share.to_device(start, table_S2[:, 0], table_S2[:, 1], tag=staged)
                 return True
-        self._memory.give(place_S2)
+        self._share.give(start)
         return False
+
+    @property
+    def _copying(self) -> bool:
+        """There are frames whose copies are not over."""
+        return self._share is not None and self._share.flying > 0
 
     def _reap(self) -> None:
         """Acknowledge what the device is through with."""
-        while (sequence := self._memory.copied()) is not None:
-            self._acknowledge(Ack(sequence=sequence, landed=True))
+        while self._share is not None and (frame := self._share.finished()) is not None:
+            self._share.give(frame.start)
+            self._acknowledge(Ack(sequence=frame.sequence, landed=True))
 
     def _settle(self) -> None:
         """Wait until every frame so far is in the region, and acknowledge it."""
-        while self._memory.copying:
+        while self._copying:
             self._reap()
             time.sleep(POLL_INTERVAL_S)
 
     def _scatter(self, grant: GrantId, table_S2: np.ndarray) -> int:
         """Receive straight to its place for as long as the grant may write. Returns the bytes still to come."""
-        assert self._memory.array_U8 is not None
-        scatter = Scatter(self._sock, self._memory.array_U8, table_S2, self._interrupt)
+        assert self._memory_U8 is not None
+        scatter = Scatter(self._sock, self._memory_U8, table_S2, self._interrupt)
         while True:
             with self._landing:
                 if grant not in self._allowed:
@@ -627,7 +546,7 @@ class ReceiveStream:
         if polls_for != self._polls_for:
             self._poll.modify(self._sock, polls_for)
             self._polls_for = polls_for
-        if not self._memory.copying:
+        if not self._copying:
             self._poll.poll()
         elif not self._poll.poll(0):
             time.sleep(POLL_INTERVAL_S)
@@ -687,8 +606,8 @@ class TcpConnection(Connection):
 
     index: int = 0
     """Of its stream in the link."""
-    memory: LandingMemory | None = None
-    """Until a stream owns it."""
+    share: StagingShare[StagedFrame] | None = None
+    """Of a region on a device, until a stream owns it."""
     stream: ReceiveStream | None = None
     prove_timer: asyncio.TimerHandle | None = None
     unproved: bool = False
@@ -705,7 +624,6 @@ class _Allowed:
 class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
-    transport: ClassVar[TransportName] = TransportName.TCP
     codec: ClassVar[wire.Codec] = CODEC
 
     def __init__(
@@ -713,14 +631,12 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         *,
         region: Region | StagedRegion,
         events: ReceiverEvents,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
         limits: PortLimits = TCP_PORT_LIMITS,
         stream: StreamLimits = STREAM_LIMITS,
     ) -> None:
-        """Listens at once. `region` is the caller's and outlives the port; `randomness(n)` gives n secret bytes.
+        """Listens at once. `region` is the caller's and outlives the port.
 
         Writers get `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
 
@@ -728,14 +644,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        super().__init__(
-            listen=listen,
-            advertise_host=advertise_host,
-            events=events,
-            loop=loop,
-            randomness=randomness,
-            limits=limits,
-        )
+        super().__init__(TcpConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
         self._region = region
         self._stream_limits = stream
         if isinstance(region, StagedRegion):
@@ -745,7 +654,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         self._unproved: dict[GrantId, Pair] = {}
         """Forbidden grants of which copies may still run on a device that has failed."""
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
-        self._repeats = RepeatLog(log, loop.time)
+        self._repeats = RepeatLog(log, self._loop.time)
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """See `ReceiverPort.allow`."""
@@ -770,7 +679,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after,
         once a device is through with what they had queued there."""
-        for number in self._fences.fence(pair, epoch):
+        for number in self._begin_fence(pair, epoch):
             stream = self._connections[number].stream
             assert stream is not None
             stream.stop(epoch)
@@ -787,9 +696,9 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         for connection in list(self._connections.values()):
             if connection.stream is not None:
                 connection.stream.join()
-                self._release_at_close(connection.stream)
+                connection.stream.release_or_leave()
             self._drop(connection)
-        self._fences.close()
+        self._pairs.clear()
         self._allowed.clear()
         self._repeats.close()
 
@@ -811,9 +720,6 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
 
     # Handshake.
 
-    def _connection(self, number: int, sock: socket.socket, channel: ReceiverChannel) -> TcpConnection:
-        return TcpConnection(number=number, sock=sock, codec=CODEC, channel=channel, inbox=Inbox(CODEC))
-
     def _is_writing(self, connection: TcpConnection) -> bool:
         return connection.stream is not None
 
@@ -821,36 +727,33 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         connection.index = TcpHello.decode(connection.hello.payload).stream
 
     def _prepare(self, connection: TcpConnection) -> None:
-        try:
-            connection.memory = self._memory()
-        except StagingFull as error:
-            raise Refusal(RefusalReason.CONNECTIONS_MAX) from error
+        region = self._region
+        if isinstance(region, StagedRegion):
+            try:
+                connection.share = region.share(region.limits.stream_chunks)
+            except StagingFull as error:
+                raise Refusal(RefusalReason.CONNECTIONS_MAX) from error
         welcome = TcpWelcome(
-            region_nbytes=self._region.nbytes,
+            region_nbytes=region.nbytes,
             frame_bytes_max=self._stream_limits.frame_bytes_max,
             frame_segments_max=self._stream_limits.frame_segments_max,
         )
         self._handle(connection, wire.Prepared(payload=welcome.encode()))
 
-    def _memory(self) -> LandingMemory:
-        """What a connection receives into. Raises StagingFull."""
-        region = self._region
-        if isinstance(region, StagedRegion):
-            return StagedMemory(region.host_U8, region.nbytes, region.share(region.limits.stream_chunks))
-        return LandingMemory(region.array_U8, region.nbytes)
-
     def _start(self, connection: TcpConnection) -> None:
         """From here on the socket is the stream's: no message but the stream's own is taken or sent any more."""
-        sock, memory = connection.sock, connection.memory
-        assert sock is not None and memory is not None
+        sock, share, region = connection.sock, connection.share, self._region
+        assert sock is not None
         self._loop.remove_reader(sock)
-        connection.sock = connection.memory = None
+        connection.sock = connection.share = None
         try:
             stream = ReceiveStream(
                 sock=sock,
                 hello=connection.hello,
                 index=connection.index,
-                memory=memory,
+                memory_U8=region.host_U8 if isinstance(region, StagedRegion) else region.array_U8,
+                region_nbytes=region.nbytes,
+                share=share,
                 limits=self._stream_limits,
                 loop=self._loop,
                 sealed=self._seal,
@@ -863,9 +766,9 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         except BaseException:
             # Nothing was received, so nothing is on a device.
             sock.close()
-            memory.release()
+            connection.share = share
             self._drop(connection)
-            self._fences.closed(connection.pair, connection.number, Evidence.JOINED)
+            self._proved(connection, Evidence.JOINED)
             raise
         connection.stream = stream
 
@@ -939,23 +842,14 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
             self._repeats.over(writer, "the device has finished its copies")
         self._counts.update(stream.counts())
         self._drop(connection)
-        self._fences.closed(hello.pair, connection.number, Evidence.JOINED)
-
-    def _release_at_close(self, stream: ReceiveStream) -> None:
-        """Nobody asks the device again: what it may still copy from or to stays pinned until the process ends."""
-        try:
-            released = stream.release()
-        except DeviceError:
-            released = False
-        if not released:
-            stream.leave_behind()
+        self._proved(connection, Evidence.JOINED)
 
     # Connections.
 
     def _drop(self, connection: TcpConnection) -> None:
-        if connection.memory is not None:
-            connection.memory.release()
-            connection.memory = None
+        if connection.share is not None:
+            connection.share.give_back()
+            connection.share = None
         if connection.prove_timer is not None:
             connection.prove_timer.cancel()
         connection.close_sock(self._loop)

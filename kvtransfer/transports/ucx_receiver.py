@@ -1,10 +1,10 @@
-"""The receiving side of ucx: proves writers, has an agent of NIXL for each link, and fences by destroying it.
+"""The receiving side of ucx: proves writers, has a NIXL agent for each link, and fences by destroying it.
 
 Evidence (I3). Where the receiving worker itself moves every byte into the region (`MOVED_BY_THE_RECEIVER`), its
 destruction is proof: a writer that is dead, stopped or cut off is fenced at once, and a link that ends without BYE is
-itself the reason for a fence. With every other UCX transport (cma, verbs, all that UCX may choose by itself) it is not
-proved, so it takes the writer besides: its BYE, sent after all it posted has completed and its agent is destroyed, or,
-on the same host, the proof of its death by its pidfd. Without either the pair's blocks stay quarantined, however long.
+itself the reason for a fence. With every other UCX transport (cma, verbs, all that UCX may choose by itself) this is
+not proved. There it also takes the writer: its BYE, sent after all its posts have completed and its agent is destroyed,
+or, on the same host, the proof of its death by its pidfd. Without either the pair's blocks stay quarantined.
 """
 
 from __future__ import annotations
@@ -13,33 +13,22 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from baton.ids import Epoch, Pair
 from baton.log import get_log
 from kvtransfer.link import host_identity
 from kvtransfer.region import Region
-from kvtransfer.transport import ReceiverEvents, TransportName
+from kvtransfer.transport import ReceiverEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.control_channel import (
-    ChannelState,
-    Inbox,
-    ReceiverChannel,
-    Refusal,
-    RefusalReason,
-    SealGather,
-)
+from kvtransfer.transports.control_channel import ChannelState, Refusal, RefusalReason, SealGather
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.pair_fence import Evidence
-from kvtransfer.transports.receiver_port import Connection, ListeningPort
+from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
 from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.ucx import CODEC, UcxHello, UcxWelcome
 from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
 
 log = get_log("ucx")
-
 
 UCX_PORT_LIMITS: Final = PortLimits(handshake_ms_max=10_000)
 SEALS_PARTIAL_MAX: Final = 512
@@ -59,11 +48,10 @@ class UcxConnection(Connection):
     """Making its agent, or destroying it."""
     evidence: Evidence | None = None
     """Once it is there the agent is destroyed, and then the evidence counts."""
-    seals: SealGather | None = None
 
     @property
     def has_more(self) -> bool:
-        """Bytes of the writer have come that were not read yet."""
+        """Unread bytes of the writer have come."""
         if self.sock is None:
             return False
         try:
@@ -71,24 +59,11 @@ class UcxConnection(Connection):
         except OSError:
             return False
 
-    def cancel_timers(self) -> None:
-        self.cancel_timer()
-        if self.poll_timer is not None:
-            self.poll_timer.cancel()
-            self.poll_timer = None
-
-    def close_pidfd(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.pidfd is not None:
-            loop.remove_reader(self.pidfd)
-            os.close(self.pidfd)
-            self.pidfd = None
-
 
 class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
-    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread, but
-    the making and destroying of agents, which take a pool's thread."""
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). A pool's thread makes and destroys
+    agents."""
 
-    transport: ClassVar[TransportName] = TransportName.UCX
     codec: ClassVar[wire.Codec] = CODEC
 
     def __init__(
@@ -96,8 +71,6 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
         *,
         region: Region,
         events: ReceiverEvents,
-        loop: asyncio.AbstractEventLoop,
-        randomness: Callable[[int], bytes],
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
         config: UcxConfig | None = None,
@@ -109,40 +82,18 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
 
         Raises:
             BatonError: BAD_ENDPOINT.
-            OSError: the address cannot be listened on.
+            OSError: the address cannot be listened on, or the host's identity cannot be read.
         """
-        config = config or UcxConfig()
-        super().__init__(
-            listen=listen,
-            advertise_host=advertise_host,
-            events=events,
-            loop=loop,
-            randomness=randomness,
-            limits=limits,
-        )
-        self._config = config
-        self._region = region
         self._host = host_identity()
-        self._ucx_transports = ucx_transports(config.tls)
+        self._config = config or UcxConfig()
+        self._region = region
+        self._ucx_transports = ucx_transports(self._config.tls)
         self._fences_alone = destruction_fences(self._ucx_transports)
-
-    def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`. How long it takes depends on the UCX transports: see the top of this file."""
-        for number in self._fences.fence(pair, epoch):
-            connection = self._connections[number]
-            connection.send(wire.Fence(epoch=epoch))
-            if self._fences_alone and connection.evidence is None:
-                self._prove(connection, Evidence.WORKER)
+        super().__init__(UcxConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
 
     async def close(self) -> None:
-        """Stop listening, destroy all agents; no event is delivered any more. Writers see EOF. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._acceptor.close()
-        self._fences.close()
-        for connection in list(self._connections.values()):
-            self._drop(connection)
+        """See `BasePort.close`. Returns when all agents are destroyed."""
+        await super().close()
         while works := [c.work for c in self._connections.values() if c.work is not None]:
             await asyncio.wait(works)
 
@@ -159,16 +110,13 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
 
     # Handshake.
 
-    def _connection(self, number: int, sock: socket.socket, channel: ReceiverChannel) -> UcxConnection:
-        return UcxConnection(number=number, sock=sock, codec=CODEC, channel=channel, inbox=Inbox(CODEC))
-
     def _is_writing(self, connection: UcxConnection) -> bool:
         return connection.channel.opened and connection.sock is not None
 
     def _identify(self, connection: UcxConnection) -> None:
         hello = UcxHello.decode(connection.hello.payload)
         if not self._fences_alone and hello.host == self._host:
-            # The answer to the nonce, which is sent after this, shows that the process lived: the pidfd is its own.
+            # The answer to the nonce, which is sent after this, shows that the process is alive: the pidfd is its own.
             with contextlib.suppress(OSError, ValueError):
                 connection.pidfd = os.pidfd_open(hello.pid)
 
@@ -210,13 +158,13 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
             self._lost(connection)
 
     def _lost(self, connection: UcxConnection) -> None:
-        """Without a BYE that counts. Seals of which all has come are delivered first."""
+        """Without a BYE that counts. Whole seals are delivered first."""
         self._take_notifications(connection)
         if self._fences_alone and connection.evidence is None:
             self._prove(connection, Evidence.WORKER)
             self._fence_own(connection)
         else:
-            # It may write on. What remains is its pidfd, if there is one, and a fence that waits.
+            # It may write on, until its pidfd, if there is one, proves its death.
             connection.close_sock(self._loop)
 
     def _writer_died(self, connection: UcxConnection) -> None:
@@ -229,8 +177,7 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
             self._fence_own(connection)
 
     def _deliver(self, connection: UcxConnection, message: wire.SealSent | wire.LateBye) -> None:
-        assert connection.seals is not None and isinstance(message, wire.SealSent)
-        self._report(connection, connection.seals.message_came(message))
+        super()._deliver(connection, message)
         self._take_notifications(connection)
 
     def _take_notifications(self, connection: UcxConnection) -> None:
@@ -251,29 +198,28 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
         if wanted and connection.evidence is None and connection.poll_timer is None:
             connection.poll_timer = self._loop.call_later(SEAL_POLL_US / 1e6, self._take_notifications, connection)
 
-    def _report(self, connection: UcxConnection, whole: wire.SealSent | None) -> None:
-        """Report a seal of which all has come."""
-        if whole is None:
-            return
-        self._counts["seals"] += 1
-        connection.send(wire.Sealed(number=whole.number))
-        if not self._closed:
-            self._events.seal_landed(connection.pair, whole.seal)
-
     # Ends.
 
     def _broken(self, connection: UcxConnection, reason: RefusalReason) -> None:
-        """Its pair is fenced; it is heard on where its BYE is needed."""
+        """Its pair is fenced. Where its BYE is needed the port goes on reading."""
         del reason  # the base has counted it
+        self._fenced(connection)
+        self._fence_own(connection)
+
+    def _fenced(self, connection: UcxConnection) -> None:
         if self._fences_alone and connection.evidence is None:
             self._prove(connection, Evidence.WORKER)
-        self._fence_own(connection)
 
     def _drop(self, connection: UcxConnection) -> None:
         """Close one that never could write, or that cannot any more; at the end of the port any."""
-        connection.cancel_timers()
         connection.close_sock(self._loop)
-        connection.close_pidfd(self._loop)
+        if connection.poll_timer is not None:
+            connection.poll_timer.cancel()
+            connection.poll_timer = None
+        if connection.pidfd is not None:
+            self._loop.remove_reader(connection.pidfd)
+            os.close(connection.pidfd)
+            connection.pidfd = None
         if connection.work is not None:
             return  # it comes back here, or is on its way out already
         if connection.agent is None:
@@ -305,4 +251,4 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
         if connection.channel.opened and not self._closed:
             assert connection.evidence is not None
             pid = UcxHello.decode(connection.hello.payload).pid
-            self._fences.closed(connection.pair, connection.number, connection.evidence, pid)
+            self._proved(connection, connection.evidence, pid)

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.errors import BatonError, Code, Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from cli.services import Service
 from tests.support.cluster_harness import (
     CALL_S_MAX,

@@ -12,7 +12,7 @@ import pytest
 from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model

@@ -159,7 +159,7 @@ def test_without_a_directory_requests_have_a_lost_node_tried_again() -> None:
         async with cuttable() as (cluster, cut):
             stream = cut.stream
             with (
-                patch.object(DecodeStreams, "follow", lambda *_: None),
+                patch.object(DecodeStreams, "follow", lambda *_: []),
                 patch("router.decode_streams.LOST_RETRY_MS", 0),
             ):
                 cut.at_next_token = True

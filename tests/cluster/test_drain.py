@@ -24,7 +24,7 @@ from batonpb import (
 from baton.drain import refused_by
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import (
     CALL_S_MAX,
@@ -162,6 +162,7 @@ def baton(cluster: RunningCluster, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_orders_of_an_operator() -> None:
     """One by one node, one long answer: a drain that runs out of time says what is still there and goes on; undrain
     takes it back; a cordon keeps requests away; orders that make no sense are refused; and SIGTERM gives up what is

@@ -125,7 +125,7 @@ def test_a_node_is_tried_again_after_a_pause_and_trusted_when_its_stream_stays()
                 assert (streams.failed, stream.lost) == (failed, True)
                 answer = await cluster.client.generate(random_prompt(random.Random(2), 40), max_tokens=20)
                 assert (answer.stats.decode_node, answer.stats.resumptions) == (OTHER, 0)
-            with pauses(0), patch.object(DecodeStreams, "follow", lambda *_: None):
+            with pauses(0), patch.object(DecodeStreams, "follow", lambda *_: []):
                 stream.open()
                 await until(cluster, "one more try", lambda: stream.lost)
                 assert (streams.failed, stream.out_of_reach) == (failed + 1, True)

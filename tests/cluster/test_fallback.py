@@ -78,6 +78,7 @@ async def break_in_mid_handoff(cluster: RunningCluster, rng: random.Random, tran
     await assert_conserved(cluster)
 
 
+@pytest.mark.slow
 def test_a_pair_whose_shared_memory_breaks_twice_goes_on_over_tcp() -> None:
     """Twice the shm connection is cut from outside in mid-handoff. The pair then uses tcp; the node's log says so once,
     its counter, `baton describe` and the answers as well. Cut too, tcp is not given up, and what the broken shared

@@ -40,6 +40,7 @@ def was_stuck(call: asyncio.Task[Answer]) -> bool:
     return not call.done() or call.exception() is not None or call.result().stats.resumptions > 0
 
 
+@pytest.mark.slow
 def test_a_stopped_decode_node_does_not_hold_up_the_other() -> None:
     """decode-1 is stopped while handoffs to it are under way and answers run on it. Twenty new requests are served by
     decode-0 meanwhile, exactly; continued, decode-1 finishes what it had, exactly."""

@@ -87,7 +87,7 @@ def test_layers_land_while_the_last_one_waits(length: int, step: int) -> None:
         spec = mock_spec(blocks=200, prefill_flags={"engine.mock_layer_delay_ms": 0.001})
         async with inprocess(spec) as cluster:
             held = LastLayerHeld(cluster.loop, step)
-            runner = cluster.prefill["prefill-0"]._runner
+            runner = cluster.prefill["prefill-0"].pool.runner
             assert isinstance(runner, MockRunner)
             runner._pause = held
             answer = asyncio.create_task(cluster.client.generate(prompt, max_tokens=6))

@@ -15,7 +15,7 @@ import pytest
 from batonpb import common_pb2, directory_pb2, directory_pb2_grpc, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.errors import BatonError, Code
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import (
     Answer,
     RunningCluster,
@@ -82,6 +82,7 @@ async def whole_or_told(calls: list[asyncio.Task[Answer]]) -> None:
             assert outcome.code in (Code.UNAVAILABLE, Code.ABORTED), outcome
 
 
+@pytest.mark.slow
 def test_a_stopped_decode_node_is_noticed_by_router_and_prefill_node() -> None:
     """decode-0 is stopped with answers on it and handoffs to it: the router believes it lost, the prefill node gives
     the handoffs up and frees its blocks. It goes on: what it still had of them is freed, and it gets work again."""
@@ -155,6 +156,7 @@ def test_a_stopped_prefill_node_is_noticed_by_its_decode_node(transport: str) ->
         cluster.run(scenario(cluster))
 
 
+@pytest.mark.slow
 def test_a_stopped_router_is_noticed_by_the_nodes() -> None:
     """The router is stopped with answers running and prompts being read: the prefill node sees its calls end, the
     decode node its stream, and after `orphan_ms` nothing of it is left on either. It goes on, and serves."""
@@ -185,6 +187,7 @@ def test_a_stopped_router_is_noticed_by_the_nodes() -> None:
         cluster.run(scenario(cluster))
 
 
+@pytest.mark.slow
 def test_a_node_in_a_long_engine_step_is_not_taken_for_dead() -> None:
     """Steps of two seconds on either node, while an unanswered ping is given up after one: every answer is whole."""
 

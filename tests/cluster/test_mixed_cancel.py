@@ -85,6 +85,7 @@ def test_many_clients_leave_at_random_moments() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_node_that_stops_gives_up_what_it_keeps() -> None:
     """Told to stop at once, with answers running, queued and half prefilled: each client gets an error or its whole
     answer, nothing runs on, and the node ends."""

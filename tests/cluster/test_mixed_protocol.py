@@ -12,7 +12,7 @@ import pytest
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 from baton.errors import Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from mixed_node.node import MixedNode
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import (

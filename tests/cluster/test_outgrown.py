@@ -6,6 +6,8 @@ import asyncio
 import random
 import re
 
+import pytest
+
 from baton.errors import Code, Reason
 from tests.cluster.test_resume import FAST, ROUTER_FLAGS, SLOW_DECODE, Asked, kill, runner_of
 from tests.support.cluster_harness import (
@@ -31,6 +33,7 @@ async def busiest(cluster: RunningCluster) -> str:
     return max((name for name in statuses if name.startswith("decode")), key=lambda name: statuses[name].requests)
 
 
+@pytest.mark.slow
 def test_an_answer_is_taken_up_by_the_node_that_can_hold_it() -> None:
     """One prefill node has a small region, and is idle. Prompts that only the other one holds go there, and so do the
     answers that have outgrown the small one when their decode node dies: all are complete and exact."""

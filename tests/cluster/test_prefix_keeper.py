@@ -14,12 +14,12 @@ import grpc.aio
 import pytest
 from batonpb import common_pb2, pins_pb2, pins_pb2_grpc
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.errors import BatonError, Code, InvalidField, Reason
 from baton.ids import Incarnation
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, rpc_errors
 from baton.wire import NodeRecord
-from router.pin_config import PinKeeperConfig, PinnedPrefix
+from router.config import PinKeeperConfig, PinnedPrefix
 from router.pins import PinKeeper
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, error_of, mock_spec, random_prompt, wait_for
 from tests.support.inprocess_cluster import InProcessCluster, inprocess
@@ -29,7 +29,7 @@ NODES = ("decode-0", "prefill-0")
 A, B = random_prompt(random.Random(1), 2 * SIZE), random_prompt(random.Random(2), 3 * SIZE)
 
 
-class SetClock(SystemClock):
+class SetClock(Clock):
     """The machine's clock, but the wall clock of a router whose machine is off by a constant."""
 
     def __init__(self, off_s: float) -> None:
@@ -219,7 +219,7 @@ def test_a_node_out_of_reach_does_not_hold_the_others_up() -> None:
                 incarnation=Incarnation(5),
                 nodes=lambda: [gone, routers.record("prefill-0")],
                 channels=routers._channels,
-                clock=SystemClock(),
+                clock=Clock(),
                 warm=routers._warm,
             )
             pin = await keeper.pin(prefix("a"), A, warm=False)
@@ -246,7 +246,7 @@ def test_a_channel_that_is_dropped_during_a_call_ends_that_call_only() -> None:
                 incarnation=Incarnation(5),
                 nodes=lambda: nodes,
                 channels=routers._channels,
-                clock=SystemClock(),
+                clock=Clock(),
                 warm=routers._warm,
             )
             pinning = asyncio.create_task(keeper.pin(prefix("a"), A, warm=False))

@@ -11,7 +11,7 @@ import grpc.aio
 from batonpb import inference_pb2, pins_pb2, pins_pb2_grpc
 
 from baton.errors import Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     ROUTER_NAME,

@@ -9,6 +9,8 @@ import re
 import signal
 from typing import Any
 
+import pytest
+
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import RunningCluster, assert_conserved, mock_spec, random_prompt, running, wait_for
 from tests.support.fault_harness import (
@@ -103,6 +105,7 @@ def test_who_holds_quarantined_blocks() -> None:
         cluster.run(scenario(cluster))
 
 
+@pytest.mark.slow
 def test_calls_to_a_stopped_decode_node_are_not_told_one_by_one() -> None:
     """Three handoffs to decode-0 are under way when it is stopped. The prefill node warns once of each kind of call
     that is not answered, not once for each handoff; when the node goes on a line says how many there were."""

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli.services import Service
 from tests.support.cluster_harness import (
     RunningCluster,
@@ -56,7 +56,7 @@ async def listed(cluster: RunningCluster) -> list[str]:
     """Whom Redis knows; nobody where it does not answer."""
     channels = Channels(limits=ChannelLimits())
     directory = open_directory(
-        cluster.cluster.directory, channels=channels, clock=SystemClock(), config=DirectoryClientConfig()
+        cluster.cluster.directory, channels=channels, clock=Clock(), config=DirectoryClientConfig()
     )
     try:
         return [record.name for record in (await directory.list()).records]

@@ -196,9 +196,9 @@ def test_the_prefill_node_stops_what_the_router_never_heard_of() -> None:
         real_take, real_cancel = PrefillCalls._take, DecodeNode.cancel
         cancelled: list[tuple[RequestKey, str]] = []
 
-        def take(self: PrefillCalls, job: Any, attempt: Any, event: Any) -> None:
+        def take(self: PrefillCalls, job: Any, inbox: Any, event: Any) -> None:
             if job.checked.prompt[0] != MARK:
-                real_take(self, job, attempt, event)
+                real_take(self, job, inbox, event)
 
         def cancel(self: DecodeNode, key: RequestKey, reason: str, *, tell_router: bool = False) -> bool:
             found = real_cancel(self, key, reason, tell_router=tell_router)

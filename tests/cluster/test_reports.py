@@ -9,7 +9,7 @@ import pytest
 
 from baton.loop_lag import LoopLag
 from baton.wire import NodeRecord
-from prefill_node.placement import room
+from prefill_node.decode_nodes import room
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 

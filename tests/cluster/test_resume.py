@@ -12,7 +12,7 @@ import pytest
 from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from cli.services import Service
 from engine.demo_model import write_demo_model
 from tests.support.cluster_harness import (
@@ -109,6 +109,7 @@ def test_a_second_node_dies_and_it_is_given_up() -> None:
         cluster.run(scenario(cluster))
 
 
+@pytest.mark.slow
 def test_a_decode_node_is_killed_under_load() -> None:
     """Forty answers run on two nodes and one of them is killed. All are complete and exact, those of the dead node
     resumed behind what their clients had; nobody's first token comes twice. The router's log says once that the node
@@ -140,6 +141,7 @@ def test_a_decode_node_is_killed_under_load() -> None:
         cluster.run(scenario(cluster))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_run_it_on() -> None:
     """The only decode node dies in mid-answer. The client has a clear error when the time to look for another is over;
     one that waits longer has the rest of its answer when the node is started again."""

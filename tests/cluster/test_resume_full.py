@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 
+import pytest
+
 from baton.errors import BatonError, Code
 from tests.cluster.test_resume import FAST, SLOW_DECODE, Asked, kill
 from tests.support.cluster_harness import (
@@ -25,6 +27,7 @@ BLOCKS = 2 * 39
 CLIENTS = 40
 
 
+@pytest.mark.slow
 def test_answers_that_lost_their_node_go_before_new_ones() -> None:
     """Each of two nodes writes two answers, and forty clients ask for more whenever they are refused. One node is
     killed: its answers have the next room on the other, and no client that has a token loses its answer."""

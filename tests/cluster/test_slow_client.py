@@ -15,7 +15,7 @@ from batonpb import inference_pb2_grpc
 
 from baton.endpoint import split_endpoint
 from baton.errors import Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import (
     RunningCluster,
     assert_conserved,
@@ -100,6 +100,7 @@ def test_a_grpc_client_that_does_not_read_is_cut_off(cluster: RunningCluster) ->
     cluster.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_an_http_client_that_does_not_read_is_cut_off(cluster: RunningCluster, n: int) -> None:
     """A stream of events, of one answer or several, that stays in the socket: nothing of it is left on any node, and

@@ -208,7 +208,7 @@ def test_a_stream_broken_again_and_again_loses_and_doubles_nothing(how: str) -> 
 
 async def all_decode(node: DecodeNode, asking: asyncio.Future[Any]) -> bool:
     """All five have been handed over: a handoff in progress may be given up when its calls are cut."""
-    return asking.done() or node.pool.engine.running == 5
+    return asking.done() or node.pool.engine.scheduler.running == 5
 
 
 def test_finished_answers_wait_and_are_fetched_again() -> None:

@@ -15,14 +15,15 @@ from dataclasses import replace
 import pytest
 from batonpb import directory_pb2
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits
 from baton.directory_client import Directory, Snapshot
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
-from baton.membership import Membership, MembershipConfig
+from baton.membership import MembershipConfig
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role, record_to_proto
+from tests.support.membership_doubles import WatchedMembership
 
 HANG_S = 60.0
 LONG_MS = 60_000
@@ -439,13 +440,13 @@ async def eventually(call: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
 
 
 @asynccontextmanager
-async def member(place: Place, name: str) -> AsyncIterator[Membership]:
+async def member(place: Place, name: str) -> AsyncIterator[WatchedMembership]:
     number = 1 + sum(name.encode())
     own = replace(record(name, incarnation=number, endpoint=f"h:{number}"), role=Role.ROUTER)
-    membership = Membership(
+    membership = WatchedMembership(
         directory=place.client(),
         own_record=lambda: own,
-        clock=SystemClock(),
+        clock=Clock(),
         rng=random.Random(number),
         config=MembershipConfig(heartbeat_ms=50, ttl_ms=20_000),
     )
@@ -456,11 +457,11 @@ async def member(place: Place, name: str) -> AsyncIterator[Membership]:
         await membership.stop()
 
 
-def known(membership: Membership) -> list[str]:
+def known(membership: WatchedMembership) -> list[str]:
     return [each.name for each in membership.nodes()]
 
 
-async def note_views(membership: Membership, views: list[list[str]]) -> None:
+async def note_views(membership: WatchedMembership, views: list[list[str]]) -> None:
     def note() -> bool:
         views.append(known(membership))
         return False

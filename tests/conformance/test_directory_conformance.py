@@ -9,13 +9,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 from batonpb import directory_pb2
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits
 from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
 from baton.directory_service import DirectoryConfig, DirectoryService
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from tests.conformance.directory_suite import LONG_MS, DirectorySuite, Place
 from tests.support.redis_harness import RedisServer, redis_server
 
@@ -35,7 +34,7 @@ class EmbeddedPlace(Place):
         return EmbeddedDirectory(f"127.0.0.1:{self._port}", channels=self._channels, config=config)
 
     async def start(self) -> None:
-        self._service = DirectoryService(config=self._config, clock=SystemClock())
+        self._service = DirectoryService(config=self._config, clock=Clock())
         self._server = RpcServer(limits=RpcLimits(), rng=random.Random(1))
         self._service.start(self._server)
         self._port = await self._server.start(f"127.0.0.1:{self._port}")
@@ -76,7 +75,7 @@ class RedisPlace(Place):
         self._clients: list[RedisDirectory] = []
 
     def client(self) -> Directory:
-        client = RedisDirectory(self._server.address, clock=SystemClock(), config=self._config)
+        client = RedisDirectory(self._server.address, clock=Clock(), config=self._config)
         self._clients.append(client)
         return client
 
@@ -87,7 +86,7 @@ class RedisPlace(Place):
         self._server.kill()
 
     async def put(self, message: directory_pb2.NodeRecord) -> None:
-        client = RedisDirectory(self._server.address, clock=SystemClock(), config=self._config)
+        client = RedisDirectory(self._server.address, clock=Clock(), config=self._config)
         self._clients.append(client)
         await client.push_message(message, ttl_ms=LONG_MS)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +77,7 @@ class OwningStagedLink(StagedTcpLink):
 
     async def close(self) -> None:
         await super().close()
-        self._source.close()
+        self._stager._source.close()
 
 
 class OwningPostedLink(TcpWriterLink):
@@ -144,12 +143,15 @@ class OwningPostedRdmaLink(OwningLink):
         self.source.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeSource:
+class FakeSource(DeviceRegion):
     """Any bytes as the source of copies between devices."""
 
-    memory: np.ndarray
-    nbytes: int
+    def __init__(self, memory: Any, nbytes: int) -> None:
+        self._memory, self.nbytes = memory, nbytes
+
+    @property
+    def memory(self) -> Any:
+        return self._memory
 
 
 AnyRegion = Region | FakeDeviceRegion
@@ -188,21 +190,20 @@ class Kit:
         return Region.create(nbytes, "test-region")
 
     def port(self, region: Any, events: ReceiverEvents) -> ReceiverPort:
-        loop = asyncio.get_running_loop()
         if self.transport is TransportName.CUDA_IPC:
-            return CudaIpcReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+            return CudaIpcReceiverPort(region=region, events=events)
         if self.transport is TransportName.SHM:
-            return ShmReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+            return ShmReceiverPort(region=region, events=events)
         if self.transport is TransportName.RDMA:
             registered = DeviceBytes(region) if self.to_device else HostBytes(lambda: region.array_U8)
-            memory = RdmaMemory(region=registered, config=RdmaConfig(), loop=loop, remote_writes=True)
-            return OwningPort(memory=memory, events=events, loop=loop, randomness=os.urandom)
+            memory = RdmaMemory(region=registered, config=RdmaConfig(), remote_writes=True)
+            return OwningPort(memory=memory, events=events)
         if self.transport is TransportName.UCX:
             ucx = UcxConfig(tls=self.tls)
-            return UcxReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom, config=ucx)
+            return UcxReceiverPort(region=region, events=events, config=ucx)
         if self.to_device:
-            return OwningTcpPort(region=staged(region), events=events, loop=loop, randomness=os.urandom)
-        return TcpReceiverPort(region=region, events=events, loop=loop, randomness=os.urandom)
+            return OwningTcpPort(region=staged(region), events=events)
+        return TcpReceiverPort(region=region, events=events)
 
     async def link(self, endpoint: DataEndpoint, pair: Pair, source_U8: np.ndarray, events: WriterEvents) -> WriterLink:
         """Deadlines are short, so that a test of them is: nothing here is slow on a healthy machine."""
@@ -219,7 +220,7 @@ class Kit:
             limits = RdmaLinkLimits(bye_ms_max=5_000, connect_ms_max=self.connect_ms_max)
             if self.from_device:
                 return await rdma_from_device(endpoint, pair, source_U8, events, rdma, limits)
-            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=rdma, loop=loop, remote_writes=False)
+            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=rdma, remote_writes=False)
             try:
                 link = await OwningLink.connect(endpoint, pair, memory, events, loop, limits)
             except BaseException:
@@ -236,7 +237,7 @@ class Kit:
         if self.from_device:
             memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8)))
             try:
-                return await OwningStagedLink.connect(endpoint, pair, memory_on_device, events, loop, tcp, short)
+                return await OwningStagedLink.connect_staged(endpoint, pair, memory_on_device, events, loop, tcp, short)
             except BaseException:
                 memory_on_device.close()
                 raise
@@ -264,7 +265,7 @@ async def rdma_from_device(
 ) -> OwningPostedRdmaLink:
     """From a source that is computed late."""
     loop, source = asyncio.get_running_loop(), ComputedSource(source_U8)
-    memory = RdmaMemory(region=DeviceBytes(source), config=config, loop=loop, remote_writes=False)
+    memory = RdmaMemory(region=DeviceBytes(source), config=config, remote_writes=False)
     poster = EventPoster(streams=source.driver.streams, name="event-poster")
     try:
         link = await OwningPostedRdmaLink.connect(endpoint, pair, memory, events, loop, limits)

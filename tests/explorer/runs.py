@@ -34,7 +34,7 @@ DEFAULT: dict[str, Bounds] = {
     ),
 }
 
-QUICK = frozenset({"suspected-shm", "given-up-shm", "forgotten-shm"})
+QUICK = frozenset({"suspected-shm", "forgotten-shm"})
 """Of those, what `make test` walks: seconds each. The others are for `make test-all`."""
 
 _KEYS = {"attempts": SAME_REQUEST, "requests": TWO_REQUESTS, "same attempt": SAME_ATTEMPT}

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
 from node.peers import OUT_OF_REACH
@@ -165,7 +165,7 @@ class FaultyCluster(RunningCluster):
         """Whom the directory knows; nobody where it does not answer."""
         channels = Channels(limits=ChannelLimits())
         directory = open_directory(
-            self.cluster.directory, channels=channels, clock=SystemClock(), config=DirectoryClientConfig()
+            self.cluster.directory, channels=channels, clock=Clock(), config=DirectoryClientConfig()
         )
         try:
             return {record.name for record in (await directory.list()).records}

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, Final, Self
 
 from baton.errors import BatonError
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import Answer, Client, collect, make_request, mock_tokens
 
 ANSWER_S_MAX: Final = 150.0

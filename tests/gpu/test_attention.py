@@ -23,15 +23,15 @@ from engine.gpu.attention import (
     Admitted,
     BackendUnfit,
     Candidate,
-    GatherVarlen,
     GpuAttention,
     Phase,
     TorchPaged,
     TritonDecode,
+    Varlen,
     VarlenPlan,
     admit,
 )
-from engine.gpu.paged import SPLIT_TOKENS_MIN
+from engine.gpu.kernels import SPLIT_TOKENS_MIN
 from engine.kv_pool import KvPool
 from engine.types import Batch
 
@@ -54,8 +54,8 @@ def varlen_by_torch(q_RHD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tenso
     return torch.cat(out).to(q_RHD.dtype)
 
 
-def gather_by_torch(pool: KvPool, num_heads: int) -> GatherVarlen:
-    return GatherVarlen(pool, varlen_by_torch)
+def gather_by_torch(pool: KvPool, num_heads: int) -> Varlen:
+    return Varlen(pool, varlen_by_torch)
 
 
 def broken(pool: KvPool, num_heads: int) -> TorchPaged:
@@ -102,9 +102,7 @@ def admitted(*makers: Any, phase: Phase = Phase.PREFILL, shape: Shape = SMALL) -
         (Misshapen, "gives (233, 4, 64) instead of (234, 4, 64)"),
     ],
 )
-def test_a_backend_that_fails_its_trial_is_passed_over(
-    maker: Any, problem: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_backend_that_fails_its_trial_is_rejected(maker: Any, problem: str, caplog: pytest.LogCaptureFixture) -> None:
     """The next one in the list is taken, and the reason is told."""
     caplog.set_level(logging.CRITICAL, logger="baton")
     found = admitted(maker, TorchPaged)
@@ -257,7 +255,7 @@ def test_flash_attention_2_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_attn", flash_attn_varlen_func=varlen)
     pool, batch, q_THD = case(SHAPES[-1])
     found = OnCuda(pool)
-    backend = libraries.flash2_paged(found, 2)  # type: ignore[arg-type]
+    backend = libraries.flash_varlen("flash_attn", pages=True)(found, 2)  # type: ignore[arg-type]
     found._asked = 1
     compare(backend, pool, batch, q_THD)
     plan = backend.prepare(batch.slices)
@@ -265,7 +263,7 @@ def test_flash_attention_2_over_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.attend(layer, q_THD, plan)
     assert starts[1] is starts[2]
     with pytest.raises(BackendUnfit, match=r"multiple of 256 tokens, not 16: set engine\.block_size"):
-        libraries.flash2_paged(OnCuda(case(SMALL)[0]), 4)  # type: ignore[arg-type]
+        libraries.flash_varlen("flash_attn", pages=True)(OnCuda(case(SMALL)[0]), 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gives_lse", [False, True])

@@ -87,7 +87,7 @@ async def ask(cluster: RunningCluster, prompt: list[int], count: int) -> list[in
 @pytest.mark.slow
 def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluster, reference: Reference) -> None:
     """Five answers at once, freed blocks poisoned: each is that of one engine on the CPU, blocks have gone to pinned
-    memory and come back, steps went ahead and were held back. `baton describe` shows how much is pinned."""
+    memory and come back, steps overlapped and were held back. `baton describe` shows how much is pinned."""
     prompts = random_prompts(21, 5, 8, 9, 11, 13)
     count = 28
     expected = [reference.answer(prompt, params(count)) for prompt in prompts]
@@ -103,7 +103,7 @@ def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluste
     assert told["sequences swapped out since start"] > 0
     assert told["bytes copied out"] > 0
     assert facts["below the region"] == f"{HOST_BYTES:,} bytes of pinned memory"
-    steps = re.fullmatch(r"(\d+) of \d+, (\d+) held back, \d+ surplus tokens", facts["steps launched ahead"])
+    steps = re.fullmatch(r"(\d+) of \d+, (\d+) held back, \d+ surplus tokens", facts["steps overlapped"])
     assert steps is not None, facts
     assert min(int(steps[1]), int(steps[2])) > 0
     shown = run_baton("describe", DECODE, "--directory", cluster.cluster.directory)

@@ -13,7 +13,7 @@ from tests.support.gpu_cases import SHAPES, Shape, assert_close, fill, poisoned_
 
 # isort: split
 from engine.attention import TorchAttention
-from engine.gpu import paged
+from engine.gpu import kernels
 from engine.kv_pool import KvPool
 from engine.models.decoder import rotary_angles, rotate
 from engine.types import Batch
@@ -48,7 +48,7 @@ def test_store_writes_its_slots_and_no_other_byte(shape: Shape, seed: int) -> No
     # Slices of one projection, as a model's fused QKV would give: rows are not next to each other.
     kv = torch.randn(batch.num_tokens, 3, shape.kv_heads, shape.head_dim, generator=generator).to(pool.dtype)
     blocks_T, slots_T, stored_T = slots_of(pool, batch, chance)
-    paged.store(pool, 1, kv[:, 0], kv[:, 2], blocks_T, slots_T)
+    kernels.store(pool, 1, kv[:, 0], kv[:, 2], blocks_T, slots_T)
     at = (blocks_T[stored_T], slots_T[stored_T])
     expected.kv_LN2KSD[1][at[0], 0, :, at[1]] = kv[stored_T, 0]
     expected.kv_LN2KSD[1][at[0], 1, :, at[1]] = kv[stored_T, 2]
@@ -69,7 +69,7 @@ def test_rotary_and_store_are_one_pass(shape: Shape, seed: int) -> None:
     angles = rotary_angles(positions_T, torch.rand(shape.head_dim // 2, generator=generator), dtype=pool.dtype)
     blocks_T, slots_T, stored_T = slots_of(pool, batch, chance)
     before = q_THD.clone()
-    turned = paged.rotate_and_store(pool, 0, q_THD, kv[0], kv[1], angles, blocks_T, slots_T)
+    turned = kernels.rotate_and_store(pool, 0, q_THD, kv[0], kv[1], angles, blocks_T, slots_T)
     assert torch.equal(q_THD, before)
     wide = (angles[0].float(), angles[1].float())
     assert_close(turned, rotate(q_THD.float(), *wide), shape.dtype)
@@ -88,8 +88,8 @@ def test_gather_copies_contexts_in_order(shape: Shape, seed: int) -> None:
     pool = poisoned_pool(shape, 40)
     batch = random_batch(chance, pool, sequences=chance.randint(1, 5), context_max=5 * shape.block_size)
     fill(pool, batch, generator)
-    plan = paged.plan_gather(pool, batch)
-    k_CKD, v_CKD = paged.gather(pool, 1, plan)
+    plan = kernels.plan_gather(pool, batch)
+    k_CKD, v_CKD = kernels.gather(pool, 1, plan)
     row = 0
     for s in batch.slices:
         at_C = torch.arange(s.stop)
@@ -123,7 +123,7 @@ def test_decode_agrees_with_the_reference(shape: Shape, seed: int) -> None:
         contexts_B[row] = s.stop
     q_BHD = torch.cat([q_THD, torch.full((padding, *q_THD.shape[1:]), 7.0, dtype=q_THD.dtype)])
     for num_splits in (1, chance.randint(2, 32)):
-        out_BHD = paged.decode(pool, 1, q_BHD, tables_BM, contexts_B, num_splits)
+        out_BHD = kernels.decode(pool, 1, q_BHD, tables_BM, contexts_B, num_splits)
         assert_close(out_BHD[: len(batch.slices)], wanted, shape.dtype)
         assert not out_BHD[len(batch.slices) :].any()
 
@@ -140,17 +140,17 @@ def test_slots_are_counted_in_64_bits() -> None:
     last, generator = num_blocks - 1, torch.Generator().manual_seed(1)
     kv = torch.randn(2, 3, 1, 64, generator=generator).to(torch.bfloat16)
     q_BHD = torch.randn(1, 1, 64, generator=generator).to(torch.bfloat16)
-    paged.store(pool, 0, kv[0], kv[1], torch.full((3,), last), torch.arange(3))
+    kernels.store(pool, 0, kv[0], kv[1], torch.full((3,), last), torch.arange(3))
     assert torch.equal(pool.kv_LN2KSD[0, last, :, 0, :3], kv[:, :, 0])
-    out = paged.decode(
+    out = kernels.decode(
         pool, 0, q_BHD, torch.tensor([[last]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32), 1
     )
     weights = torch.softmax(kv[0, :, 0].float() @ q_BHD[0, 0].float() / 8, dim=0)
     assert_close(out[0, 0], weights @ kv[1, :, 0].float(), "bfloat16")
-    k_CKD, v_CKD = paged.gather(
+    k_CKD, v_CKD = kernels.gather(
         pool,
         0,
-        paged.GatherPlan(
+        kernels.GatherPlan(
             blocks_n=torch.tensor([last]), first_rows_n=torch.tensor([0]), num_slots_n=torch.tensor([3]), num_rows=3
         ),
     )
@@ -164,4 +164,4 @@ def test_slots_are_counted_in_64_bits() -> None:
 )
 def test_splits_fill_the_device_and_are_not_tiny(rows: int, kv_heads: int, context_max: int, splits: int) -> None:
     """On a device of 132 processors: one row is cut finely, many rows as far as balance needs, short contexts not."""
-    assert paged.choose_splits(rows, kv_heads, context_max, 132) == splits
+    assert kernels.choose_splits(rows, kv_heads, context_max, 132) == splits

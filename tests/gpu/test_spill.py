@@ -87,7 +87,7 @@ def wanted(config: EngineConfig) -> list[list[int]]:
 @pytest.mark.slow
 def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: list[list[int]]) -> None:
     """Five at once that outgrow the region twice over, freed blocks poisoned: token for token those of the same runner
-    with room for all, each computed once; steps went ahead, and were held back where room had to be made. Afterwards
+    with room for all, each computed once; steps overlapped, and were held back where room had to be made. Afterwards
     every block is free, cached or padding, and host memory is empty."""
 
     async def tight(pool: DevicePool) -> list[list[int]]:
@@ -101,7 +101,7 @@ def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: l
         assert figures.copied_out == figures.copied_back + figures.merged > 0
         assert (figures.swapped_out, figures.host_free) == (0, HOST_BLOCKS)
         assert counters.tokens_computed == sum(len(prompt) + TOKENS - 1 for prompt, _ in asked())
-        assert counters.steps_ahead > 0
+        assert counters.steps_overlapped > 0
         assert counters.steps_held_back > 0
         host.spill.check()
         counts = pool.ledger.check()

@@ -18,6 +18,7 @@ import baton.liveness
 import baton.runtime
 import cli.directory
 import decode_node.main
+import decode_node.reserving
 import decode_node.service
 import node.engine_loop
 import node.main
@@ -25,7 +26,7 @@ import node.peers
 import node.receiver
 import prefill_node.main
 import router.main
-import router.node
+from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, Pair
 from baton.runtime import NodeRuntime
@@ -269,7 +270,7 @@ def current() -> Process:
     return process
 
 
-class SimClock:
+class SimClock(Clock):
     """`baton.clock.Clock` of the running process."""
 
     def __init__(self) -> None:
@@ -280,9 +281,6 @@ class SimClock:
 
     def wall_s(self) -> float:
         return self._loop.time()
-
-    async def sleep_s(self, delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
 
 
 class _NoThread:
@@ -356,10 +354,10 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (baton.runtime, "check_can_bind", can_bind),
         (baton.liveness, "nobody_listens", nobody_listens),
         (cli.directory, "RpcServer", server),
-        (cli.directory, "SystemClock", SimClock),
+        (cli.directory, "Clock", SimClock),
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
-        *((module, "SystemClock", SimClock) for module in (*mains, router.node)),
-        *((main, "secrets", secrets) for main in (*mains, decode_node.main)),
+        *((main, "Clock", SimClock) for main in mains),
+        *((module, "secrets", secrets) for module in (*mains, decode_node.reserving)),
         *((main, "NodeRuntime", capture("runtime", NodeRuntime)) for main in mains),
         (router.main, "RouterNode", capture("router", RouterNode)),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),

@@ -26,7 +26,7 @@ from kvtransfer.transport import (
     WriteRanges,
     WriterEvents,
 )
-from kvtransfer.transports.pair_fence import Evidence, PairFence
+from kvtransfer.transports.receiver_port import Evidence, PairFence
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Process

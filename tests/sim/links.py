@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
-from kvtransfer.transports.pair_fence import Evidence
+from kvtransfer.transports.receiver_port import Evidence
 from tests.sim.data import Batch, SimLink
 from tests.sim.loop import ProcessState
 

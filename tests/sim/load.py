@@ -19,7 +19,7 @@ import grpc.aio
 from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import ChannelLimits
+from baton.rpc import ChannelLimits
 from baton.status import from_rpc_error
 from tests.sim.cluster import Kind, Process, SimCluster
 from tests.sim.engine import ATTEMPTS, VOCAB, reference

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from baton.errors import BatonError
 from baton.liveness import LivenessConfig
-from baton.rpc import CLIENT_LIVENESS, RpcLimits, _Edge
-from baton.rpc_client import ChannelLimits
+from baton.rpc import CLIENT_LIVENESS, ChannelLimits, RpcLimits, _Edge
 from tests.sim.calls import Call, ServedCall
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SimChannel:
 
 
 class SimChannels:
-    """`baton.rpc_client.Channels`, for the process that makes it."""
+    """`baton.rpc.Channels`, for the process that makes it."""
 
     def __init__(self, *, limits: ChannelLimits, process: Process) -> None:
         self._limits = limits
@@ -101,6 +101,9 @@ class SimServer:
         self.calls: dict[ServedCall, None] = {}
         self._services: list[tuple[str, Callable[[Any, Any], None], object]] = []
         self._endpoint = ""
+
+    def on_refused(self, refused: Callable[[BatonError], None]) -> None:
+        self.edge.refused = refused
 
     def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         self._services.append((service, register, servicer))

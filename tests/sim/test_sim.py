@@ -52,6 +52,7 @@ def test_without_faults_nothing_is_lost() -> None:
     assert figures.complete + figures.left == figures.asked
 
 
+@pytest.mark.slow
 def test_a_wide_cluster_under_faults() -> None:
     """16 prefill nodes, 2 decode nodes, 2 routers."""
     outcome = simulate_or_fail(RunConfig(seed=2, requests=400, profile="wide", fault_gap_s=0.01))

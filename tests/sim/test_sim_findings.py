@@ -31,7 +31,7 @@ def test_a_cancel_in_the_moment_of_the_commit(caplog: pytest.LogCaptureFixture) 
             served.set()
 
         def committed(self: DecodeNode, key: RequestKey, grant: GrantId) -> None:
-            marked = self._jobs[grant].tokens[0] == MARK
+            marked = self._jobs[grant].seq.tokens[0] == MARK
             real(self, key, grant)
             if marked:
                 cancel(self, key)

@@ -23,13 +23,14 @@ import grpc.aio
 from batonpb import common_pb2, inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
 
 from baton.errors import BatonError, Reason
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
 from engine.build import EngineKind
-from engine.mock import MockConfig, mock_reference
+from engine.mock import MockConfig
 from engine.types import SamplingParams
 from tests.support.fork_server import forked_children
+from tests.support.mock_reference import mock_reference
 
 _T = TypeVar("_T")
 

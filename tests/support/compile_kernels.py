@@ -20,7 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from engine.gpu import linears, paged
+from engine.gpu import kernels, linears
 from engine.kv_pool import KvPool
 from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 from kvtransfer.device.copy_kernel import copy_records
@@ -80,12 +80,12 @@ def attention(pool: KvPool, group: int) -> None:
         q_THD, k_TKD, v_TKD = torch.split(qkv, [heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         angles = (torch.zeros(tokens, spec.head_dim // 2, dtype=pool.dtype),) * 2
         where_T = torch.zeros(tokens, dtype=torch.int64)
-        paged.rotate_and_store(pool, 1, q_THD, k_TKD, v_TKD, angles, where_T, where_T)
-        paged.store(pool, 1, k_TKD, v_TKD, where_T, where_T)
+        kernels.rotate_and_store(pool, 1, q_THD, k_TKD, v_TKD, angles, where_T, where_T)
+        kernels.store(pool, 1, k_TKD, v_TKD, where_T, where_T)
         q_BHD = torch.zeros(tokens, heads, spec.head_dim, dtype=pool.dtype)
         tables_BM = torch.zeros(tokens, tokens, dtype=torch.int32)
-        for num_splits in (1, paged.SPLITS_MAX):
-            paged.decode(pool, 1, q_BHD, tables_BM, torch.ones(tokens, dtype=torch.int32), num_splits)
+        for num_splits in (1, kernels.SPLITS_MAX):
+            kernels.decode(pool, 1, q_BHD, tables_BM, torch.ones(tokens, dtype=torch.int32), num_splits)
     prompt = SequenceSlice(
         key=RequestKey(request=RequestId("prompt"), attempt=Attempt(0)),
         tokens=[0] * 20,
@@ -96,7 +96,7 @@ def attention(pool: KvPool, group: int) -> None:
         output_index=0,
         params=GREEDY,
     )
-    paged.gather(pool, 1, paged.plan_gather(pool, Batch(slices=(prompt,))))
+    kernels.gather(pool, 1, kernels.plan_gather(pool, Batch(slices=(prompt,))))
 
 
 def products(capability: int) -> None:
@@ -118,7 +118,7 @@ def copies() -> None:
 
 def main(capability: int) -> None:
     driver.set_active(NoDevice(capability))
-    assert not paged.interpreted(), "TRITON_INTERPRET is set: nothing would be compiled"
+    assert not kernels.interpreted(), "TRITON_INTERPRET is set: nothing would be compiled"
     compile_instead_of_launching()
     attention(pool_of(2, 128, "bfloat16"), group=4)
     attention(pool_of(3, 10, "float32", block_size=3), group=2)

@@ -89,8 +89,8 @@ def config_keys() -> Mapping[str, frozenset[str]]:
 
 @cache
 def key_endings() -> frozenset[str]:
-    """Every key of every service, and what is left of it without its first words: `engine.gpu.steps_ahead`,
-    `gpu.steps_ahead`, `steps_ahead`."""
+    """Every key of every service, and what is left of it without its first words: `engine.gpu.overlap_steps`,
+    `gpu.overlap_steps`, `overlap_steps`."""
     keys = frozenset[str]().union(*config_keys().values())
     return frozenset(".".join(key.split(".")[i:]) for key in keys for i in range(key.count(".") + 1))
 

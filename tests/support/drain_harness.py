@@ -12,7 +12,7 @@ from typing import Final
 from batonpb import common_pb2, node_pb2, node_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, Answer, RunningCluster, mock_tokens, random_prompt, wait_for
 

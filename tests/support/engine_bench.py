@@ -14,8 +14,7 @@ from cachestore.block_manager import BlockManager, growth_blocks, prefix_blocks_
 from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
 from engine.mock import MockConfig, MockRunner
-from engine.scheduler import SchedulerConfig
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
 from engine.types import FinishReason, NullSink, SamplingParams
 
 POISON = 0xEE

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError, PinnedMemory
 from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
 from kvtransfer.transport import WriteOps
 
@@ -100,14 +100,6 @@ class LateStreams(FakeStreams):
         stream.queue(lambda: FakeStreams.copy(self, stream, dst, src, taken))
 
 
-class FakePinned:
-    def __init__(self, bytes_U8: np.ndarray) -> None:
-        self.memory = self.array_U8 = bytes_U8
-
-    def close(self) -> None:
-        self.memory = self.array_U8 = np.zeros(0, np.uint8)
-
-
 class FakeDriver:
     """To a network card its memory is peer memory."""
 
@@ -156,11 +148,11 @@ class FakeDriver:
         assert nbytes == len(mapping)
         return np.frombuffer(mapping, dtype=np.uint8)
 
-    def pin(self, nbytes: int) -> FakePinned:
-        return FakePinned(np.zeros(nbytes, np.uint8))
+    def pin(self, nbytes: int) -> PinnedMemory:
+        return self.register(np.zeros(nbytes, np.uint8))
 
-    def register(self, memory_U8: np.ndarray) -> FakePinned:
-        return FakePinned(memory_U8)
+    def register(self, memory_U8: np.ndarray) -> PinnedMemory:
+        return PinnedMemory(memory_U8, memory_U8)
 
     def refusal(self) -> str | None:
         return self._refusal

@@ -18,7 +18,7 @@ from batonpb import (
     prefill_pb2_grpc,
 )
 
-from baton.rpc_client import rpc_errors
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     Answer,

@@ -19,12 +19,11 @@ import grpc.aio
 
 from baton.errors import BatonError, Reason
 from cachestore.prefix_cache import IndexCursor
-from engine.sequence import Sequence
+from engine.scheduler import Sequence
 from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job as PrefillJob
 from router.decode_streams import Inbox
-from router.job import Job, Try
-from router.request import CheckedRequest
+from router.request import CheckedRequest, Job
 from tests.support.cluster_harness import (
     assert_conserved,
     error_of,
@@ -36,7 +35,7 @@ from tests.support.cluster_harness import (
 from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, ask_exactly, inprocess, until
 
 OF_A_REQUEST = (
-    Job, Try, Inbox, CheckedRequest, BatonError, PrefillJob, Handoff, StepWrites, Sequence, IndexCursor,
+    Job, Inbox, CheckedRequest, BatonError, PrefillJob, Handoff, StepWrites, Sequence, IndexCursor,
 )  # fmt: skip
 PROMPT_TOKENS = 100
 

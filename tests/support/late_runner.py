@@ -1,7 +1,7 @@
 """A runner whose device is late, for tests: the mock model, with launched steps computed when nothing can wait longer.
 
 A step that is launched sees of the host only what was there at its launch; it runs then, or later, and at the latest
-when it is collected. So by the time a step runs that was launched ahead, the engine has taken the one before in.
+when it is collected. So by the time a step runs that overlaps, the engine has taken the one before in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LateStep:
 class LateRunner(MockRunner):
     """As late as allowed; with `chance`, now and then earlier. Writing to a block that nobody holds is an error."""
 
-    rows_ahead_max = 64
+    overlap_rows_max = 64
 
     def __init__(self, config: MockConfig, *, chance: random.Random | None = None) -> None:
         super().__init__(config)
@@ -47,11 +47,11 @@ class LateRunner(MockRunner):
     def in_flight(self) -> int:
         return len(self._queue)
 
-    def draws_ahead(self, params: SamplingParams) -> bool:
+    def can_overlap(self, params: SamplingParams) -> bool:
         return params.repetition_penalty == 1
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
-        raise AssertionError("a runner that goes ahead is not to be run")
+        raise AssertionError("a runner that overlaps is not to be run")
 
     def launch(self, batch: Batch, sink: KvSink) -> LateStep:
         number, self._launched = self._launched, self._launched + 1
@@ -59,7 +59,7 @@ class LateRunner(MockRunner):
         if number == self.break_launch:
             raise RuntimeError("not launched")
         assert len(self._queue) < STEPS_IN_FLIGHT_MAX
-        assert all(len(piece.tokens) == piece.start for piece in batch.slices if piece.ahead)
+        assert all(len(piece.tokens) == piece.start for piece in batch.slices if piece.token_pending)
         step = LateStep(
             tuple(
                 replace(piece, tokens=list(piece.tokens[: piece.stop]), block_table=list(piece.block_table))
@@ -100,19 +100,19 @@ class LateRunner(MockRunner):
             for block in piece.block_table[first : last + 1]:
                 assert self.is_held(block), f"block {block} was freed under a step in flight"
         slices = [
-            replace(piece, tokens=[*piece.tokens, self._drawn[piece.key]]) if piece.ahead else piece
+            replace(piece, tokens=[*piece.tokens, self._drawn[piece.key]]) if piece.token_pending else piece
             for piece in step.slices
         ]
         step.result = MockRunner.run(self, Batch(slices=tuple(slices)), NullSink())
         self._drawn = step.result.sampled
 
 
-class Ahead:
-    """The engine loop on one thread: what a node's `step` is when its runner goes ahead."""
+class Overlap:
+    """The engine loop on one thread: what a node's `step` is when its runner overlaps."""
 
     between: Callable[[], None] | None = None
     """Called wherever the control thread may be asked something: before and after each launch, and after each step."""
-    goes_ahead: Callable[[], bool] | None = None
+    overlaps: Callable[[], bool] | None = None
     """Whether this turn may; always when None."""
 
     def __init__(self) -> None:
@@ -126,13 +126,13 @@ class Ahead:
         if not self._flying:
             self._launch(node, engine.schedule())
         self._ask()
-        if self._flying and (self.goes_ahead is None or self.goes_ahead()):
-            self._launch(node, engine.schedule_ahead())
+        if self._flying and (self.overlaps is None or self.overlaps()):
+            self._launch(node, engine.schedule_overlapped())
         self._ask()
         events = engine.take_events()
         if self._flying:
             batch, step = self._flying.popleft()
-            events += engine.postprocess(batch, engine.collect(step))
+            events += engine.postprocess(batch, runner.collect(step))
         return events
 
     @property
@@ -141,7 +141,8 @@ class Ahead:
 
     def _launch(self, node: Node, batch: Batch | None) -> None:
         if batch is not None:
-            self._flying.append((batch, node.engine.launch(batch, NullSink())))
+            assert isinstance(node.runner, LateRunner)
+            self._flying.append((batch, node.runner.launch(batch, NullSink())))
             node.ledger.check()
 
     def _ask(self) -> None:
@@ -149,7 +150,7 @@ class Ahead:
             self.between()
 
 
-class AheadNode(Node):
+class OverlapNode(Node):
     def __init__(
         self,
         config: MockConfig = SMALL,
@@ -164,23 +165,23 @@ class AheadNode(Node):
             config, num_blocks=num_blocks, tokens_per_step=tokens_per_step, sequences=sequences, runner=runner
         )
         self.late = runner
-        self.ahead = Ahead()
+        self.overlap = Overlap()
 
     def step(self) -> list[TokenEvent]:
-        events = self.ahead.turn(self)
+        events = self.overlap.turn(self)
         self.events += events
         self.ledger.check()
         return events
 
 
-class AheadSpillNode(SpillNode):
+class OverlapSpillNode(SpillNode):
     def __init__(self, *, num_blocks: int, host_blocks: int, chance: random.Random | None = None) -> None:
         super().__init__(num_blocks=num_blocks, host_blocks=host_blocks, runner=LateRunner(SMALL, chance=chance))
-        self.ahead = Ahead()
+        self.overlap = Overlap()
 
     def step(self) -> list[TokenEvent]:
         steps = self.engine.counters.steps
-        events = self.ahead.turn(self)
+        events = self.overlap.turn(self)
         self.events += events
         self.check()
         self.idle = self.engine.counters.steps == steps

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from baton.clock import Clock
 from baton.directory_client import Snapshot
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
@@ -19,7 +20,7 @@ _T = TypeVar("_T")
 HANG_S = 20.0
 
 
-class ManualClock:
+class ManualClock(Clock):
     """Stands still until the test moves it."""
 
     def __init__(self) -> None:
@@ -115,6 +116,26 @@ def record(name: str, *, role: Role = Role.DECODE, lifecycle: Lifecycle = Lifecy
     )
 
 
+class WatchedMembership(Membership):
+    """A membership whose changes a test can wait for."""
+
+    def __init__(self, *, on_change: Callable[[], None] | None = None, **given: Any) -> None:
+        self._news = asyncio.Event()
+
+        def changed() -> None:
+            news, self._news = self._news, asyncio.Event()
+            news.set()
+            if on_change is not None:
+                on_change()
+
+        super().__init__(on_change=changed, **given)
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Return once `holds()` is true, asked again after every change. The caller sets the time limit."""
+        while not holds():
+            await self._news.wait()
+
+
 def make(
     directory: ScriptedDirectory,
     clock: ManualClock,
@@ -122,8 +143,8 @@ def make(
     own: NodeRecord | None = None,
     on_change: Callable[[], None] | None = None,
     **config: int,
-) -> Membership:
-    return Membership(
+) -> WatchedMembership:
+    return WatchedMembership(
         directory=directory,
         own_record=None if own is None else lambda: own,
         clock=clock,

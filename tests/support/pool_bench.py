@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 
 from cachestore.block_manager import growth_blocks
 from engine.core import TokenEvent
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import Sequence, SequenceMode
 from engine.types import Batch, KvSink, NullSink, SamplingParams
 from node.engine_loop import EngineLoop, done_or_broken
 from node.pool import DevicePool
@@ -69,8 +69,6 @@ async def answers_of(pool: DevicePool, asked: Several[tuple[list[int], SamplingP
     """All at once, to the end. Raises what `done_or_broken` does when the engine cannot go on."""
     host = Host(len(asked))
     loop = EngineLoop(pool.engine, host, name="test")
-    if pool.host is not None:
-        pool.host.spill.changed = loop.wake
     for i, (prompt, params) in enumerate(asked):
         admit(pool, f"{i}", prompt, params)
     stepping = asyncio.create_task(loop.run())

@@ -22,13 +22,13 @@ from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress
 from kvtransfer.transports.rdma_device import (
     Keys,
     ProbeLost,
-    QueuePairFailed,
     RdmaLimits,
     RdmaRegion,
+    Registrar,
     RegistrationRefused,
 )
 from kvtransfer.transports.rdma_ports import Gid, GidKind, RdmaPort
-from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.rdma_verbs import QueuePairFailed, RdmaUnavailable
 from kvtransfer.transports.settings import RdmaConfig
 
 PORT = RdmaPort(
@@ -46,10 +46,13 @@ REFUSED = 10
 _numbers = itertools.count(100)
 
 
-class DoubleRegistrar:
+class DoubleRegistrar(Registrar):
     """Whatever lies at an address of this process is memory that the double can be given."""
 
     registered_U8: np.ndarray
+
+    def __init__(self) -> None:
+        pass
 
     def by_address(self, address: int, nbytes: int) -> Keys:
         self.registered_U8 = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
@@ -171,7 +174,6 @@ class DoubleQueuePairs:
 
 
 class DoublePoster:
-    name = "double"
     chain_wrs_max = 16
 
     def __init__(self, qps: DoubleQueuePairs, dst_base: int, rkey: int) -> None:

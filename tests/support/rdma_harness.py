@@ -43,17 +43,14 @@ class Receiving:
     """`registered` is what is registered in the place of a region in host memory."""
 
     def __init__(self, registered: RdmaRegion | None = None, events: Recorder | None = None, **limits: Any) -> None:
-        loop = asyncio.get_running_loop()
         self.events = events or Recorder()
         self.offered: list[bool] = []
         self.region = Region.create(REGION_NBYTES, "test-region")
         registered = registered or HostBytes(lambda: self.region.array_U8)
-        self.memory = RdmaMemory(region=registered, config=CONFIG, loop=loop, remote_writes=True, limits=LIMITS)
+        self.memory = RdmaMemory(region=registered, config=CONFIG, remote_writes=True, limits=LIMITS)
         self.port = RdmaReceiverPort(
             memory=self.memory,
             events=self.events,
-            loop=loop,
-            randomness=os.urandom,
             offered=self.offered.append,
             limits=PortLimits(**limits),
         )
@@ -85,9 +82,7 @@ async def linked(
     r: Receiving, source_U8: np.ndarray, epoch: Epoch = EPOCH, **limits: Any
 ) -> AsyncIterator[tuple[RdmaWriterLink, Recorder]]:
     loop, events = asyncio.get_running_loop(), Recorder()
-    memory = RdmaMemory(
-        region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False, limits=LIMITS
-    )
+    memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, remote_writes=False, limits=LIMITS)
     try:
         link_limits = RdmaLinkLimits(**{"connect_ms_max": 2_000, **limits})
         link = await RdmaWriterLink.connect(r.port.expect(PAIR, epoch), PAIR, memory, events, loop, link_limits)

@@ -23,12 +23,12 @@ from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine
 from engine.runner import TorchRunner
-from engine.sampler import filtered_scores, gumbel_noise, row_key
-from engine.scheduler import SchedulerConfig
-from engine.sequence import Sequence as EngineSequence
-from engine.sequence import SequenceMode
+from engine.sampler import gumbel_noise, row_key
+from engine.scheduler import SchedulerConfig, SequenceMode
+from engine.scheduler import Sequence as EngineSequence
 from engine.types import NullSink, SamplingParams
 from node.pool import layout_of
+from tests.support.sampler_ways import filtered_scores
 
 TIE_TOLERANCE = 5e-4
 """Scores closer than this tie.

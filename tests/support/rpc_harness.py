@@ -19,8 +19,7 @@ from batonpb import (
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 
 HANG_S = 20.0
 SERVING = health_pb2.HealthCheckResponse.SERVING

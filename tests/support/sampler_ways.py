@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine import sampler
-from engine.types import SamplingParams
+from engine.types import SamplingParams, TokenLogprobs
 
 
 def sample_by_torch(
@@ -39,3 +39,24 @@ def sample(
     blind_B = sampler.sample(logits_BV, params, output_indices, tokens=tokens, eos_token_ids=eos_token_ids, blind=True)
     assert blind_B.tolist() == expected_B.tolist()
     return drawn_B
+
+
+def filtered_scores(scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The scores, -inf where a filter excludes the token."""
+    result_RV = torch.full_like(scores_RV, float("-inf"))
+    for part in sampler.candidates(scores_RV, params):
+        result_RV[part.rows_R[:, None], part.ids_RC] = part.scores_RC
+    return result_RV
+
+
+def gumbel_noise_of(keys: Sequence[int], ids_RC: torch.Tensor) -> torch.Tensor:
+    """The noise of some tokens of each row only -> float64 [R, C]."""
+    return sampler._gumbel(sampler._noise_bits(sampler._on_device(keys, ids_RC.device), ids_RC))
+
+
+def token_logprobs(
+    logits_BV: torch.Tensor, tokens_B: torch.Tensor, params: Sequence[SamplingParams]
+) -> dict[int, TokenLogprobs]:
+    """By row, for the rows whose `params.logprobs` is set."""
+    scored = sampler.ScoredRows.of(logits_BV, tokens_B, params)
+    return {} if scored is None else scored.told(scored.packed().cpu().numpy())

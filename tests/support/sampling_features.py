@@ -8,8 +8,7 @@ import pytest
 from batonpb import common_pb2
 
 from engine.demo_model import EOS_ID
-from engine.types import SamplingParams, TokenLogprobs
-from engine.wire import params_from_proto
+from engine.types import SamplingParams, TokenLogprobs, params_from_proto
 from tests.support.cluster_harness import make_request
 
 TOKENS: Final = 24

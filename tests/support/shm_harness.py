@@ -91,7 +91,7 @@ class Recorder:
         self.seals: list[tuple[Pair, Seal]] = []
         self.gone: list[tuple[Pair, Epoch, str]] = []
         self.completed: list[tuple[GrantId, int, int, bool]] = []
-        self.adrift: list[tuple[GrantId, int]] = []
+        self.in_doubt: list[tuple[GrantId, int]] = []
         """With how many batches had completed by then."""
         self.lost: list[tuple[Pair, str]] = []
         self._changed = asyncio.Event()
@@ -109,7 +109,7 @@ class Recorder:
         self._changed.set()
 
     def writes_in_doubt(self, grant: GrantId) -> None:
-        self.adrift.append((grant, len(self.completed)))
+        self.in_doubt.append((grant, len(self.completed)))
         self._changed.set()
 
     def link_lost(self, pair: Pair, reason: str) -> None:
@@ -253,8 +253,6 @@ class Receiver:
         self.port = ShmReceiverPort(
             region=self.region,
             events=self.events,
-            loop=asyncio.get_running_loop(),
-            randomness=os.urandom,
             limits=limits,
         )
 

@@ -22,7 +22,7 @@ from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterLink
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm import CODEC, MESSAGE_BYTES_MAX, ShmWelcome, socket_address
+from kvtransfer.transports.shm import CODEC, MESSAGE_BYTES_MAX, decode_welcome, socket_address
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
 from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
 
@@ -38,7 +38,7 @@ class Events:
         say({"event": "completed", "grant": grant.hex(), "writes": writes, "bytes": bytes_written, "copied": copied})
 
     def writes_in_doubt(self, grant: GrantId) -> None:
-        say({"event": "adrift", "grant": grant.hex()})
+        say({"event": "in_doubt", "grant": grant.hex()})
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         say({"event": "lost", "writer": pair.writer, "reason": reason})
@@ -72,7 +72,7 @@ class RawWriter:
         packet, fds, _, _ = socket.recv_fds(self.sock, MESSAGE_BYTES_MAX, 1)
         welcome = CODEC.decode(packet)
         assert isinstance(welcome, wire.Welcome)
-        self.mapping = mmap.mmap(fds[0], ShmWelcome.decode(welcome.payload).region_nbytes)
+        self.mapping = mmap.mmap(fds[0], decode_welcome(welcome.payload))
         os.close(fds[0])
 
 
@@ -167,9 +167,7 @@ class Peer(LinkPeer):
         self.raw.mapping[offset] = value
 
     async def do_receive(self, nbytes: int, pair: list[int], epoch: int) -> dict[str, Any]:
-        self.port = ShmReceiverPort(
-            region=Region.create(nbytes, "peer-region"), events=Events(), loop=self.loop, randomness=os.urandom
-        )
+        self.port = ShmReceiverPort(region=Region.create(nbytes, "peer-region"), events=Events())
         endpoint = self.port.expect(Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1])), Epoch(epoch))
         return {"address": endpoint.address, "secret": endpoint.secret.hex(), "epoch": endpoint.epoch}
 

@@ -11,7 +11,7 @@ from cachestore.block_manager import growth_blocks, prefix_blocks_max
 from cachestore.spill_policy import SpillState
 from engine.core import TokenEvent
 from engine.mock import MockConfig, MockRunner
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
 from node.copiers import BlockCopy, BlockPlaces, RegionCopier
 from node.pool import layout_of

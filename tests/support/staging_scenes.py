@@ -7,25 +7,23 @@ touch of the host.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from baton.ids import Epoch, GrantId, Pair
+from kvtransfer.device.driver import PinnedMemory
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports import tcp_receiver, tcp_staged
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp_receiver import StagedMemory, TcpReceiverPort
+from kvtransfer.transports.tcp_receiver import ReceiveStream, TcpReceiverPort
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.tcp_writer import TcpWriterLink
-from tests.conformance.transport_kits import Everything
+from tests.conformance.transport_kits import Everything, FakeSource
 from tests.support.shm_harness import Recorder, grant_of, ops_of, pair_of
 from tests.support.stream_shim import Memory, MissingDependency, ShimDevice, ShimStream
 
@@ -57,13 +55,9 @@ class HastyDevice(ShimDevice):
         return stream
 
 
-@dataclass
-class ShimPinned:
-    memory: Memory
-
-    @property
-    def array_U8(self) -> np.ndarray:
-        return self.memory.bytes_U8
+class ShimPinned(PinnedMemory):
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory, memory.bytes_U8)
 
     def close(self) -> None:
         pass
@@ -79,12 +73,6 @@ class ShimDriver:
         return ShimPinned(self.pinned)
 
 
-@dataclass
-class OnDevice:
-    memory: Memory
-    nbytes: int = NBYTES
-
-
 class Node:
     """A region on a device of its own, and what was found wrong there."""
 
@@ -94,7 +82,10 @@ class Node:
         self.driver = ShimDriver(self.device)
         driver: Any = self.driver
         self.staged = StagedRegion(
-            driver=driver, region=OnDevice(self.region), config=StagingConfig(bytes_max=chunks * CHUNK), limits=limits
+            driver=driver,
+            region=FakeSource(self.region, NBYTES),
+            config=StagingConfig(bytes_max=chunks * CHUNK),
+            limits=limits,
         )
         self.found: list[str] = []
 
@@ -149,15 +140,16 @@ class Scene:
         self.arrived = Arrivals(receiver)
         self.posted = Recorder()
         self.config = config
-        loop = asyncio.get_running_loop()
-        self.port = TcpReceiverPort(region=receiver.staged, events=self.arrived, loop=loop, randomness=os.urandom)
+        self.port = TcpReceiverPort(region=receiver.staged, events=self.arrived)
         self.link: StagedTcpLink
 
     async def connect(self, pair: Pair = PAIR, grant: GrantId = GRANT) -> StagedTcpLink:
         self.port.allow(pair, EPOCH, grant, Everything())
         endpoint = self.port.expect(pair, EPOCH)
         loop = asyncio.get_running_loop()
-        return await StagedTcpLink.connect(endpoint, pair, self.writer.staged, self.posted, loop, self.config, SHORT)
+        return await StagedTcpLink.connect_staged(
+            endpoint, pair, self.writer.staged, self.posted, loop, self.config, SHORT
+        )
 
     async def completed(self, count: int) -> None:
         await self.posted.until(lambda e: len(e.completed) >= count)
@@ -171,26 +163,27 @@ def check_touches(monkeypatch: pytest.MonkeyPatch, *nodes: Node) -> None:
     received."""
     by_memory = {node.driver.pinned.bytes_U8.ctypes.data: node for node in nodes}
 
-    class Looking(TcpWriterLink):
-        def post(self, grant: GrantId, ops: WriteOps, completed: Any = None) -> None:
-            assert self._source_U8 is not None
-            node = by_memory[self._source_U8.ctypes.data]
-            for start, nbytes in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True):
-                node.look(node.driver.pinned, start, start + nbytes, write=False)
-            super().post(grant, ops, completed)
+    post = TcpWriterLink.post
 
-    class LookingMemory(StagedMemory):
-        def place(self, table_S2: np.ndarray) -> np.ndarray | None:
-            place_S2 = super().place(table_S2)
-            if place_S2 is not None:
-                assert self.array_U8 is not None
-                node = by_memory[self.array_U8.ctypes.data]
-                start, nbytes = place_S2[0].tolist()
-                node.look(node.driver.pinned, start, start + nbytes, write=True)
-            return place_S2
+    def looking_post(self: TcpWriterLink, grant: GrantId, ops: WriteOps, completed: Any = None) -> None:
+        assert self._source_U8 is not None
+        node = by_memory[self._source_U8.ctypes.data]
+        for start, nbytes in zip(ops.src.tolist(), ops.nbytes.tolist(), strict=True):
+            node.look(node.driver.pinned, start, start + nbytes, write=False)
+        post(self, grant, ops, completed)
 
-    monkeypatch.setattr(tcp_staged, "TcpWriterLink", Looking)
-    monkeypatch.setattr(tcp_receiver, "StagedMemory", LookingMemory)
+    place = ReceiveStream._place
+
+    def looking_place(self: ReceiveStream, table_S2: np.ndarray) -> np.ndarray:
+        place_S2 = place(self, table_S2)
+        assert self._memory_U8 is not None
+        node = by_memory[self._memory_U8.ctypes.data]
+        start, nbytes = place_S2[0].tolist()
+        node.look(node.driver.pinned, start, start + nbytes, write=True)
+        return place_S2
+
+    monkeypatch.setattr(TcpWriterLink, "post", looking_post)
+    monkeypatch.setattr(ReceiveStream, "_place", looking_place)
 
 
 @asynccontextmanager

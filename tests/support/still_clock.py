@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from baton.clock import Clock
 
-class StillClock:
+
+class StillClock(Clock):
     """Its time is moved by whoever sleeps."""
 
     def __init__(self) -> None:

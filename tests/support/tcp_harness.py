@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -42,8 +41,6 @@ class Receiving:
         self.port = TcpReceiverPort(
             region=self.region,
             events=self.events,
-            loop=asyncio.get_running_loop(),
-            randomness=os.urandom,
             limits=limits,
             stream=stream,
         )

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits, DirectoryState
 from baton.directory_redis import KEYS, RedisDirectory, RedisDirectoryConfig
 from baton.directory_setting import parse_directory
@@ -51,7 +51,7 @@ def admin(server: RedisServer) -> Iterator[Redis]:
 @asynccontextmanager
 async def opened(address: RedisAddress, **config: object) -> AsyncIterator[RedisDirectory]:
     settings = RedisDirectoryConfig(**{"call_ms_max": CALL_MS_MAX, "watch_interval_ms": 10, **config})  # type: ignore[arg-type]
-    directory = RedisDirectory(address, clock=SystemClock(), config=settings)
+    directory = RedisDirectory(address, clock=Clock(), config=settings)
     try:
         yield directory
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.config import ConfigError
 from baton.directory_client import EmbeddedDirectory
 from baton.directory_redis import RedisDirectory
@@ -19,7 +19,7 @@ from baton.directory_setting import describe_directory, open_directory, parse_di
 from baton.endpoint import RedisAddress
 from baton.errors import BatonError, Reason
 from baton.ids import NodeName
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from baton.runtime import NodeRuntime, ProcessConfig
 from baton.wire import Role
 from cli.services import Service, load_config
@@ -109,7 +109,7 @@ def test_the_factory_makes_what_is_asked_for() -> None:
         channels = Channels(limits=ChannelLimits())
         try:
             for setting, kind in (("127.0.0.1:1", EmbeddedDirectory), ("redis://127.0.0.1:1/0", RedisDirectory)):
-                directory = open_directory(setting, channels=channels, clock=SystemClock())
+                directory = open_directory(setting, channels=channels, clock=Clock())
                 assert type(directory) is kind
                 await directory.close()
         finally:
@@ -123,7 +123,7 @@ def test_a_node_takes_the_directory_of_its_setting() -> None:
 
     async def scene() -> None:
         config = ProcessConfig(name=NodeName("n"), directory="redis://127.0.0.1:1/0", stop_grace_ms=1, drain_ms_max=1)
-        runtime = NodeRuntime(config, Role.ROUTER, clock=SystemClock(), rng=random.Random(1))
+        runtime = NodeRuntime(config, Role.ROUTER, clock=Clock(), rng=random.Random(1))
         assert isinstance(runtime.directory, RedisDirectory)
         await runtime.close()
 
@@ -152,7 +152,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "baton.directory_redis")
     monkeypatch.setattr(builtins, "__import__", no_redis)
     with pytest.raises(BatonError) as caught:
-        open_directory("redis://:secret@h:1/0", channels=Channels(limits=ChannelLimits()), clock=SystemClock())
+        open_directory("redis://:secret@h:1/0", channels=Channels(limits=ChannelLimits()), clock=Clock())
     assert (caught.value.reason, caught.value.field) == (Reason.BAD_CONFIG, "directory")
     assert "pip install 'baton-serve[redis]'" in caught.value.message
     assert "secret" not in caught.value.message

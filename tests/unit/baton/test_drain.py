@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.drain import Holdings, NodeDrain, node_draining, refused_by
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
@@ -27,7 +27,7 @@ class Node:
         self.lifecycle.handle(LifecycleEvent.STARTED, now_s=0.0)
         self.changes: list[Lifecycle] = []
         self.changed, self.drained = asyncio.Event(), asyncio.Event()
-        self.drain = NodeDrain(self.lifecycle, clock=SystemClock(), holds=lambda: self.holds, changed=self._changed)
+        self.drain = NodeDrain(self.lifecycle, clock=Clock(), holds=lambda: self.holds, changed=self._changed)
 
     def _changed(self) -> None:
         self.changes.append(self.lifecycle.state)

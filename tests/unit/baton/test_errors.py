@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
-from baton.errors import CODE_OF, BatonError, Code, Reason
+from baton.errors import BatonError, Code, Reason
 from baton.ids import RequestId
 from baton.log import LogFormat, LogLevel, get_log, set_up_logging, tear_down_logging
 from baton.status import from_rpc_error, to_status
@@ -41,8 +41,8 @@ def rpc_error(code: grpc.StatusCode, details: str, *trailers: tuple[str, str | b
 
 
 def test_every_reason_has_a_code_and_is_spelt_like_its_name() -> None:
-    """The reason's text is the public interface; the code table leaves none out."""
-    assert set(CODE_OF) == set(Reason)
+    """The reason's text is the public interface."""
+    assert all(isinstance(reason.code, Code) for reason in Reason)
     assert all(reason.value == reason.name for reason in Reason)
     assert {code.value: code.name for code in Code} == {
         code.value[0]: code.name for code in grpc.StatusCode if code is not grpc.StatusCode.OK

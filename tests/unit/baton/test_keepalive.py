@@ -10,7 +10,7 @@ from batonpb import node_pb2, node_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, rpc_errors
 from tests.faults.proxy import Proxy
 from tests.support.cluster_harness import error_of
 from tests.support.rpc_harness import run, serving

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from batonpb import directory_pb2, directory_pb2_grpc
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.errors import BatonError
 from baton.liveness import DOUBT_PAUSE_MS_MAX, LivenessConfig, Reach, doubt_pause_ms, nobody_listens
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 from tests.support.ports import free_ports
 from tests.support.still_clock import StillClock
 
@@ -158,7 +157,7 @@ def test_a_call_that_gets_no_connection_is_cancelled() -> None:
             endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
             call: Any = directory_pb2_grpc.DirectoryStub(channels.get(endpoint)).Watch(directory_pb2.WatchRequest())
             with pytest.raises(BatonError, match="No connection"):
-                await Reach(endpoint, TIGHT, SystemClock()).connected(call)
+                await Reach(endpoint, TIGHT, Clock()).connected(call)
             assert call.cancelled()
             await channels.close()
 

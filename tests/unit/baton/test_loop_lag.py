@@ -7,11 +7,11 @@ import logging
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.loop_lag import BUCKETS_MS, LAG_LOG_MS_MIN, WINDOW_S, LoopLag
 
 
-class StillClock:
+class StillClock(Clock):
     """Its time is moved by hand; sleeps end when they are told to."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def test_a_long_one_is_logged_and_each_is_told(caplog: pytest.LogCaptureFixture)
 def test_a_blocked_loop_is_seen() -> None:
     """The clock leaps while a callback holds the thread: the look under way is that much late."""
 
-    class Leaping(SystemClock):
+    class Leaping(Clock):
         leap_s = 0.0
 
         def monotonic_s(self) -> float:

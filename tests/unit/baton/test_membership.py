@@ -10,17 +10,26 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle
-from baton.membership import Membership, MembershipConfig
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.membership import MembershipConfig
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
-from tests.support.membership_doubles import HastyClock, ManualClock, ScriptedDirectory, known, lost, make, record, run
+from tests.support.membership_doubles import (
+    HastyClock,
+    ManualClock,
+    ScriptedDirectory,
+    WatchedMembership,
+    known,
+    lost,
+    make,
+    record,
+    run,
+)
 
 
 def test_heartbeats_carry_the_record_as_it_is_then() -> None:
@@ -30,7 +39,7 @@ def test_heartbeats_carry_the_record_as_it_is_then() -> None:
     async def scene() -> None:
         directory, clock = ScriptedDirectory(), ManualClock()
         state = Lifecycle.STARTING
-        membership = Membership(
+        membership = WatchedMembership(
             directory=directory,
             own_record=lambda: record("a", lifecycle=state),
             clock=clock,
@@ -176,7 +185,7 @@ class RealDirectory:
         self._server: RpcServer | None = None
 
     async def start(self) -> None:
-        self._service = DirectoryService(config=DirectoryConfig(), clock=SystemClock())
+        self._service = DirectoryService(config=DirectoryConfig(), clock=Clock())
         self._server = RpcServer(limits=RpcLimits(), rng=random.Random(1))
         self._service.start(self._server)
         self.port = await self._server.start(f"127.0.0.1:{self.port}")
@@ -189,14 +198,14 @@ class RealDirectory:
 
 
 @asynccontextmanager
-async def member(directory: RealDirectory, channels: Channels, own: NodeRecord) -> AsyncIterator[Membership]:
+async def member(directory: RealDirectory, channels: Channels, own: NodeRecord) -> AsyncIterator[WatchedMembership]:
     client = EmbeddedDirectory(
         f"127.0.0.1:{directory.port}", channels=channels, config=DirectoryClientConfig(call_ms_max=5_000)
     )
-    membership = Membership(
+    membership = WatchedMembership(
         directory=client,
         own_record=lambda: own,
-        clock=SystemClock(),
+        clock=Clock(),
         rng=random.Random(2),
         config=MembershipConfig(heartbeat_ms=50, ttl_ms=10_000),
     )
@@ -237,7 +246,7 @@ def test_two_nodes_find_each_other_and_outlive_the_directory() -> None:
     run(scene())
 
 
-async def record_views(membership: Membership, views: list[list[str]]) -> None:
+async def record_views(membership: WatchedMembership, views: list[list[str]]) -> None:
     def note() -> bool:
         views.append(known(membership))
         return False

@@ -11,12 +11,11 @@ import grpc
 import pytest
 from batonpb import node_pb2, node_pb2_grpc
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError, Code, Reason
-from baton.rpc import RpcLimits
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, RpcLimits, rpc_errors
 from baton.status import from_rpc_error
 from tests.support.cli_harness import free_endpoint
 from tests.support.rpc_harness import answer, serving
@@ -187,7 +186,7 @@ def test_no_redis_there(host: str) -> None:
     async def scene() -> BatonError:
         channels = Channels(limits=ChannelLimits())
         directory = open_directory(
-            setting, channels=channels, clock=SystemClock(), config=DirectoryClientConfig(call_ms_max=20_000)
+            setting, channels=channels, clock=Clock(), config=DirectoryClientConfig(call_ms_max=20_000)
         )
         try:
             with pytest.raises(BatonError) as caught:

@@ -7,27 +7,25 @@ import random
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.errors import InvalidField
 from baton.lifecycle import Lifecycle
 from baton.pod import (
-    ANNOTATION,
     COST_FAILURES,
     COST_GIVEN_UP,
     COST_LOWERED,
     FIRST_TO_GO,
     DeletionCost,
     KubernetesError,
-    PodAddress,
     PodConfig,
-    patch_annotations,
+    set_deletion_cost,
 )
 from tests.support.kube_api_double import OK, SILENCE, TOKEN, Call, kube_api, status_body
 
@@ -52,10 +50,10 @@ def test_the_call(tmp_path: Path) -> None:
     annotation away is a null."""
 
     async def scene() -> None:
-        address = PodAddress(api=api.url, credentials=api.credentials, pod=POD)
-        await patch_annotations(address, {ANNOTATION: FIRST_TO_GO})
+        config = PodConfig(api=api.url, credentials=api.credentials, name=POD)
+        await set_deletion_cost(config, FIRST_TO_GO)
         (api.credentials / "token").write_text("renewed")
-        await patch_annotations(address, {ANNOTATION: None})
+        await set_deletion_cost(config, None)
 
     with kube_api(tmp_path) as api:
         play(scene)
@@ -86,7 +84,7 @@ def test_a_refusal(tmp_path: Path, status: int, body: bytes, problem: str, may_p
 
     async def scene() -> None:
         with pytest.raises(KubernetesError) as caught:
-            await patch_annotations(PodAddress(api=api.url, credentials=api.credentials, pod=POD), {ANNOTATION: "1"})
+            await set_deletion_cost(PodConfig(api=api.url, credentials=api.credentials, name=POD), "1")
         assert problem in str(caught.value)
         assert caught.value.may_pass is may_pass
 
@@ -95,9 +93,9 @@ def test_a_refusal(tmp_path: Path, status: int, body: bytes, problem: str, may_p
         play(scene)
 
 
-async def failure_of(address: PodAddress) -> str:
+async def failure_of(config: PodConfig) -> str:
     with pytest.raises(KubernetesError) as caught:
-        await patch_annotations(address, {ANNOTATION: "1"})
+        await set_deletion_cost(config, "1")
     assert caught.value.may_pass
     return str(caught.value)
 
@@ -110,19 +108,19 @@ def test_no_connection(tmp_path: Path) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             nobody = f"https://127.0.0.1:{taken.getsockname()[1]}"
-            text = await failure_of(PodAddress(api=nobody, credentials=api.credentials, pod=POD))
+            text = await failure_of(PodConfig(api=nobody, credentials=api.credentials, name=POD))
             assert text.startswith(f"{nobody} cannot be called: ")
         stranger = api.url.replace("127.0.0.1", "localhost")
-        text = await failure_of(PodAddress(api=stranger, credentials=api.credentials, pod=POD))
+        text = await failure_of(PodConfig(api=stranger, credentials=api.credentials, name=POD))
         assert "CERTIFICATE_VERIFY_FAILED" in text
-        address = PodAddress(api=api.url, credentials=api.credentials, pod=POD)
+        config = PodConfig(api=api.url, credentials=api.credentials, name=POD)
         token = api.credentials / "token"
         token.write_text("two\nlines")
-        assert "broke the call off" in await failure_of(address)
+        assert "broke the call off" in await failure_of(config)
         token.write_bytes(b"\xff\xfe")
-        assert f"the service account in {api.credentials} is not usable" in await failure_of(address)
+        assert f"the service account in {api.credentials} is not usable" in await failure_of(config)
         token.unlink()
-        assert "No such file" in await failure_of(address)
+        assert "No such file" in await failure_of(config)
         assert api.calls == []
 
     with kube_api(tmp_path) as api:
@@ -143,7 +141,7 @@ def test_an_answer_that_is_no_http(tmp_path: Path) -> None:
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
             url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             with pytest.raises(KubernetesError, match="cannot be called"):
-                await patch_annotations(PodAddress(api=url, credentials=api.credentials, pod=POD), {})
+                await set_deletion_cost(PodConfig(api=url, credentials=api.credentials, name=POD), None)
             await ended.wait()
 
     with kube_api(tmp_path) as api:
@@ -155,9 +153,9 @@ def test_without_the_client_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The extra `k8s` is not installed: an error that says what to install, and no further try."""
 
     async def scene() -> None:
-        address = PodAddress(api="https://127.0.0.1:1", credentials=tmp_path, pod=POD)
+        config = PodConfig(api="https://127.0.0.1:1", credentials=tmp_path, name=POD)
         with pytest.raises(KubernetesError, match=r"pip install 'baton-serve\[k8s\]'") as caught:
-            await patch_annotations(address, {})
+            await set_deletion_cost(config, None)
         assert not caught.value.may_pass
 
     monkeypatch.setitem(sys.modules, "lightkube.resources.core_v1", None)
@@ -172,9 +170,9 @@ class Patches:
         self.came = asyncio.Event()
         self.ends: asyncio.Queue[KubernetesError | None] = asyncio.Queue()
 
-    async def __call__(self, address: PodAddress, annotations: Mapping[str, str | None]) -> None:
-        assert list(annotations) == [ANNOTATION]
-        self.values.append(annotations[ANNOTATION])
+    async def __call__(self, config: PodConfig, cost: str | None) -> None:
+        assert config.name == POD
+        self.values.append(cost)
         self.came.set()
         failure = await self.ends.get()
         if failure is not None:
@@ -188,7 +186,7 @@ class Patches:
 
 def cost_of(patches: Patches, **config: Any) -> DeletionCost:
     settings = {"name": POD, "retry_ms_min": 1, "retry_ms_max": 1, "call_ms_max": 60_000, **config}
-    return DeletionCost(PodConfig(**settings), clock=SystemClock(), rng=random.Random(1), patch=patches)
+    return DeletionCost(PodConfig(**settings), clock=Clock(), rng=random.Random(1), set_cost=patches)
 
 
 async def settle(cost: DeletionCost) -> None:
@@ -291,12 +289,12 @@ def test_a_server_that_says_nothing(tmp_path: Path) -> None:
         config = PodConfig(
             name=POD, api=api.url, credentials=api.credentials, call_ms_max=50, tries_max=2, retry_ms_min=1
         )
-        cost = DeletionCost(config, clock=SystemClock(), rng=random.Random(1))
+        cost = DeletionCost(config, clock=Clock(), rng=random.Random(1))
         cost.follow(Lifecycle.DRAINING)
         await settle(cost)
         assert cost.counters() == counters(lowered=0, failures=2, given_up=1)
         patient = PodConfig(name=POD, api=api.url, credentials=api.credentials, call_ms_max=600_000)
-        cost = DeletionCost(patient, clock=SystemClock(), rng=random.Random(1))
+        cost = DeletionCost(patient, clock=Clock(), rng=random.Random(1))
         cost.follow(Lifecycle.DRAINING)
         await asyncio.to_thread(api.wait_for_calls, len(api.calls) + 1)
         await cost.close()
@@ -315,7 +313,7 @@ def test_the_real_thing_settles(tmp_path: Path) -> None:
 
     async def scene() -> None:
         config = PodConfig(name=POD, api=api.url, credentials=api.credentials, call_ms_max=60_000, retry_ms_min=1)
-        cost = DeletionCost(config, clock=SystemClock(), rng=random.Random(1))
+        cost = DeletionCost(config, clock=Clock(), rng=random.Random(1))
         cost.follow(Lifecycle.DRAINED)
         await settle(cost)
         assert cost.counters() == counters(lowered=1, failures=1, given_up=0)

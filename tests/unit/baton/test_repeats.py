@@ -1,18 +1,17 @@
-"""A trouble that comes again and again takes few lines of a log, and no repeat of it goes uncounted."""
+"""A problem that comes again and again takes few lines of a log, and no repeat of it goes uncounted."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidField
-from baton.log import get_log
-from baton.repeats import OTHERS, RepeatLimits, RepeatLog, Repeats
+from baton.log import Log
+from baton.repeats import OTHERS, RepeatLimits, RepeatLog
 
 LIMITS = RepeatLimits(interval_ms=10_000, pause_ms=1_000, kept_max=3)
 
@@ -25,87 +24,129 @@ class Time:
         return self.now_s
 
 
-def test_the_first_is_told_and_the_repeats_when_the_peer_answers() -> None:
+class Lines(Log):
+    """A log that keeps its lines: level, text and fields."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.getLogger("baton.lines"))
+        self._lines: list[tuple[str, str, dict[str, Any]]] = []
+
+    def log(self, level: int, msg: object, *_args: object, **fields: Any) -> None:
+        self._lines.append((logging.getLevelName(level), str(msg), fields))
+
+    def take(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """Those since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
+class Repeats:
+    """A RepeatLog, the time that it reads, and the lines that each of its calls leads to."""
+
+    def __init__(self, limits: RepeatLimits) -> None:
+        self.time, self.lines = Time(), Lines()
+        self.log = RepeatLog(self.lines, self.time, limits)
+
+    def seen(self, what: str, peer: str, **fields: Any) -> bool:
+        """Whether it is logged by itself."""
+        self.log.warning(what, peer=peer, **fields)
+        lines = self.lines.take()
+        assert lines in ([], [("WARNING", what, {"peer": peer, **fields})])
+        return bool(lines)
+
+    def over(self, peer: str, why: str, *, what: str | None = None) -> list[dict[str, Any]]:
+        self.log.over(peer, why, what=what)
+        return self._summaries()
+
+    def due(self) -> list[dict[str, Any]]:
+        self.log.upkeep()
+        return self._summaries()
+
+    def close(self) -> list[dict[str, Any]]:
+        self.log.close()
+        return self._summaries()
+
+    def _summaries(self) -> list[dict[str, Any]]:
+        return [{"text": text, **fields} for _, text, fields in self.lines.take()]
+
+
+def test_the_first_is_logged_and_the_repeats_when_the_peer_answers() -> None:
     """A revoke is tried for thirty seconds: one line at once, one at the end, with how often and for how long."""
-    time = Time()
-    repeats = Repeats(time, RepeatLimits(interval_ms=60_000))
-    told = []
+    repeats = Repeats(RepeatLimits(interval_ms=60_000))
+    logged = []
     for number in range(31):
-        told.append(repeats.seen("revoke unanswered", "prefill-0", {"number": number}))
+        logged.append(repeats.seen("revoke unanswered", "prefill-0", number=number))
         assert repeats.due() == []
-        time.now_s += 1
-    assert told == [True] + [False] * 30
-    (summary,) = repeats.over("prefill-0", "it has answered")
-    assert (summary.peer, summary.what, summary.times) == ("prefill-0", "revoke unanswered", 30)
-    assert (summary.over_s, summary.lasted_s, summary.ended) == (31.0, 31.0, "it has answered")
-    assert summary.last == {"number": 30}
-    assert repeats.seen("revoke unanswered", "prefill-0", {}), "over and come again: that is news"
+        repeats.time.now_s += 1
+    assert logged == [True] + [False] * 30
+    assert repeats.over("prefill-0", "it has answered") == [
+        {
+            "text": "revoke unanswered: no more", "peer": "prefill-0", "times": 30, "over_s": 31.0, "lasted_s": 31.0,
+            "because": "it has answered",
+        }
+    ]  # fmt: skip
+    assert repeats.seen("revoke unanswered", "prefill-0"), "over and come again: that is news"
 
 
 def test_what_goes_on_is_summed_up_every_interval() -> None:
     """Once a second for a minute, and then no more: a line each ten seconds, none for the quiet afterwards."""
-    time = Time()
-    repeats = Repeats(time, LIMITS)
+    repeats = Repeats(LIMITS)
     lines = []
     for second in range(120):
         if second < 60:
-            lines += ["first"] * repeats.seen("lost", "a", {})
-        time.now_s += 1
-        lines += [f"{summary.times} in {summary.over_s:g} of {summary.lasted_s:g}" for summary in repeats.due()]
+            lines += ["first"] * repeats.seen("lost", "a", second=second)
+        repeats.time.now_s += 1
+        lines += [f"{each['times']} in {each['over_s']:g} to {each['second']}" for each in repeats.due()]
     assert lines == [
-        "first", "9 in 10 of 10", "10 in 10 of 20", "10 in 10 of 30", "10 in 10 of 40", "10 in 10 of 50",
-        "10 in 10 of 60",
+        "first", "9 in 10 to 9", "10 in 10 to 19", "10 in 10 to 29", "10 in 10 to 39", "10 in 10 to 49",
+        "10 in 10 to 59",
     ]  # fmt: skip
-    assert repeats.seen("lost", "a", {})
+    assert repeats.seen("lost", "a")
 
 
-def test_several_may_be_told_in_full() -> None:
-    """Up to three of a kind in an interval, the others are counted; once it is quieter, each is told again."""
-    time = Time()
-    repeats = Repeats(time, RepeatLimits(interval_ms=10_000, full_max=3))
-    assert [repeats.seen("failed", "FULL", {}) for _ in range(9)] == [True] * 3 + [False] * 6
-    time.now_s += 10
-    assert [summary.times for summary in repeats.due()] == [6]
-    assert [repeats.seen("failed", "FULL", {}) for _ in range(2)] == [False] * 2, "still too many in an interval"
-    time.now_s += 10
-    assert [summary.times for summary in repeats.due()] == [2]
-    assert [repeats.seen("failed", "FULL", {}) for _ in range(4)] == [True] * 3 + [False]
+def test_several_may_be_logged_in_full() -> None:
+    """Up to three of a kind in an interval, the others are counted; once it is quieter, each is logged again."""
+    repeats = Repeats(RepeatLimits(interval_ms=10_000, full_max=3))
+    assert [repeats.seen("failed", "FULL") for _ in range(9)] == [True] * 3 + [False] * 6
+    repeats.time.now_s += 10
+    assert [each["times"] for each in repeats.due()] == [6]
+    assert [repeats.seen("failed", "FULL") for _ in range(2)] == [False] * 2, "still too many in an interval"
+    repeats.time.now_s += 10
+    assert [each["times"] for each in repeats.due()] == [2]
+    assert [repeats.seen("failed", "FULL") for _ in range(4)] == [True] * 3 + [False]
 
 
-def test_a_trouble_that_comes_and_goes_very_fast_is_told_once_a_second() -> None:
+def test_a_problem_that_comes_and_goes_very_fast_is_logged_once_a_second() -> None:
     """A peer answers every other call: two lines a second at most, and each failure is in one of them."""
-    time = Time()
-    repeats = Repeats(time, LIMITS)
+    repeats = Repeats(LIMITS)
     lines = failures = counted = 0
     for _ in range(1_000):
-        time.now_s += 0.01
+        repeats.time.now_s += 0.01
         failures += 1
-        first = repeats.seen("call failed", "a", {})
+        first = repeats.seen("call failed", "a")
         summaries = [*repeats.over("a", "it answers"), *repeats.due()]
         lines += first + len(summaries)
-        counted += first + sum(summary.times for summary in summaries)
+        counted += first + sum(each["times"] for each in summaries)
     assert lines <= 2 * 10 + 1
-    assert counted + sum(summary.times for summary in repeats.close()) == failures
+    assert counted + sum(each["times"] for each in repeats.close()) == failures
 
 
 def test_one_kind_may_be_over_alone() -> None:
-    time = Time()
-    repeats = Repeats(time, LIMITS)
-    for what in ("commit", "let-go"):
-        assert [repeats.seen(what, "a", {}) for _ in range(2)] == [True, False]
-    time.now_s += 2
-    assert [summary.what for summary in repeats.over("a", "answered", what="commit")] == ["commit"]
+    repeats = Repeats(LIMITS)
+    for what in ("commit", "release"):
+        assert [repeats.seen(what, "a") for _ in range(2)] == [True, False]
+    repeats.time.now_s += 2
+    assert [each["text"] for each in repeats.over("a", "answered", what="commit")] == ["commit: no more"]
     assert repeats.over("a", "answered", what="commit") == []
-    assert [summary.what for summary in repeats.over("a", "gone")] == ["let-go"]
+    assert [each["text"] for each in repeats.over("a", "gone")] == ["release: no more"]
     assert repeats.over("a", "gone") == repeats.over("nobody", "gone") == []
 
 
-def test_more_troubles_than_are_kept_are_counted_together() -> None:
+def test_more_problems_than_are_kept_are_counted_together() -> None:
     """Peers that nobody has heard of take one place between them, and those that are known keep theirs."""
-    time = Time()
-    repeats = Repeats(time, LIMITS)
-    assert [repeats.seen("lost", peer, {}) for peer in "abcdefa"] == [True] * 4 + [False] * 3
-    assert {summary.peer: summary.times for summary in repeats.close()} == {OTHERS: 2, "a": 1}
+    repeats = Repeats(LIMITS)
+    assert [repeats.seen("lost", peer) for peer in "abcdefa"] == [True] * 4 + [False] * 3
+    assert {each["peer"]: each["times"] for each in repeats.close()} == {OTHERS: 2, "a": 1}
 
 
 @given(
@@ -113,23 +154,22 @@ def test_more_troubles_than_are_kept_are_counted_together() -> None:
     st.integers(1, 3),
 )
 def test_nothing_goes_uncounted(steps: list[tuple[str, str, float, str]], full_max: int) -> None:
-    """Whatever happens, told one by one and counted together are all that were seen, and time between lines is kept."""
-    time = Time()
-    repeats = Repeats(time, RepeatLimits(interval_ms=10_000, full_max=full_max, kept_max=6))
-    seen = told = counted = 0
+    """Whatever happens: logged one by one and counted together are all that were seen, and lines keep their pause."""
+    repeats = Repeats(RepeatLimits(interval_ms=10_000, full_max=full_max, kept_max=6))
+    seen = logged = counted = 0
     for peer, what, wait_s, step in steps:
-        time.now_s += wait_s
+        repeats.time.now_s += wait_s
         if step == "s":
             seen += 1
-            told += repeats.seen(what, peer, {})
+            logged += repeats.seen(what, peer)
             continue
-        for summary in repeats.over(peer, "gone") if step == "o" else repeats.due():
-            assert summary.times > 0
-            assert summary.lasted_s >= summary.over_s >= (1.0 if step == "o" else 0.0)
-            counted += summary.times
-    assert told + counted + sum(summary.times for summary in repeats.close()) == seen
+        for each in repeats.over(peer, "gone") if step == "o" else repeats.due():
+            assert each["times"] > 0
+            assert each.get("lasted_s", each["over_s"]) >= each["over_s"] >= (1.0 if step == "o" else 0.0)
+            counted += each["times"]
+    assert logged + counted + sum(each["times"] for each in repeats.close()) == seen
     assert repeats.close() == []
-    assert repeats._kept == 0
+    assert not repeats.log._problems and repeats.log._kept == 0
 
 
 def test_limits_are_positive() -> None:
@@ -137,39 +177,18 @@ def test_limits_are_positive() -> None:
         RepeatLimits(full_max=0)
 
 
-@contextmanager
-def heard(name: str) -> Iterator[list[logging.LogRecord]]:
-    records: list[logging.LogRecord] = []
-
-    class Ear(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            records.append(record)
-
-    logger, ear = logging.getLogger(f"baton.{name}"), Ear()
-    level = logger.level
-    logger.addHandler(ear)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield records
-    finally:
-        logger.removeHandler(ear)
-        logger.setLevel(level)
-
-
 def test_the_lines_of_a_log() -> None:
-    """What an operator reads of a peer that is stopped for some time: the trouble, that it goes on, that it is over."""
-    time = Time()
-    with heard("ear") as records:
-        log = RepeatLog(get_log("ear"), time, LIMITS)
-        for number in range(25):
-            log.warning("revoke unanswered", peer="prefill-0", number=number, error="silence")
-            time.now_s += 1
-            log.upkeep()
-        log.over("prefill-0", "it has answered")
-        log.over("prefill-0", "it has answered")
-        log.close()
-    lines = [(r.levelname, r.getMessage(), r.baton_fields) for r in records]  # type: ignore[attr-defined]
-    assert lines == [
+    """What an operator reads of a peer that is stopped for some time: the problem, that it goes on, that it is over."""
+    repeats = Repeats(LIMITS)
+    log = repeats.log
+    for number in range(25):
+        log.warning("revoke unanswered", peer="prefill-0", number=number, error="silence")
+        repeats.time.now_s += 1
+        log.upkeep()
+    log.over("prefill-0", "it has answered")
+    log.over("prefill-0", "it has answered")
+    log.close()
+    assert repeats.lines.take() == [
         ("WARNING", "revoke unanswered", {"peer": "prefill-0", "number": 0, "error": "silence"}),
         (
             "WARNING", "revoke unanswered: repeated",

@@ -18,8 +18,7 @@ from batonpb import (
 
 from baton.errors import BatonError, Code, Reason
 from baton.log import LogLevel, set_up_logging, tear_down_logging
-from baton.rpc import RpcLimits, time_left_s
-from baton.rpc_client import rpc_errors
+from baton.rpc import RpcLimits, rpc_errors, time_left_s
 from tests.support.rpc_harness import HANG_S, SERVING, Behavior, answer, run, serving
 
 

@@ -15,17 +15,18 @@ from pathlib import Path
 import pytest
 from batonpb import directory_pb2
 
-from baton.clock import SystemClock
+from baton.clock import Clock
 from baton.directory import DirectoryLimits, DirectoryState, Standstill
 from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
-from baton.membership import Membership, MembershipConfig
-from baton.rpc_client import ChannelLimits, Channels
+from baton.membership import MembershipConfig
+from baton.rpc import ChannelLimits, Channels
 from baton.wire import NodeRecord, record_to_proto
 from tests.conformance.directory_suite import record, until
 from tests.support.cli_harness import Foreground, free_endpoint
+from tests.support.membership_doubles import WatchedMembership
 from tests.support.redis_harness import redis_server
 
 HANG_S = 60.0
@@ -34,7 +35,7 @@ LOOK_S = 0.1
 NAMES = ["a", "b", "c"]
 
 
-class SetClock:
+class SetClock(Clock):
     """Moved by the test only; nobody sleeps on it."""
 
     def __init__(self) -> None:
@@ -197,12 +198,12 @@ def test_who_begins_to_watch_is_told_of_goodbyes_only() -> None:
 
 
 @asynccontextmanager
-async def watching(directory: Directory, views: list[list[str]]) -> AsyncIterator[Membership]:
+async def watching(directory: Directory, views: list[list[str]]) -> AsyncIterator[WatchedMembership]:
     """A router's view of the cluster; each change of it goes to `views`."""
-    membership = Membership(
+    membership = WatchedMembership(
         directory=directory,
         own_record=None,
-        clock=SystemClock(),
+        clock=Clock(),
         rng=random.Random(1),
         config=MembershipConfig(heartbeat_ms=50, ttl_ms=int(HANG_S * 1e3)),
         on_change=lambda: views.append([each.name for each in membership.nodes()]),
@@ -296,7 +297,7 @@ def test_a_redis_that_is_stopped_and_goes_on() -> None:
                 else:
                     server.resume()
 
-            directory = RedisDirectory(server.address, clock=SystemClock(), config=RedisDirectoryConfig())
+            directory = RedisDirectory(server.address, clock=Clock(), config=RedisDirectoryConfig())
             try:
                 views, listed = await stand_still(directory, ttl_ms=800, signal_it=signal_it)
                 assert listed == []

@@ -86,6 +86,7 @@ def test_refused_requests_are_counted(cluster: RunningCluster) -> None:
         assert "0 answered in" in result.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
     """A cluster of its own and a run without end: SIGINT stops both, the report is printed and written, and nothing is
     left."""

@@ -13,8 +13,7 @@ from batonpb import common_pb2, directory_pb2, node_pb2, node_pb2_grpc
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
 from cli import drain
 from cli.drain import LOOKS_UNANSWERED_MAX, StatusLooks, wait_empty

@@ -15,7 +15,7 @@ from baton.config import ConfigError
 from baton.cores import Cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.log import LogFormat
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels
 from cli import supervisor
 from cli.cluster_view import view_nodes
 from cli.services import Service

@@ -140,6 +140,7 @@ def test_a_directory_that_is_none() -> None:
     assert "secret" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_what_all_nodes_say_is_told_once(tmp_path: Path) -> None:
     """A model without weights: three nodes cannot start, for the same reason."""
     model = tmp_path / "model"

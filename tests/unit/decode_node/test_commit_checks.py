@@ -13,7 +13,7 @@ from batonpb import common_pb2, prefill_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.ids import Epoch, GrantId, Incarnation, Pair, ReserveNumber
-from engine.wire import sampling_problem
+from engine.types import sampling_problem
 from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.transport import Seal
 from prefill_node.request_queue import check_request

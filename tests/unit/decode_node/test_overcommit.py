@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from cachestore.block_manager import BlockManager
 from cachestore.ledger import Ledger
-from decode_node.reserving import Admission
+from decode_node.config import DecodeConfig
+from decode_node.reserving import Reserving
+from engine.build import EngineConfig, EngineKind
 
 
 @pytest.mark.parametrize(("padding", "room"), [(0, True), (1, False)])
@@ -24,6 +27,12 @@ def test_padding_cannot_be_moved_for_anybody(padding: int, room: bool) -> None:
     runs: Any = SimpleNamespace(
         committed=SimpleNamespace(done=lambda: True), resumed=True, prefix=(), blocks=(), footprint=7
     )
-    admission = Admission(spill, ledger, blocks, [runs])
-    assert admission.has_room(prefix=0, new=3, footprint=3) is room
-    assert admission.has_room(prefix=0, new=2, footprint=3)
+    pool: Any = SimpleNamespace(ledger=ledger, blocks=blocks, host=SimpleNamespace(spill=spill))
+    config = DecodeConfig(name="decode-0", engine=EngineConfig(kind=EngineKind.MOCK))
+
+    async def asked() -> None:
+        reserving = Reserving(config=config, pool=pool, jobs=[runs])
+        assert reserving.has_room(prefix=0, new=3, footprint=3) is room
+        assert reserving.has_room(prefix=0, new=2, footprint=3)
+
+    asyncio.run(asked())

@@ -19,7 +19,7 @@ from baton.retry_time import RESUMED_WAIT_MS_MIN
 from baton.wire import NodeRecord
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
-from decode_node.resumed_first import WAITING_MAX, ResumedFirst
+from decode_node.reserving import WAITING_MAX, ResumedFirst
 from engine.build import EngineConfig, EngineKind
 from kvtransfer.transport import TransportName
 from mixed_node.config import MixedConfig

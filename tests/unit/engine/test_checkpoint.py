@@ -22,8 +22,13 @@ from engine.checkpoint import (
     load_tensors,
 )
 from engine.demo_model import DemoModelParams, write_demo_model
-from engine.hub import resolve_model
-from engine.model_config import ConfigFileError, ModelFolderError, QuantisedCheckpointError, load_model_config
+from engine.model_config import (
+    ConfigFileError,
+    ModelFolderError,
+    UnsupportedModelError,
+    load_model_config,
+    resolve_model,
+)
 from engine.models.weights import weight_shapes
 
 PARAMS = DemoModelParams(num_layers=2, hidden_size=16, intermediate_size=24, num_heads=2, head_dim=8, vocab_size=300)
@@ -102,7 +107,7 @@ def test_missing_and_misshapen_tensors_are_named_with_their_file(tmp_path: Path)
 def test_integer_weights_are_refused_as_quantised(tmp_path: Path) -> None:
     """A checkpoint that stores codes, without saying so in its config."""
     save_file({"a": torch.zeros(4, 3, dtype=torch.int8)}, tmp_path / SINGLE_FILE)
-    with pytest.raises(QuantisedCheckpointError, match=r"tensor a in .* has type I8"):
+    with pytest.raises(UnsupportedModelError, match=r"tensor a in .* has type I8"):
         load_tensors(tmp_path, {"a": (4, 3)})
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.mock import MockConfig, MockRunner, mock_reference
-from engine.scheduler import EngineFullError
-from engine.sequence import Sequence, SequenceMode
+from engine.mock import MockConfig, MockRunner
+from engine.scheduler import EngineFullError, Sequence, SequenceMode
 from engine.types import NO_TOKEN, Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult, TokenLogprobs
 from tests.support.engine_bench import SMALL, Node, key_of, params_of
+from tests.support.mock_reference import mock_reference
 
 WAIT_S = 20
 
@@ -71,6 +71,41 @@ def test_a_first_token_that_cannot_be_drawn_ends_one_sequence_of_the_batch() -> 
     assert node.tokens("a") == mock_reference([1, 2, 3], params_of(4), 4, config=SMALL)
     assert (node.tokens("b"), node.finish("b")) == ([], [FinishReason.NOT_FINITE])
     assert (node.engine.counters.not_finite, node.engine.counters.tokens_drawn) == (1, 4)
+    node.assert_nothing_held()
+
+
+@pytest.mark.parametrize("mode", list(SequenceMode))
+def test_blocks_of_a_request_without_a_token_are_not_used_again(mode: SequenceMode) -> None:
+    """Its own and the prefix that it took from the cache, pinned or not, for their KV may be the reason. What another
+    prompt has computed stays, and the same prompt is computed anew and pinned again."""
+
+    class Broken(MockRunner):
+        def run(self, batch: Batch, sink: KvSink) -> StepResult:
+            result = super().run(batch, sink)
+            broken = {key: NO_TOKEN if key == key_of("broken") else t for key, t in result.sampled.items()}
+            return replace(result, sampled=broken)
+
+    node = Node(runner=Broken(SMALL))
+    prefix, other = [7] * 8, [9] * 8
+    cache = node.blocks.prefix_cache
+    cache.pin(cache.chain(prefix, b""))
+    node.submit("first", [*prefix, 1], params_of(1))
+    node.submit("other", [*other, 1], params_of(1))
+    node.run()
+    assert (len(node.blocks.match(prefix, b"", 9)), cache.pinned_blocks) == (2, 2)
+    broken = node.submit("broken", [*prefix, *[2] * 9], params_of(4), mode=mode)
+    assert broken.cached_tokens == 8
+    node.run()
+    assert node.finish("broken") == [FinishReason.NOT_FINITE]
+    if mode is SequenceMode.PREFILL_ONLY:
+        node.blocks.release(broken.block_table)
+    assert node.blocks.match([*prefix, *[2] * 9], b"", 9) == []
+    assert (len(node.blocks.match(other, b"", 9)), cache.pinned_blocks) == (2, 0)
+    again = node.submit("again", [*prefix, 1], params_of(2))
+    node.run()
+    assert (again.cached_tokens, cache.pinned_blocks) == (0, 2)
+    assert node.tokens("again") == mock_reference([*prefix, 1], params_of(2), 2, config=SMALL)
+    cache.unpin(cache.chain(prefix, b""))
     node.assert_nothing_held()
 
 
@@ -151,7 +186,7 @@ def test_prefill_here_decode_there() -> None:
     assert follow_up.cached_tokens == 20
     there.run()
     assert there.tokens("b") == mock_reference([*prompt, *reference, 7], params_of(4), 4, config=SMALL)
-    assert there.engine.counters.tokens_cached == 20
+    assert there.blocks.prefix_cache.stats.hit_tokens == 20
 
 
 def test_a_prefill_that_ends_the_request_says_so() -> None:
@@ -327,7 +362,7 @@ def test_a_full_queue_refuses_and_leaves_the_sequence_with_the_caller() -> None:
     assert extra is not None
     with pytest.raises(EngineFullError):
         node.engine.submit(extra)
-    assert (node.engine.running, node.engine.waiting) == (0, 16)
+    assert (node.engine.scheduler.running, node.engine.scheduler.waiting) == (0, 16)
     node.blocks.release(extra.block_table)
     node.ledger.unpromise("extra")
     node.run()
@@ -401,7 +436,7 @@ def test_random_work_gives_the_reference(
     pending = list(jobs)
     aborted = set()
     while pending or node.engine.has_work:
-        while pending and node.engine.waiting < 4:
+        while pending and node.engine.scheduler.waiting < 4:
             prompt, output, params = jobs[pending[0]]
             seq = node.sequence(pending[0], prompt, params, output=output)
             if seq is None:

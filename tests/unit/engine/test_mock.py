@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from baton.ids import BlockId
-from engine.mock import MockConfig, MockRunner, mock_reference
+from engine.mock import MockConfig, MockRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
 from tests.support.engine_bench import POISON, SMALL, Node, key_of, params_of
+from tests.support.mock_reference import mock_reference
 
 
 def one_slice(tokens: list[int], table: list[int], params: SamplingParams, *, start: int = 0) -> SequenceSlice:

@@ -213,8 +213,8 @@ def test_layers_at_once_are_each_in_two_calls_and_in_parts(made: tuple[ModelConf
     config, tensors = made
     runners = [TorchRunner(config=config, tensors=tensors, block_size=16) for _ in range(3)]
     assert runners[2]._native is not None
-    assert runners[2]._native._decoder._whole is not None
-    runners[2]._native._decoder._whole = None
+    assert runners[2]._native._whole is not None
+    runners[2]._native._whole = None
     whole, heard, parts = (Side(runner, None, None) for runner in runners)
     tokens, other, sink = text(70, 3), text(30, 4), Listening()
     for slices in (
@@ -271,7 +271,7 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
         runner = TorchRunner(config=config, tensors=tensors, block_size=16)
         assert runner._native is not None
         if not in_two_calls:
-            runner._native._decoder._whole = None
+            runner._native._whole = None
         sides.append(Side(runner, None, None))
     few, every = sides
     texts = [text(320, seed) for seed in range(3)]
@@ -382,7 +382,7 @@ def test_a_layer_is_told_of_when_its_records_are_there(in_two_calls: bool, draws
     runner = TorchRunner(config=model("odd sizes")[0], tensors=model("odd sizes")[1], block_size=16)
     assert runner._native is not None
     if not in_two_calls:
-        runner._native._decoder._whole = None
+        runner._native._whole = None
     side, seen = Side(runner, None, None), []
 
     class Looking:

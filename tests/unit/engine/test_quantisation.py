@@ -15,7 +15,7 @@ from engine.build import ComputeDevice, EngineConfig
 from engine.checkpoint import load_tensors
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype, Quantisation, UnsupportedModelError, load_model_config
-from engine.models.weights import LM_HEAD, is_layer_matrix, weight_shapes
+from engine.models.weights import LM_HEAD, weight_shapes
 from engine.native.kernels import Epilogue, Operand, Workspace, native_kernels
 from engine.native.packing import PANEL, SCALED, pack, quantise
 from engine.runner import TorchRunner
@@ -95,7 +95,7 @@ def rounded_beforehand(folder: Path, bits: int) -> TorchRunner:
     tensors = load_tensors(folder, weight_shapes(config), dtype=torch.bfloat16)
     values = {name: tensor.float() for name, tensor in tensors.items()}
     if bits < 16:
-        matrices = {name: tensor for name, tensor in tensors.items() if is_layer_matrix(name, tensor.dim())}
+        matrices = {name: tensor for name, tensor in tensors.items() if tensor.dim() == 2 and "layers" in name}
         values |= {name: rounded(tensor, bits).float() for name, tensor in matrices.items()}
         values[LM_HEAD] = rounded(tensors[LM_HEAD], 8).float()
     return TorchRunner(config=config, tensors=values, block_size=16)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import filtered_scores, gumbel_noise, noise_bits, row_key, token_logprobs
+from engine.sampler import gumbel_noise, noise_bits, row_key
 from engine.types import NO_TOKEN, SamplingParams
-from tests.support.sampler_ways import sample
+from tests.support.sampler_ways import filtered_scores, sample, token_logprobs
 
 SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
 GREEDY = replace(SAMPLED, temperature=0.0)

@@ -17,14 +17,11 @@ from hypothesis import strategies as st
 from engine.sampler import (
     adjusted_scores,
     best_ranked,
-    filtered_scores,
     gumbel_noise,
-    gumbel_noise_of,
     row_key,
-    token_logprobs,
 )
 from engine.types import SamplingParams
-from tests.support.sampler_ways import sample, sample_by_torch
+from tests.support.sampler_ways import filtered_scores, gumbel_noise_of, sample, sample_by_torch, token_logprobs
 
 OFF = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
 VOCAB = 13

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from baton.ids import Attempt, RequestId, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
-from engine.scheduler import EngineFullError, Scheduler, SchedulerConfig
-from engine.sequence import Sequence, SequenceMode
+from engine.scheduler import EngineFullError, Scheduler, SchedulerConfig, Sequence, SequenceMode
 from engine.types import SamplingParams
 
 SIZE = 4
@@ -304,7 +303,7 @@ def test_rows_of_scores_are_limited() -> None:
     ("limits", "message"),
     [
         ({"logits_rows_max": 0}, "rows_max is 0"),
-        ({"logits_rows_max": 5}, r"logits_rows_max \(5\) is more than sequences_max \(4\)"),
+        ({"logits_rows_max": 5}, "logits_rows_max is 5; must be from 1 to 4"),
         ({"bypasses_max": 0}, "bypasses_max is 0"),
     ],
 )
@@ -319,7 +318,7 @@ def test_further_limits_are_validated(limits: dict[str, int], message: str) -> N
         (0, 1, 1, "tokens_per_step_max is 0"),
         (1, 0, 1, "sequences_max is 0"),
         (1, 1, 0, "waiting_max is 0"),
-        (3, 4, 1, r"tokens_per_step_max \(3\) is less than sequences_max \(4\)"),
+        (3, 4, 1, r"sequences_max is 4; must not exceed tokens_per_step_max \(3\)"),
     ],
 )
 def test_limits_are_validated(tokens: int, sequences: int, waiting: int, message: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import struct
 
 import pytest
@@ -19,7 +18,6 @@ from kvtransfer.transports.control_channel import (
     Broken,
     ChannelState,
     Codec,
-    CountRefusal,
     Deliver,
     Do,
     Left,
@@ -28,7 +26,6 @@ from kvtransfer.transports.control_channel import (
     ReceiverChannel,
     RefusalReason,
     Refuse,
-    Send,
     Signal,
 )
 
@@ -192,9 +189,7 @@ class Receiver:
 
     def __init__(self, *, surplus: bool = False) -> None:
         self.secret: bytes | RefusalReason = SECRET
-        self.channel = ReceiverChannel(
-            rdma.CODEC, secret_of=lambda *_: self.secret, randomness=os.urandom, surplus=surplus
-        )
+        self.channel = ReceiverChannel(rdma.CODEC, secret_of=lambda *_: self.secret, surplus=surplus)
 
     def handle(self, event: wire.Event) -> list[wire.Instruction]:
         return self.channel.handle(event)
@@ -226,20 +221,20 @@ def receiver_in(state: ChannelState) -> Receiver:
 
 
 def refused(reason: RefusalReason, then: wire.Instruction) -> list[wire.Instruction]:
-    return [CountRefusal(reason=reason), Send(message=wire.Refused(reason=reason)), then]
+    return [wire.Refused(reason=reason), then]
 
 
 def test_a_handshake_with_probes() -> None:
     """HELLO, ANSWER, what the data needs, probes: the connection counts before its WELCOME leaves."""
     r = Receiver()
-    assert r.handle(HELLO) == [Do.IDENTIFY, Send(message=wire.Challenge(nonce=r.channel.nonce))]
+    assert r.handle(HELLO) == [Do.IDENTIFY, wire.Challenge(nonce=r.channel.nonce)]
     assert r.handle(r.answer()) == [Do.PREPARE]
     assert not r.channel.opened
     proof = rdma.CODEC.receiver_proof(SECRET, HELLO, r.channel.nonce, b"region")
-    welcome = Send(message=wire.Welcome(proof=proof, payload=b"region"))
+    welcome = wire.Welcome(proof=proof, payload=b"region")
     assert r.handle(Prepared(payload=b"region", probes=True)) == [Do.OPEN, welcome, Do.START]
     assert (r.channel.opened, r.channel.may_write) == (True, True)
-    assert r.handle(Signal.PROBES_CAME) == [Send(message=wire.Ready())]
+    assert r.handle(Signal.PROBES_CAME) == [wire.Ready()]
     assert r.handle(SEAL) == [Deliver(message=SEAL)]
     assert r.handle(wire.Bye(epoch=EPOCH, drained=False)) == [Left(drained=False)]
 
@@ -298,14 +293,18 @@ def test_the_deadline_is_for_handshakes_and_probes(state: ChannelState) -> None:
 
 @pytest.mark.parametrize("state", ChannelState)
 def test_what_the_port_refuses_ends_the_link_as_far_as_it_may(state: ChannelState) -> None:
-    """One that may write is left its BYE; a second breach costs it the connection."""
+    """One that may write is left its BYE, and its seals do not count any more, connected or not. A
+    second breach costs it the connection."""
     reason = RefusalReason.MALFORMED
     wanted: dict[ChannelState, list[wire.Instruction]] = {
         **dict.fromkeys((*HANDSHAKING, ChannelState.SURPLUS), refused(reason, Do.DROP)),
         **dict.fromkeys((*WRITING, ChannelState.LOST), refused(reason, Broken(reason=reason))),
         ChannelState.BROKEN: refused(reason, Do.LOSE),
     }
-    assert receiver_in(state).handle(Refuse(reason=reason)) == wanted.get(state, [])
+    r = receiver_in(state)
+    may_write = r.channel.may_write
+    assert r.handle(Refuse(reason=reason)) == wanted.get(state, [])
+    assert r.channel.state is (ChannelState.BROKEN if may_write else ChannelState.ENDED)
 
 
 @pytest.mark.parametrize("message", [HELLO, wire.Answer(proof=bytes(32)), wire.Ready(), wire.Sealed(number=1)])

@@ -148,6 +148,27 @@ def test_an_abandoned_grant_and_a_stopped_queue_wait_for_no_kernel() -> None:
     run(test())
 
 
+def test_what_waits_behind_an_abandoned_grant_is_taken_when_that_goes() -> None:
+    """Two threads post at once, and the second batch is computed first: it waits, and is taken when the first grant is
+    abandoned before its own sources are there."""
+
+    async def test() -> None:
+        scene = Scene(5)
+        computed: list[Callable[[bool], None]] = []
+        scene.queue.post_behind(computed.append, scene.queue.abandon)
+        scene.queue.post(GRANT, whole(0, RECORD))
+        scene.queue.post(OTHER, whole(RECORD, RECORD))
+        computed[1](True)
+        assert scene.lane.read == []
+        scene.queue.abandon(GRANT)
+        assert scene.lane.read == [(OTHER, 0)]
+        await scene.until(2)
+        assert scene.completed == [(GRANT, False), (OTHER, True)]
+        await scene.close()
+
+    run(test())
+
+
 @pytest.mark.parametrize("how", ["the device fails", "the poster is closed"])
 def test_what_is_never_computed_is_abandoned(how: str) -> None:
     """Posted or to be posted: the grant is abandoned, and its batches complete uncopied."""

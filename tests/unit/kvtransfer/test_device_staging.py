@@ -358,6 +358,27 @@ def test_an_error_of_the_writers_device_ends_the_link(monkeypatch: pytest.Monkey
     run(test())
 
 
+def test_a_piece_that_cannot_be_posted_completes_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are in pinned memory, and the link refuses it: the link is lost, and the batch completes uncopied."""
+    failures: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: failures.append(str(args.exc_value)))
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no room for a table")
+
+    async def test() -> None:
+        async with scene(monkeypatch) as s:
+            s.link._stager._post = refuse
+            s.link.post(GRANT, whole())
+            await s.posted.until(lambda e: bool(e.lost))
+            assert s.posted.completed == [(GRANT, 1, NBYTES, False)]
+            assert s.posted.lost == [(PAIR, "a staging thread failed")]
+            assert failures == ["no room for a table"]
+            assert s.writer.staged.describe()["staging_bytes_used"] == 0
+
+    run(test())
+
+
 def test_an_error_of_the_receivers_device_fences_the_pair_and_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is acknowledged that may not have landed. A fence has begun, but neither the joined thread nor `forbid`
     proves that the copies are over: no `writer_gone` comes, and the connection is counted. Once the device says that

@@ -10,6 +10,7 @@ from typing import Any, Self
 import pytest
 from batonpb import transfer_pb2
 
+from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
 from kvtransfer.link import LivenessStream
@@ -63,7 +64,7 @@ class Receiver:
         self.broken.clear()
 
 
-class Clock:
+class PausingClock(Clock):
     """Its time is moved by whoever sleeps. The long pause, before one that is lost is tried again, takes a word."""
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ def test_a_receiver_is_lost_once_and_reached_again_once(caplog: pytest.LogCaptur
 
     async def scene() -> None:
         told: list[str] = []
-        clock, receiver = Clock(), Receiver()
+        clock, receiver = PausingClock(), Receiver()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             stream = LivenessStream(
                 name="decode-0",

@@ -25,7 +25,7 @@ from kvtransfer.transports.rdma_device import HostBytes, RdmaMemory
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.tcp import CODEC as TCP
 from kvtransfer.transports.tcp import MESSAGE_BYTES, SEGMENT_BYTES, Ack
-from kvtransfer.transports.tcp_receiver import LandingMemory, ReceiveStream, StreamLimits
+from kvtransfer.transports.tcp_receiver import ReceiveStream, StreamLimits
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx import CODEC as UCX
 from kvtransfer.transports.ucx_writer import UcxWriterLink
@@ -128,7 +128,8 @@ def test_a_fence_arrives_from_a_receiver_that_leaves_payload_unread() -> None:
                 sock=ours,
                 hello=wire.Hello(pair=PAIR, epoch=EPOCH, link=1),
                 index=0,
-                memory=LandingMemory(SOURCE_U8, len(SOURCE_U8)),
+                memory_U8=SOURCE_U8,
+                region_nbytes=len(SOURCE_U8),
                 limits=StreamLimits(),
                 loop=loop_now(),
                 sealed=lambda *_: None,
@@ -186,7 +187,7 @@ async def link_ucx(listens: str) -> None:
 
 
 async def link_rdma(listens: str) -> None:
-    memory = RdmaMemory(region=HostBytes(lambda: SOURCE_U8), config=CONFIG, loop=loop_now(), remote_writes=False)
+    memory = RdmaMemory(region=HostBytes(lambda: SOURCE_U8), config=CONFIG, remote_writes=False)
     try:
         endpoint = endpoint_of(TransportName.RDMA, RegionAddress(listens=listens, base=0, rkey=0).encode())
         await RdmaWriterLink.connect(endpoint, PAIR, memory, Recorder(), loop_now())

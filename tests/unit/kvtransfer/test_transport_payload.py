@@ -14,9 +14,8 @@ import pytest
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.transports import tcp, tcp_receiver, tcp_writer
 from kvtransfer.transports.tcp import CALL_BYTES_MAX, moved_by
-from kvtransfer.transports.tcp_lanes import Frame, cut_frames
 from kvtransfer.transports.tcp_receiver import Scatter
-from kvtransfer.transports.tcp_writer import send_at_once, send_frame
+from kvtransfer.transports.tcp_writer import Frame, cut_frames, send_at_once, send_frame
 from tests.support.shm_harness import DEADLINE_S, ops_of
 
 REGION_NBYTES = 1 << 17

@@ -241,15 +241,15 @@ def test_a_receiver_whose_device_cannot_be_flushed_at_all_does_not_offer_rdma() 
     """Alone in the list it is an error that says why, before others it is left out; a writer only reads its region."""
 
     async def test() -> None:
-        driver, loop = FakeDriver(), asyncio.get_running_loop()
+        driver = FakeDriver()
         driver.allowed = replace(driver.allowed, host_flushes=False)
         region = DeviceRegion(driver, REGION_NBYTES, "region", shared=False)
         memory = DeviceBytes(region)
         both = (TransportName.RDMA, TransportName.TCP)
-        assert register_if_usable(both, memory, CONFIG, loop, remote_writes=True) is None
+        assert register_if_usable(both, memory, CONFIG, remote_writes=True) is None
         with pytest.raises(InvalidField, match=r"rdma alone, which does not work here: what a card writes .* late"):
-            register_if_usable(both[:1], memory, CONFIG, loop, remote_writes=True)
-        reading = register_if_usable(both, memory, CONFIG, loop, remote_writes=False)
+            register_if_usable(both[:1], memory, CONFIG, remote_writes=True)
+        reading = register_if_usable(both, memory, CONFIG, remote_writes=False)
         assert reading is not None
         await reading.close()
         region.close()

@@ -157,9 +157,7 @@ def test_a_link_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
         async with receiving() as r:
             theirs = set(DoubleQueuePairs.alive)
             source_U8, loop, events = source_bytes(1, REGION_NBYTES), asyncio.get_running_loop(), Recorder()
-            memory = RdmaMemory(
-                region=HostBytes(lambda: source_U8), config=CONFIG, loop=loop, remote_writes=False, limits=LIMITS
-            )
+            memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, remote_writes=False, limits=LIMITS)
             limits = RdmaLinkLimits(connect_ms_max=2_000)
             link = await RdmaWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, memory, events, loop, limits)
             device: Any = memory.device
@@ -234,9 +232,9 @@ def test_a_write_that_fails_ends_the_link_and_completes_everything() -> None:
 def test_what_is_on_its_way_when_the_link_ends_is_adrift_until_the_receiver_has_fenced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The network holds two batches back while the link ends at the writer. They complete there, and it is told that
-    they are adrift: at the receiver, which has not noticed, the one that comes now lands. After its fence the other one
-    is dropped. Of a batch that was posted to the dead link nothing has left."""
+    """The network holds two batches back while the link ends at the writer. There they complete and are in doubt. The
+    receiver has not noticed: the one that arrives now lands. After its fence the other one is dropped.
+    Of a batch that was posted to the dead link nothing has left."""
 
     async def test() -> None:
         async with receiving() as r, linked(r, source_bytes(1, REGION_NBYTES)) as (link, events):
@@ -251,10 +249,10 @@ def test_what_is_on_its_way_when_the_link_ends_is_adrift_until_the_receiver_has_
             link._device_lost("cut off")
             await events.until(lambda e: bool(e.lost))
             assert events.completed == [(GRANT, 4, ANY, False), (OTHER, 4, ANY, False)]
-            assert sorted(events.adrift) == [(GRANT, 0), (OTHER, 0)]
+            assert sorted(events.in_doubt) == [(GRANT, 0), (OTHER, 0)]
             link.post(grant_of(9), record_ops(3, 4))
             await events.until(lambda e: len(e.completed) == 3)
-            assert len(events.adrift) == 2
+            assert len(events.in_doubt) == 2
             assert r.events.gone == [] and not r.region.array_U8.any()
             assert held[0]()
             landed_U8 = r.region.array_U8.copy()
@@ -385,10 +383,10 @@ def test_rdma_is_offered_where_it_works_and_was_not_forbidden(double: dict[str, 
     """In the list and a device: offered. Not in the list: not looked for. No device: left out, unless it is alone."""
 
     async def test() -> None:
-        loop, region_U8 = asyncio.get_running_loop(), np.zeros(8, np.uint8)
+        region_U8 = np.zeros(8, np.uint8)
 
         def offer(*transports: TransportName) -> RdmaMemory | None:
-            return register_if_usable(transports, HostBytes(lambda: region_U8), CONFIG, loop, remote_writes=True)
+            return register_if_usable(transports, HostBytes(lambda: region_U8), CONFIG, remote_writes=True)
 
         memory = offer(TransportName.RDMA, TransportName.TCP)
         assert memory is not None and memory.device is not None

@@ -19,8 +19,8 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.rdma import CODEC
 from kvtransfer.transports.rdma_verbs import (
     Addresses,
-    DeviceBroken,
     Poster,
+    QueuePairFailed,
     RdmaLibrary,
     rdma_library,
 )
@@ -128,9 +128,9 @@ def test_a_number_below_zero_comes_back_as_it_was_posted() -> None:
 def test_a_refused_post_is_an_error() -> None:
     """The queue takes ten of twelve: the link is told, with the driver's errno."""
     device = NullDevice(10)
-    with pytest.raises(DeviceBroken, match="errno 12"):
+    with pytest.raises(QueuePairFailed, match="errno 12"):
         device.poster.post_writes(0, *ops(12), 1)
-    with pytest.raises(DeviceBroken, match="errno 12"):
+    with pytest.raises(QueuePairFailed, match="errno 12"):
         device.poster.post_seal(0, 1, 1)
     device.close()
 
@@ -138,7 +138,7 @@ def test_a_refused_post_is_an_error() -> None:
 def test_a_chain_that_is_too_long_is_not_posted() -> None:
     """More than the C code has room for is refused whole."""
     device = NullDevice(600)
-    with pytest.raises(DeviceBroken, match="errno 22"):
+    with pytest.raises(QueuePairFailed, match="errno 22"):
         device.poster.post_writes(0, *ops(device.poster.chain_wrs_max + 1), 1)
     assert len(device.posted) == 0
     device.close()
@@ -172,13 +172,13 @@ def test_a_device_that_goes_away_under_the_poster_is_told_as_such() -> None:
     has a reason, and not an error that nobody foresaw."""
 
     def refuse() -> None:
-        raise DeviceBroken("Failed to get CQ event")
+        raise QueuePairFailed("Failed to get CQ event")
 
     device = NullDevice(1)
     try:
         os.eventfd_write(device.channel, 1)
         device.poster._take_event = refuse
-        with pytest.raises(DeviceBroken, match="Failed to get CQ event"):
+        with pytest.raises(QueuePairFailed, match="Failed to get CQ event"):
             device.poster.wait(device.wake, 0, 1_000)
     finally:
         device.close()

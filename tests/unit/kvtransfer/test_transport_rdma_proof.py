@@ -224,7 +224,7 @@ def test_writes_of_an_abandoned_grant_that_stand_still_end_the_link(monkeypatch:
             link.abandon(GRANT)
             await events.until(lambda e: bool(e.lost))
             assert events.completed == [(GRANT, 4, ANY, False)]
-            assert events.adrift == [(GRANT, 0)]
+            assert events.in_doubt == [(GRANT, 0)]
             assert events.lost == [(PAIR, "writes of an abandoned grant have not moved for 20 ms")]
 
     run(test())

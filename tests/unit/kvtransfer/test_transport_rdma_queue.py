@@ -31,7 +31,7 @@ class Bench:
             }
         )  # fmt: skip
         self.completed: list[tuple[GrantId, int, int, bool]] = []
-        self.adrift: list[tuple[GrantId, int]] = []
+        self.in_doubt: list[tuple[GrantId, int]] = []
         self.wakes = 0
         self.loop = asyncio.new_event_loop()
         self.lanes = ChainLanes(
@@ -40,7 +40,7 @@ class Bench:
             dst_nbytes=NBYTES,
             loop=self.loop,
             completed=lambda *told: self.completed.append(told),
-            in_doubt=lambda grant: self.adrift.append((grant, len(self.completed))),
+            in_doubt=lambda grant: self.in_doubt.append((grant, len(self.completed))),
             wake=self._wake,
         )
         self.queue = self.lanes.queue
@@ -189,7 +189,7 @@ def test_too_many_abandoned_grants_stop_the_queue() -> None:
 
 def test_what_was_on_its_way_completes_uncopied_when_the_queue_pairs_are_gone() -> None:
     """A batch half landed, one that waits, and a seal: both batches complete, not copied; nothing is left. What the
-    device had and did not complete is adrift, which is told first; what it never had is not."""
+    device had and did not complete is in doubt, which is told first; what it never had is not."""
     with Bench() as bench:
         bench.queue.post(GRANT, ops_of([0] * 8, list(range(0, 2_400, 300)), [300] * 8))
         bench.queue.post(OTHER, ops_of([0], [0], [5]))
@@ -200,13 +200,13 @@ def test_what_was_on_its_way_completes_uncopied_when_the_queue_pairs_are_gone() 
         bench.settle()
         assert sorted(bench.completed) == [(GRANT, 8, 2_400, False), (OTHER, 1, 5, False)]
         # The other grant's batch was taken too: there was room for it.
-        assert sorted(bench.adrift) == [(GRANT, 0), (OTHER, 0)]
+        assert sorted(bench.in_doubt) == [(GRANT, 0), (OTHER, 0)]
         assert bench.lanes.drained
         assert bench.take_all() == []
 
 
 def test_nothing_is_adrift_that_the_device_has_completed_or_never_had() -> None:
-    """One batch has landed, one waits for room behind it: both complete, and no word of writes adrift."""
+    """One batch has landed, one waits for room behind it: both complete, and no word of in-doubt writes."""
     with Bench(send_wrs_max=3, qps=1) as bench:
         bench.queue.post(GRANT, ops_of([0, 0], [0, 300], [300, 300]))
         bench.queue.post(OTHER, ops_of([0], [0], [5]))
@@ -216,7 +216,7 @@ def test_nothing_is_adrift_that_the_device_has_completed_or_never_had() -> None:
         bench.lanes.lose()
         bench.settle()
         assert sorted(bench.completed) == [(GRANT, 2, 600, True), (OTHER, 1, 5, False)]
-        assert bench.adrift == []
+        assert bench.in_doubt == []
 
 
 def test_writes_outside_the_regions_are_not_taken() -> None:

@@ -19,7 +19,7 @@ from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TooManyPairs,
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm import CODEC, ShmWelcome, socket_address
+from kvtransfer.transports.shm import CODEC, decode_welcome, socket_address
 from kvtransfer.transports.shm_receiver import ShmPortLimits
 from kvtransfer.transports.shm_writer import ShmWriterLink
 from tests.support.shm_harness import (
@@ -69,7 +69,7 @@ class RawPeer:
         self.say(answer_to(challenge, endpoint))
         welcome = await self.hear()
         assert isinstance(welcome, wire.Welcome)
-        assert ShmWelcome.decode(welcome.payload) == ShmWelcome(region_nbytes=REGION_NBYTES)
+        assert decode_welcome(welcome.payload) == REGION_NBYTES
         assert welcome.proof == CODEC.receiver_proof(
             endpoint.secret, hello_of(endpoint), challenge.nonce, welcome.payload
         )

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton.ids import BlockId, Epoch
 from kvtransfer.transport import WriteOps, WriteOutOfBounds, check_granted, check_ops
-from kvtransfer.transports.pair_fence import Evidence, PairFence
+from kvtransfer.transports.receiver_port import Evidence, PairFence
 
 
 class PairFenceMachine(RuleBasedStateMachine):

@@ -25,7 +25,7 @@ from kvtransfer.transport import (
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.settings import STREAMS_MAX
 from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, FRAME_SEGMENTS_MAX, MESSAGE_BYTES, TcpHello, TcpWelcome
-from kvtransfer.transports.tcp_lanes import cut_frames
+from kvtransfer.transports.tcp_writer import cut_frames
 from tests.support.shm_harness import pair_of
 
 RDMA, SHM, TCP = TransportName.RDMA, TransportName.SHM, TransportName.TCP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,65 +16,73 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.ids import GrantId
-from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.post_queue import Taken
-from kvtransfer.transports.tcp import FRAME_BYTES_MAX
-from kvtransfer.transports.tcp_lanes import (
+from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps
+from kvtransfer.transports.control_channel import SealSent
+from kvtransfer.transports.limits import LINK_LIMITS
+from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, MESSAGE_BYTES, SEGMENT_BYTES, Data, TcpWelcome
+from kvtransfer.transports.tcp_writer import (
+    AT_ONCE_BYTES_MAX,
     AT_ONCE_OPS_MAX,
     SHARED_BYTES_MIN,
     SHARES_OF_A_STREAM,
-    SealToSend,
-    StreamLanes,
+    TcpWriterLink,
     ToSend,
     frame_starts,
 )
-from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
-from tests.support.tcp_harness import EPOCH
+from tests.support.shm_harness import DEADLINE_S, Recorder, grant_of, ops_of
+from tests.support.tcp_harness import EPOCH, PAIR
 
-AT_ONCE_BYTES_MAX = 1000
-HEAD_NBYTES, SEGMENT_NBYTES = 64, 16
+REGION_NBYTES = 1 << 17
 GRANT = grant_of(7)
 SEAL = Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=1)
 
 
 class Sending:
-    """A queue with a thread for each stream, that stands where the test has put it."""
+    """A link with threads of the test's for its streams, which stand where the test has put them."""
 
     def __init__(self, streams: int) -> None:
-        self.completed: list[tuple[GrantId, int, int, bool]] = []
+        self.events = Recorder()
+        self.completed = self.events.completed
         self.loop = asyncio.new_event_loop()
-        self.lanes = StreamLanes(
-            streams=streams,
-            src_nbytes=1 << 16,
-            dst_nbytes=1 << 16,
-            frame_bytes_max=1 << 20,
-            frame_segments_max=512,
-            at_once_bytes_max=AT_ONCE_BYTES_MAX,
-            abandoned_grants_max=10,
+        self.link = TcpWriterLink(
+            socks=[socket.socket() for _ in range(streams)],
+            welcome=TcpWelcome(region_nbytes=REGION_NBYTES, frame_bytes_max=1 << 20, frame_segments_max=512),
+            endpoint=DataEndpoint(transport=TransportName.TCP, address="nowhere:1", secret=b"", epoch=EPOCH),
+            pair=PAIR,
+            source_region_U8=np.zeros(REGION_NBYTES, np.uint8),
+            events=self.events,
             loop=self.loop,
-            completed=lambda *told: self.completed.append(told),
+            limits=LINK_LIMITS,
         )
-        self.queue = self.lanes.queue
+        self.streams = self.link._streams
+        self.queue = self.link._queue
         self._threads: list[threading.Thread] = []
 
     def take(self, index: int) -> Future[ToSend | None]:
         """What a stream's thread takes next; returns when it has, or waits."""
         result: Future[ToSend | None] = Future()
-        thread = threading.Thread(target=lambda: result.set_result(self.lanes.take(index)))
+        thread = threading.Thread(target=lambda: result.set_result(self.link._take(self.streams[index])))
         self._threads.append(thread)
         thread.start()
         deadline_s = time.monotonic() + DEADLINE_S
-        while not (self.lanes._streams[index].waits or result.done()):
+        while not (self.streams[index].waits or result.done()):
             assert time.monotonic() < deadline_s
         return result
 
+    def give_back_sent(self, lent: ToSend) -> None:
+        """All of it has been sent."""
+        lent.sent_nbytes += lent.left_nbytes
+        self.link._give_back(lent)
+
     def close(self) -> None:
         self.queue.stop()
-        for index, stream in enumerate(self.lanes._streams):
+        for stream in self.streams:
             if stream.lent:
-                self.lanes.give_back(index, None)
+                self.give_back_sent(ToSend(stream=stream, head=b"", frame=None))
         for thread in self._threads:
             thread.join()
+        for stream in self.streams:
+            stream.sock.close()
         self.loop.close()
 
 
@@ -96,8 +105,18 @@ def many_ops(count: int) -> WriteOps:
 
 
 def sequence_of(taken: ToSend | None) -> int:
+    return data_of(taken).sequence
+
+
+def data_of(taken: ToSend | None) -> Data:
     assert taken is not None
-    return taken.sequence
+    message = CODEC.decode(taken.head)
+    assert isinstance(message, Data)
+    return message
+
+
+def sealing(number: int, ways_mask: int = 1) -> SealSent:
+    return SealSent(number=number, seal=SEAL, ways_mask=ways_mask)
 
 
 def test_an_idle_stream_is_lent_to_whoever_posts_something_small() -> None:
@@ -106,12 +125,12 @@ def test_an_idle_stream_is_lent_to_whoever_posts_something_small() -> None:
         waiting = s.take(0)
         lent = s.queue.post(GRANT, small())
         assert lent is not None
-        assert (lent.index, lent.sequence) == (0, 0)
+        assert (lent.stream.index, sequence_of(lent)) == (0, 0)
         assert s.queue.post(GRANT, small(200)) is None
         assert not waiting.done()
-        s.lanes.give_back(0, None)
+        s.give_back_sent(lent)
         assert sequence_of(waiting.result(DEADLINE_S)) == 1
-        s.lanes.acknowledged(0, 1, landed=True)
+        s.link._acknowledged(s.streams[0], 1, landed=True)
         assert s.completed == [(GRANT, 1, 100, True)] * 2
         assert s.queue.uncompleted(GRANT) == 0
 
@@ -128,9 +147,7 @@ def test_what_is_not_small_or_finds_no_idle_stream_is_left_to_the_threads() -> N
             waiting = s.take(0)
             assert s.queue.post(GRANT, ops) is None
             taken = waiting.result(DEADLINE_S)
-            assert taken is not None
-            assert isinstance(taken.item, Taken)
-            assert taken.item.part.nbytes == ops.total_bytes
+            assert data_of(taken).payload_nbytes == ops.total_bytes
 
 
 def test_what_is_queued_of_an_abandoned_grant_is_not_sent() -> None:
@@ -146,10 +163,8 @@ def test_what_is_queued_of_an_abandoned_grant_is_not_sent() -> None:
         s.loop.run_until_complete(asyncio.sleep(0))
         assert s.completed == [(GRANT, 1, 100, False)] * 2
         taken = s.take(0).result(DEADLINE_S)
-        assert taken is not None
-        assert isinstance(taken.item, Taken)
-        assert taken.item.batch.grant == other
-        s.lanes.acknowledged(0, taken.sequence, landed=True)
+        assert data_of(taken).grant == other
+        s.link._acknowledged(s.streams[0], sequence_of(taken), landed=True)
         assert s.completed[2:] == [(GRANT, 1, 100, True), (other, 1, 100, True)]
 
 
@@ -169,7 +184,7 @@ def test_an_error_in_one_completion_loses_no_other() -> None:
             s.queue.post(GRANT, ops_of([0], [0], [nbytes]))
             s.take(0).result(DEADLINE_S)
         with pytest.raises(RuntimeError, match="the first"):
-            s.lanes.acknowledged(0, 2, landed=True)
+            s.link._acknowledged(s.streams[0], 2, landed=True)
         assert told == [10, 20, 30]
 
 
@@ -180,32 +195,36 @@ def test_the_rest_of_what_was_lent_comes_before_everything_else() -> None:
         waiting = s.take(0)
         lent = s.queue.post(GRANT, small())
         assert lent is not None
-        assert s.lanes.seal(SEAL) == []
-        s.lanes.give_back(0, lent.after(HEAD_NBYTES, 10))
-        assert waiting.result(DEADLINE_S) == ToSend(index=0, sequence=0, item=lent.item, sent_nbytes=10)
-        sealing = s.take(0).result(DEADLINE_S)
-        assert sealing == ToSend(index=0, sequence=1, item=SealToSend(seal=SEAL, streams_mask=1))
+        assert s.link._take_seal(SEAL) == []
+        lent.sent_nbytes = 10
+        s.link._give_back(lent)
+        assert waiting.result(DEADLINE_S) is lent
+        seal = s.take(0).result(DEADLINE_S)
+        assert seal is not None
+        assert CODEC.decode(seal.head) == sealing(1)
         waiting = s.take(0)
-        (lent_seal,) = s.lanes.seal(SEAL)
+        (lent_seal,) = s.link._take_seal(SEAL)
         s.queue.stop()
         assert not waiting.done(), "somebody else sends on the stream"
-        s.lanes.give_back(0, lent_seal.after(HEAD_NBYTES, 0))
-        assert waiting.result(DEADLINE_S) == lent_seal
+        s.link._give_back(lent_seal)
+        assert waiting.result(DEADLINE_S) is lent_seal
         assert s.take(0).result(DEADLINE_S) is None
-        assert s.lanes.bye_sequence(0) == 3
+        assert s.streams[0].next_sequence == 3, "the number of the BYE"
 
 
 def test_what_is_left_of_a_frame_is_counted_with_its_head_and_table() -> None:
     """All but one byte: a rest; all: none."""
     with sending() as s:
-        s.take(0)
-        lent = s.queue.post(GRANT, small())
-        assert lent is not None
-        total_nbytes = HEAD_NBYTES + SEGMENT_NBYTES + 100
-        assert lent.after(HEAD_NBYTES, total_nbytes) is None
-        rest = lent.after(HEAD_NBYTES, total_nbytes - 1)
-        assert rest is not None
-        assert rest.sent_nbytes == total_nbytes - 1
+        for left_nbytes in (1, 0):
+            waiting = s.take(0)
+            lent = s.queue.post(GRANT, small())
+            assert lent is not None
+            lent.sent_nbytes = MESSAGE_BYTES + SEGMENT_BYTES + 100 - left_nbytes
+            assert lent.left_nbytes == left_nbytes
+            s.link._give_back(lent)
+            if left_nbytes:
+                assert waiting.result(DEADLINE_S) is lent
+        assert s.streams[0].rest is None
 
 
 def test_the_stream_with_the_fewest_frames_on_their_way_is_lent() -> None:
@@ -217,14 +236,14 @@ def test_the_stream_with_the_fewest_frames_on_their_way_is_lent() -> None:
         for acknowledged in (None, 1, None):
             lent = s.queue.post(GRANT, small())
             assert lent is not None
-            indices.append(lent.index)
-            s.lanes.give_back(lent.index, None)
+            indices.append(lent.stream.index)
+            s.give_back_sent(lent)
             if acknowledged is not None:
-                s.lanes.acknowledged(acknowledged, lent.sequence, landed=True)
+                s.link._acknowledged(s.streams[acknowledged], sequence_of(lent), landed=True)
         assert indices == [0, 1, 1]
-        assert [(t.index, t.sequence, t.item) for t in s.lanes.seal(SEAL)] == [
-            (0, 1, SealToSend(seal=SEAL, streams_mask=0b11)),
-            (1, 2, SealToSend(seal=SEAL, streams_mask=0b11)),
+        assert [(seal.stream.index, CODEC.decode(seal.head)) for seal in s.link._take_seal(SEAL)] == [
+            (0, sealing(1, 0b11)),
+            (1, sealing(2, 0b11)),
         ]
 
 

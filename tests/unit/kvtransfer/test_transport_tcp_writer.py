@@ -79,7 +79,7 @@ async def linked(
         loop=asyncio.get_running_loop(),
         limits=LinkLimits(**{"bye_ms_max": 50, **limits}),
     )
-    link._start(PAIR)
+    await link._start()
     try:
         with theirs:
             yield link, ByHand(theirs)

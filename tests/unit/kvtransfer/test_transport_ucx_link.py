@@ -21,7 +21,7 @@ from kvtransfer.link import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, PairBeingFenced, Seal
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import ucx
+from kvtransfer.transports import ucx, ucx_receiver
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.settings import UcxConfig
@@ -49,8 +49,6 @@ class Receiving:
         self.port = UcxReceiverPort(
             region=self.region,
             events=self.events,
-            loop=asyncio.get_running_loop(),
-            randomness=os.urandom,
             config=config,
             limits=limits,
         )
@@ -293,7 +291,7 @@ def test_a_failed_write_ends_the_link(agents: Agents) -> None:
 def test_after_the_fence_nothing_is_left_of_a_link_that_failed_with_writes_on_their_way(
     agents: Agents, tls: str
 ) -> None:
-    """They are adrift, and the writer's agent is gone; it says BYE, and not that all has arrived. Over UCX's tcp the
+    """They are in doubt, and the writer's agent is gone; it says BYE, and not that all has arrived. Over UCX's tcp the
     receiver fences by itself; with all that UCX has it takes the word of a writer on its own host for the agent's end,
     and the fence is there for the asking. Either way its own agent is destroyed before the fence has ended, so what
     the network held back has nowhere to go; and neither connection nor books of the pair stay."""
@@ -306,7 +304,7 @@ def test_after_the_fence_nothing_is_left_of_a_link_that_failed_with_writes_on_th
                 await settled(r, lambda: it.describe()["chains"] == 1)
                 agents.failing = True
                 await events.until(lambda e: bool(e.lost))
-                assert (events.adrift, events.completed) == ([(GRANT, 0)], [(GRANT, 1, 10, False)])
+                assert (events.in_doubt, events.completed) == ([(GRANT, 0)], [(GRANT, 1, 10, False)])
             await settled(r, lambda: not agents.alive)
             if tls == "all":
                 assert r.events.gone == []
@@ -314,7 +312,7 @@ def test_after_the_fence_nothing_is_left_of_a_link_that_failed_with_writes_on_th
             await r.events.until(lambda e: bool(e.gone))
             told = "1 acknowledged" if tls == "all" else "1 closed, its receiving worker destroyed"
             assert r.events.gone == [(PAIR, EPOCH, told)]
-            await settled(r, lambda: r.port._fences.book(PAIR) is None)
+            await settled(r, lambda: PAIR not in r.port._pairs)
             assert (r.port._connections, r.describe("fences_waiting")) == ({}, 0)
             assert not r.region.array_U8.any()
             assert r.port.expect(PAIR, Epoch(EPOCH + 1)).epoch == EPOCH + 1
@@ -322,9 +320,9 @@ def test_after_the_fence_nothing_is_left_of_a_link_that_failed_with_writes_on_th
     run(case())
 
 
-@pytest.mark.parametrize("adrift", [False, True])
+@pytest.mark.parametrize("in_doubt", [False, True])
 def test_a_writer_elsewhere_vouches_for_a_link_that_failed_with_nothing_on_its_way(
-    agents: Agents, monkeypatch: pytest.MonkeyPatch, adrift: bool
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, in_doubt: bool
 ) -> None:
     """On transports whose fence is not proved its BYE is all the evidence that there will ever be. All that was posted
     has arrived, only a look at it fails: the BYE says so, and the pair lives on. With a write on its way it cannot: its
@@ -336,16 +334,16 @@ def test_a_writer_elsewhere_vouches_for_a_link_that_failed_with_nothing_on_its_w
             async with linked(r) as (it, events):
                 it.post(GRANT, ops_of([0], [0], [10]))
                 await events.until(lambda e: bool(e.completed))
-                agents.stalled = adrift
-                if adrift:
+                agents.stalled = in_doubt
+                if in_doubt:
                     it.post(GRANT, ops_of([0], [0], [10]))
                     await settled(r, lambda: it.describe()["chains"] == 2)
                 agents.failing = True
                 it._wake()
                 await events.until(lambda e: bool(e.lost))
-                assert events.adrift == ([(GRANT, 1)] if adrift else [])
+                assert events.in_doubt == ([(GRANT, 1)] if in_doubt else [])
             r.port.fence(PAIR, EPOCH)
-            if adrift:
+            if in_doubt:
                 await settled(r, lambda: r.describe("connections_unproved") == 1)
                 assert (r.describe("fences_waiting"), r.events.gone, len(agents.alive)) == (1, [], 1)
             else:
@@ -409,3 +407,22 @@ def test_words_out_of_order_are_refused_and_the_word_still_heard(agents: Agents)
             assert r.describe("refused") == {"OUT_OF_ORDER": 1}
 
     run(case())
+
+
+def test_a_port_that_cannot_be_made_leaves_nothing_open(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's identity cannot be read: the error comes out, and no socket listens."""
+
+    def fail() -> str:
+        raise OSError("no /etc/machine-id")
+
+    monkeypatch.setattr(ucx_receiver, "host_identity", fail)
+
+    async def test() -> None:
+        before = set(os.listdir("/proc/self/fd"))
+        region = Region.create(REGION_NBYTES, "test-region")
+        with pytest.raises(OSError, match="machine-id"):
+            UcxReceiverPort(region=region, events=Recorder())
+        region.close()
+        assert set(os.listdir("/proc/self/fd")) == before
+
+    run(test())

@@ -1,4 +1,4 @@
-"""The engine's loop with a runner that goes ahead: who is called when, and what a failure or a stop leaves behind."""
+"""The engine's loop with a runner that overlaps: who is called when, and what a failure or a stop leaves behind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 from engine.core import TokenEvent
-from engine.mock import mock_reference
 from engine.types import Batch, FinishReason, KvSink
 from node.engine_loop import EngineLoop
 from tests.support.engine_bench import SMALL, key_of, params_of
-from tests.support.late_runner import AheadNode
+from tests.support.late_runner import OverlapNode
+from tests.support.mock_reference import mock_reference
 
 WAIT_S = 20
 
@@ -27,7 +27,7 @@ class Layers:
 class Host:
     """Keeps what it is told of; `over` is set when as many sequences as expected have ended."""
 
-    def __init__(self, node: AheadNode, expected: int) -> None:
+    def __init__(self, node: OverlapNode, expected: int) -> None:
         self.node = node
         self.over = asyncio.Event()
         self.stepped = asyncio.Event()
@@ -49,12 +49,12 @@ class Host:
             self.over.set()
 
 
-def play(node: AheadNode, expected: int, wait_for: Callable[[Host], asyncio.Event]) -> Host:
+def play(node: OverlapNode, expected: int, wait_for: Callable[[Host], asyncio.Event]) -> Host:
     """Run the loop until the event, then stop it."""
 
     async def scenario() -> Host:
         host = Host(node, expected)
-        loop = EngineLoop(node.engine, host, name="ahead")
+        loop = EngineLoop(node.engine, host, name="overlap")
         stepping = asyncio.create_task(loop.run())
         try:
             async with asyncio.timeout(WAIT_S):
@@ -76,7 +76,7 @@ def reference(prompt: list[int], count: int) -> list[int]:
 
 def test_the_next_step_is_launched_before_the_last_one_is_collected() -> None:
     """Five tokens of one request: at every collect but the last, the step behind is on the device already."""
-    node = AheadNode()
+    node = OverlapNode()
     node.submit("a", [1, 2, 3], params_of(5))
     host = play(node, 1, lambda host: host.over)
     assert node.tokens("a") == reference([1, 2, 3], 5)
@@ -91,12 +91,12 @@ def test_the_next_step_is_launched_before_the_last_one_is_collected() -> None:
 def test_a_stop_waits_for_both_steps() -> None:
     """Stopped after the first step with another one in flight: that one is collected, none is launched behind it. The
     sequence is still in the engine, and goes on from there."""
-    node = AheadNode()
+    node = OverlapNode()
     node.submit("a", [1, 2, 3], params_of(50))
     play(node, 1, lambda host: host.stepped)
     launched = sum(call.startswith("launch") for call in node.late.calls)
     assert sum(call.startswith("collect") for call in node.late.calls) == launched == node.engine.counters.steps
-    assert node.engine.running == 1
+    assert node.engine.scheduler.running == 1
     node.run()
     assert node.tokens("a") == reference([1, 2, 3], 50)
     node.assert_nothing_held()
@@ -105,7 +105,7 @@ def test_a_stop_waits_for_both_steps() -> None:
 def test_a_step_that_cannot_be_launched_costs_its_requests() -> None:
     """The step behind is refused by the device: the one in flight is still taken in, then the requests are aborted; no
     step is built on the one that is not there."""
-    node = AheadNode()
+    node = OverlapNode()
     node.late.break_launch = 1
     node.submit("a", [1, 2, 3], params_of(5))
     play(node, 1, lambda host: host.over)
@@ -120,7 +120,7 @@ def test_a_step_that_cannot_be_launched_costs_its_requests() -> None:
 
 def test_a_step_that_is_lost_costs_its_requests_when_the_one_behind_is_over() -> None:
     """The second step fails with the third in flight, which is collected before the blocks go."""
-    node = AheadNode()
+    node = OverlapNode()
     node.late.break_collect = 1
     node.submit("a", [1, 2, 3], params_of(9))
     host = play(node, 1, lambda host: host.over)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachestore.spill_policy import SpillState
-from engine.mock import mock_reference
 from engine.types import FinishReason, NullSink
 from tests.support.engine_bench import SMALL, key_of, params_of
+from tests.support.mock_reference import mock_reference
 from tests.support.spill_bench import SpillNode
 
 BLOCK = SMALL.block_size
@@ -57,7 +57,7 @@ def test_only_what_is_needed_leaves_tail_first() -> None:
     node.step_until("young", SpillState.SPILLING)
     owner = node.spill._swapped_out[key_of("young")]
     assert [unit.copying is not None for unit in owner.units] == [False, False, False, True, True]
-    assert node.engine.swapped_out == 1
+    assert node.engine.scheduler.swapped_out == 1
     assert node.entered["young"].block_table == []
     while node.copier.waiting:
         node.copier.finish()

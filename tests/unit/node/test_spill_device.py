@@ -1,5 +1,5 @@
 """The engine under overcommit with its region on a simulated device: blocks leave and return on a side stream that runs
-as late and as oddly as CUDA allows, steps are launched ahead, and whatever touches a block has to know that nothing on
+as late and as oddly as CUDA allows, steps overlap, and whatever touches a block has to know that nothing on
 the device still does. The mock model's tokens are hashes of the bytes read back."""
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from baton.ids import BlockId
-from engine.mock import mock_reference
 from engine.types import SequenceSlice
 from node.copiers import StreamCopier
+from tests.conformance.transport_kits import FakeSource
 from tests.support.engine_bench import SMALL, key_of, params_of
-from tests.support.late_runner import Ahead, AheadSpillNode, LateRunner
+from tests.support.late_runner import LateRunner, Overlap, OverlapSpillNode
+from tests.support.mock_reference import mock_reference
 from tests.support.shm_harness import run
 from tests.support.spill_bench import SpillNode
-from tests.support.staging_scenes import HastyDevice, OnDevice, ShimPinned
+from tests.support.staging_scenes import HastyDevice, ShimPinned
 from tests.support.stream_shim import Memory, MissingDependency
 
 STEPS_MAX = 5_000
@@ -46,29 +47,29 @@ class LookingRunner(LateRunner):
         return super()._sample(piece)
 
 
-class DeviceNode(AheadSpillNode):
-    """An `AheadSpillNode` whose copies are a `StreamCopier`'s. Freed blocks are poisoned, which is a touch too."""
+class DeviceNode(OverlapSpillNode):
+    """An `OverlapSpillNode` whose copies are a `StreamCopier`'s. Freed blocks are poisoned, which is a touch too."""
 
     def __init__(self, device: HastyDevice, *, num_blocks: int, host_blocks: int, copy_blocks_max: int = 3) -> None:
         runner = LookingRunner(SMALL, chance=random.Random(1))
         SpillNode.__init__(
             self, num_blocks=num_blocks, host_blocks=host_blocks, copy_blocks_max=copy_blocks_max, runner=runner
         )
-        self.ahead = Ahead()
+        self.overlap = Overlap()
         self.device = device
         self.on_device = Memory("region", self.region)
         streams: Any = device
         self.stream_copier = StreamCopier(
             streams=streams,
             places=self.places,
-            device=OnDevice(self.on_device, self.region.nbytes),
+            device=FakeSource(self.on_device, self.region.nbytes),
             host=ShimPinned(Memory("host memory", self.host_memory)),
             name="test",
             poll_interval_s=1e-5,
         )
         self.spill._copier = self.stream_copier
         self.changed = asyncio.Event()
-        self.spill.changed = self.changed.set
+        self.engine.changed = self.changed.set
         runner.look = self._look
 
     def _look(self, layer: int, block: BlockId, write: bool) -> None:
@@ -113,7 +114,7 @@ def reference(prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_region_that_is_too_small_gives_the_undisturbed_answers(seed: int) -> None:
     """Three sequences that come to nine, eight and seven blocks on a device of ten: each token is the reference's and
-    was computed once, steps went ahead where there was room and were held back where there was none."""
+    was computed once, steps overlapped where there was room and were held back where there was none."""
 
     async def scene() -> None:
         node = DeviceNode(HastyDevice(seed), num_blocks=10, host_blocks=20, copy_blocks_max=1 + seed % 3)
@@ -127,7 +128,7 @@ def test_a_region_that_is_too_small_gives_the_undisturbed_answers(seed: int) -> 
         figures, counters = node.spill.figures, node.engine.counters
         assert figures.copied_out == figures.copied_back + figures.merged > 0
         assert counters.tokens_computed == node.expected_tokens_computed
-        assert counters.steps_ahead > 0
+        assert counters.steps_overlapped > 0
         assert counters.steps_held_back > 0
         node.assert_nothing_held()
 
@@ -161,7 +162,7 @@ def test_sequences_that_end_at_any_moment(first_seed: int) -> None:
                     aborted.add(name)
                     copying += under_copy
 
-            node.ahead.between = ask
+            node.overlap.between = ask
             await node.play()
             for name, tokens in wanted.items():
                 told = node.tokens(name)

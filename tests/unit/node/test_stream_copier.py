@@ -19,8 +19,9 @@ from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from node.copiers import COPIES_IN_FLIGHT_MAX, BlockCopy, BlockPlaces, StreamCopier
+from tests.conformance.transport_kits import FakeSource
 from tests.support.shm_harness import run
-from tests.support.staging_scenes import HastyDevice, OnDevice, ShimPinned
+from tests.support.staging_scenes import HastyDevice, ShimPinned
 from tests.support.stream_shim import ForgetfulDevice, Memory, MissingDependency, ShimDevice, ShimEvent, ShimStream
 from tests.support.tcp_harness import wait_until
 
@@ -46,7 +47,7 @@ class Scene:
         self.copier = StreamCopier(
             streams=streams,
             places=PLACES,
-            device=OnDevice(self.region, len(self.region.bytes_U8)),
+            device=FakeSource(self.region, len(self.region.bytes_U8)),
             host=ShimPinned(self.host),
             name="test",
             poll_interval_s=1e-5,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.ids import Incarnation
 from baton.wire import BlockLoad, NodeLoad, NodeRecord
-from prefill_node.placement import ROOM_SHARE_MIN, DecodeAffinity, order_decode_nodes
+from prefill_node.decode_nodes import ROOM_SHARE_MIN, DecodeAffinity, order_decode_nodes
 from tests.unit.prefill_node.test_placement import MODEL, node
 
 CHAIN = [b"a", b"b", b"c"]
@@ -29,8 +29,8 @@ def first(affinity: DecodeAffinity, records: list[NodeRecord], chain: list[bytes
         may_place=lambda _: True,
         rng=random.Random(seed),
         tries_max=3,
-        room_of=affinity.room,
-        instead=affinity.instead(chain),
+        affinity=affinity,
+        chain=chain,
     )
     assert len({record.name for record in order}) == len(order)
     return order[0].name

@@ -1,4 +1,4 @@
-"""prefill_node.placement: which decode nodes are asked, in which order, and the error when there is nobody to ask."""
+"""Which decode nodes a prefill node asks, in which order, and the error when there is nobody to ask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import BlockLoad, ModelInfo, NodeLoad, NodeRecord, Role
-from prefill_node.placement import blocks_needed, may_hold, order_decode_nodes, room
+from cachestore.block_manager import footprint_blocks
+from prefill_node.decode_nodes import DecodeAffinity, may_hold, order_decode_nodes, room
 
 MODEL = ModelInfo(
     name="m",
@@ -59,6 +60,7 @@ def order(
         may_place=lambda record: record.name not in behind,
         rng=random.Random(seed),
         tries_max=tries_max,
+        affinity=DecodeAffinity(blocks_max=1),
         blocks=blocks,
         avoid=avoid,
         avoided_too=avoided_too,
@@ -213,4 +215,5 @@ def test_what_pins_keep_is_nobodys_and_an_unknown_region_may_be_large() -> None:
 )
 def test_what_a_request_comes_to_hold(tokens: int, prompt: int, max_tokens: int, blocks: int) -> None:
     """Blocks of 16 and a context of 1,000, as the decode node counts them itself."""
-    assert blocks_needed(tokens, prompt, max_tokens, MODEL) == blocks
+    held = footprint_blocks(tokens, prompt_len=prompt, max_tokens=max_tokens, context_len_max=1_000, block_size=16)
+    assert held == blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +18,8 @@ class One:
     bypassed: int = 0
 
 
-def line_of(kinds: list[bool], bypasses_max: int) -> RequestQueue[One]:
-    line: RequestQueue[One] = RequestQueue(bypasses_max=bypasses_max)
+def line_of(kinds: list[bool], bypasses_max: int) -> Any:
+    line: Any = RequestQueue(bypasses_max=bypasses_max)
     for name, resumed in enumerate(kinds):
         line.add(One(name, resumed))
     return line
@@ -34,7 +35,7 @@ def test_resumed_requests_go_first_so_often() -> None:
 def test_nobody_is_bypassed_more_often(course: list[str], bypasses_max: int) -> None:
     """In any course no new request sees more than `bypasses_max` later ones leave before it, and among requests of a
     kind the first to come is the first to leave."""
-    line: RequestQueue[One] = RequestQueue(bypasses_max=bypasses_max)
+    line: Any = RequestQueue(bypasses_max=bypasses_max)
     passed: dict[int, int] = {}
     last = {True: -1, False: -1}
     for name, what in enumerate(course):

@@ -115,6 +115,7 @@ SERVICES: Final = {
     "retries.resolves_max": Service.ROUTER,
     "service.watchers_max": Service.DIRECTORY,
     "resumed_queue_max": Service.PREFILL,
+    "engine.gpu.steps_ahead": Service.DECODE,
 }
 
 

@@ -9,8 +9,9 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
 from engine.demo_model import BOS_ID, DemoModelParams, write_demo_model
-from router.chat import MESSAGES_MAX, ChatEncoder
 from router.chat_template import ChatTemplate
+from router.prompts import PromptEncoder
+from router.request import MESSAGES_MAX
 from router.text import TextCodec
 
 CHARS_MAX = 200
@@ -24,38 +25,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder(folder: Path) -> ChatEncoder:
-    return ChatEncoder(codec=TextCodec.load(folder), template=ChatTemplate.load(folder), chars_max=CHARS_MAX)
+def encoder(folder: Path) -> PromptEncoder:
+    return PromptEncoder(codec=TextCodec.load(folder), template=ChatTemplate.load(folder), chars_max=CHARS_MAX)
 
 
-def chat(*messages: tuple[str, str]) -> inference_pb2.Chat:
-    return inference_pb2.Chat(
-        messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
-    )
+def chat(*messages: tuple[str, str]) -> inference_pb2.GenerateRequest:
+    asked = [inference_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    return inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=asked))
 
 
-def refused(encoder: ChatEncoder, *messages: tuple[str, str]) -> tuple[Reason, str | None, str]:
+def refused(encoder: PromptEncoder, *messages: tuple[str, str]) -> tuple[Reason, str | None, str]:
     with pytest.raises(BatonError) as caught:
-        encoder.encode_proto(chat(*messages))
+        encoder.encode(chat(*messages))
     return caught.value.reason, caught.value.field, caught.value.message
 
 
-def test_the_template_makes_the_prompt(encoder: ChatEncoder, folder: Path) -> None:
+def test_the_template_makes_the_prompt(encoder: PromptEncoder, folder: Path) -> None:
     """The ids are those of the rendered text, which asks for the next answer; the HTTP side's dicts give the same."""
     messages = [("system", "Be brief."), ("user", "Where?"), ("assistant", ""), ("user", "When?")]
-    ids = list(encoder.encode_proto(chat(*messages)))
+    ids = list(encoder.encode(chat(*messages)))
     text = "<|begin|>system: Be brief.\nuser: Where?\nassistant: \nuser: When?\nassistant:"
     assert ids == list(TextCodec.load(folder).encode_rendered(text))
     assert ids[0] == BOS_ID
     as_dicts = [{"role": role, "content": content} for role, content in messages]
-    assert list(encoder.encode(as_dicts, {"add_generation_prompt": True})) == ids
+    assert list(encoder.encode_chat(as_dicts, {"add_generation_prompt": True})) == ids
 
 
-def test_no_message(encoder: ChatEncoder) -> None:
+def test_no_message(encoder: PromptEncoder) -> None:
     assert refused(encoder)[:2] == (Reason.EMPTY_PROMPT, "chat.messages")
 
 
-def test_an_unknown_role(encoder: ChatEncoder) -> None:
+def test_an_unknown_role(encoder: PromptEncoder) -> None:
     """Named with its place, cut to a length that fits a message."""
     reason, field, message = refused(encoder, ("user", "a"), ("narrator" * 100, "b"))
     assert (reason, field) == (Reason.BAD_FIELD, "chat.messages.1.role")
@@ -66,7 +66,7 @@ def test_an_unknown_role(encoder: ChatEncoder) -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
-def test_an_empty_message(encoder: ChatEncoder, role: str) -> None:
+def test_an_empty_message(encoder: PromptEncoder, role: str) -> None:
     """An answer may be empty; nothing else."""
     assert refused(encoder, ("user", "a"), ("assistant", ""), (role, "")) == (
         Reason.BAD_FIELD,
@@ -75,13 +75,13 @@ def test_an_empty_message(encoder: ChatEncoder, role: str) -> None:
     )
 
 
-def test_too_many_messages(encoder: ChatEncoder) -> None:
+def test_too_many_messages(encoder: PromptEncoder) -> None:
     reason, field, message = refused(encoder, *[("user", "a")] * (MESSAGES_MAX + 1))
     assert (reason, field) == (Reason.PROMPT_TOO_LONG, "chat.messages")
     assert str(MESSAGES_MAX) in message
 
 
-def test_too_many_characters(encoder: ChatEncoder) -> None:
+def test_too_many_characters(encoder: PromptEncoder) -> None:
     """Before the template sees them, and after: what it adds counts."""
     for content in ("a" * (CHARS_MAX + 1), "a" * CHARS_MAX):
         assert refused(encoder, ("user", content))[:2] == (Reason.PROMPT_TOO_LONG, "chat.messages")
@@ -92,7 +92,7 @@ def test_a_template_that_refuses(folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system message, please') }}")
-    encoder = ChatEncoder(codec=TextCodec.load(folder), template=ChatTemplate.load(tmp_path), chars_max=CHARS_MAX)
+    encoder = PromptEncoder(codec=TextCodec.load(folder), template=ChatTemplate.load(tmp_path), chars_max=CHARS_MAX)
     reason, field, message = refused(encoder, ("system", "a"))
     assert (reason, field) == (Reason.BAD_FIELD, "chat.messages")
     assert "no system message, please" in message
@@ -101,5 +101,5 @@ def test_a_template_that_refuses(folder: Path, tmp_path: Path) -> None:
 def test_no_template(folder: Path) -> None:
     """A router without a model, or with a model that has no template, says what to send instead."""
     for codec in (None, TextCodec.load(folder)):
-        encoder = ChatEncoder(codec=codec, template=None, chars_max=CHARS_MAX)
+        encoder = PromptEncoder(codec=codec, template=None, chars_max=CHARS_MAX)
         assert refused(encoder, ("user", "a"))[:2] == (Reason.NO_CHAT_TEMPLATE, "chat.messages")

@@ -13,13 +13,11 @@ from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.drain import node_draining
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
-from router.node import RouterNode
-from tests.support.router_records import MODEL
+from tests.support.router_records import MODEL, lone_router
 
 WAIT_S_MAX = 30.0
 
@@ -62,16 +60,7 @@ def test_a_draining_node_is_asked_once() -> None:
         started = [await start(node, rng) for node in nodes]
         records = [record for _, record in started]
         channels = Channels(limits=ChannelLimits())
-        router = RouterNode(
-            config=RouterConfig(placement_retry_ms=1),
-            incarnation=Incarnation(9),
-            prefill_nodes=lambda: records,
-            channels=channels,
-            codec=None,
-            loop=asyncio.get_running_loop(),
-            rng=rng,
-        )
-        router.follow_directory([])
+        router = lone_router(records, config=RouterConfig(placement_retry_ms=1), channels=channels, rng=rng)
 
         async def ask() -> int:
             request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
@@ -91,7 +80,7 @@ def test_a_draining_node_is_asked_once() -> None:
                 nodes[0].draining = False
                 assert await ask() == 2
                 records[0] = dataclasses.replace(records[0], sequence=2)
-                router.follow_directory([])
+                router.follow_directory(records)
                 assert await ask() == 1
         finally:
             await router.close()

@@ -19,8 +19,8 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
 from router.choices import run_choices
-from router.http_server import CallReply, CutOff, Events
-from router.node import ClientGuard
+from router.http_server import CallReply, Events
+from router.node import CutOff, client_guard
 from router.openai import Replies, parse_completion
 from router.retries import Retries, RetryConfig
 
@@ -70,8 +70,8 @@ def test_a_verdict(granted: bool) -> None:
 def test_a_client_that_is_cut_off() -> None:
     async def scene(make: Make) -> None:
         try:
-            async with ClientGuard() as guard:
-                guard.cut_off(make())
+            async with client_guard() as cut_off:
+                cut_off(make())
                 await asyncio.Event().wait()
         except BatonError:
             return
@@ -125,11 +125,9 @@ def test_an_answer_over_http(stream: bool) -> None:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        replies = Replies(
-            id="r", chat=False, model="m", created=0, logprobs=False, token_text=str, usage_in_chunks=False
-        )
         call = parse_completion({"prompt": [1, 2], "stream": stream})
-        await CallReply(call, events, replies, headers={}, timeout_s=30.0)({"type": "http"}, receive, send)
+        replies = Replies(id="r", call=call, model="m", created=0, token_text=str)
+        await CallReply(events, replies, headers={}, timeout_s=30.0)({"type": "http"}, receive, send)
 
     nothing_left(scene)
     parts = [message["body"] for message in sent if message["type"] == "http.response.body"]

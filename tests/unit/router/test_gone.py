@@ -13,14 +13,12 @@ from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
-from router.node import RouterNode
 from router.retries import PLACEMENT_DOUBLINGS_MAX
-from tests.support.router_records import MODEL
+from tests.support.router_records import MODEL, lone_router
 
 WAIT_S_MAX = 30.0
 
@@ -61,21 +59,14 @@ def ask_once(cluster: Cluster, *, nodes: int) -> list[int]:
             for n in range(1, nodes + 1)
         ]  # fmt: skip
         channels = Channels(limits=ChannelLimits())
-        router = RouterNode(
-            config=RouterConfig(placement_wait_ms_max=int(WAIT_S_MAX * 1000)),
-            incarnation=Incarnation(99),
-            prefill_nodes=lambda: records,
-            channels=channels,
-            codec=None,
-            loop=loop,
-            rng=rng,
-        )
+        config = RouterConfig(placement_wait_ms_max=int(WAIT_S_MAX * 1000))
+        router = lone_router(records, config=config, channels=channels, rng=rng)
 
         async def pause(rounds: int, *, resumed: bool) -> None:
             assert not resumed
             pauses.append(min(rounds, PLACEMENT_DOUBLINGS_MAX))
 
-        router._pause = pause  # type: ignore[method-assign,assignment]
+        router._pause = pause  # type: ignore[method-assign]
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         try:
             async with asyncio.timeout(WAIT_S_MAX):

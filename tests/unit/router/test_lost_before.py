@@ -17,8 +17,7 @@ import router.prefill_nodes
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels, begun
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, begun
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
@@ -26,7 +25,7 @@ from router.decode_streams import Inbox
 from router.node import RouterNode
 from router.retries import Retries, RetryConfig, Verdict
 from tests.support.cluster_harness import wait_for
-from tests.support.router_records import MODEL
+from tests.support.router_records import MODEL, lone_router
 
 WAIT_S_MAX = 20.0
 DECODE = Incarnation(7)
@@ -96,20 +95,13 @@ class Scene:
             endpoint=f"127.0.0.1:{port}", lifecycle=Lifecycle.READY, model=MODEL,
         )  # fmt: skip
         channels = Channels(limits=ChannelLimits(connect_ms_max=100, reconnect_ms_min=10, reconnect_ms_max=20))
-        self.router = RouterNode(
-            config=RouterConfig(
-                placement_wait_ms_max=placement_wait_ms_max,
-                retries=RetryConfig(resume_jitter_ms_max=0, resolve_ms_max=50, resolve_tries_max=1),
-                cancel_ms_max=50,
-                cancel_tries_max=1,
-            ),
-            incarnation=Incarnation(99),
-            prefill_nodes=lambda: [record],
-            channels=channels,
-            codec=None,
-            loop=loop,
-            rng=rng,
+        config = RouterConfig(
+            placement_wait_ms_max=placement_wait_ms_max,
+            retries=RetryConfig(resume_jitter_ms_max=0, resolve_ms_max=50, resolve_tries_max=1),
+            cancel_ms_max=50,
+            cancel_tries_max=1,
         )
+        self.router = lone_router([record], config=config, channels=channels, rng=rng)
 
         async def pause(_rounds: int, *, resumed: bool) -> None:
             """No time passes between the tries: all that there is passes in them."""

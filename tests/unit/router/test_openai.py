@@ -153,10 +153,8 @@ def test_errors_have_a_status_and_a_time() -> None:
 @pytest.mark.parametrize("chat", [False, True])
 def test_log_probabilities_are_json(chat: bool) -> None:
     """Minus infinity has a stand-in, half a character has no bytes, and offsets count over chunks."""
-    replies = Replies(
-        id="i", chat=chat, model="m", created=1, logprobs=True, token_text=["ab", "\ufffd"].__getitem__,
-        usage_in_chunks=False,
-    )  # fmt: skip
+    call = OpenAiCall(chat=chat, requests=(), n=1, stream=True, include_usage=False, logprobs=True)
+    replies = Replies(id="i", call=call, model="m", created=1, token_text=["ab", "\ufffd"].__getitem__)
     found = common_pb2.TokenLogprobs(logprob=-math.inf, top_ids=[0], top_logprobs=[-0.5])
     event = inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(ids=[0, 1], text="ab", logprobs=[found, found]))
     chunks = [replies.chunk(0, event), replies.chunk(0, event)]

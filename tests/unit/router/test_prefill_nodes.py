@@ -8,7 +8,6 @@ from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, NodeName, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
-from router.prefill_nodes import PrefillNodes
 from tests.support.router_records import MODEL
 from tests.unit.router.test_regions import among, node, request
 
@@ -20,12 +19,10 @@ RECORD = NodeRecord(
 
 def test_the_last_node_that_has_left_is_not_ready_any_more() -> None:
     """There was one, and the directory has dropped it: requests are told that there is none, and when to ask again."""
-    records: tuple[NodeRecord, ...] = (RECORD,)
-    nodes = PrefillNodes(lambda: records, blocks_max=10)
-    assert nodes.ready() == [RECORD]
-    records = ()
-    nodes.follow()
-    assert nodes.ready() == []
+    nodes = among(RECORD)
+    assert nodes.ready == [RECORD]
+    nodes.follow(())
+    assert nodes.ready == []
     with pytest.raises(BatonError) as refused:
         nodes.model()
     assert (refused.value.reason, refused.value.retry_after_ms) == (Reason.NO_PREFILL_NODE, 1_000)

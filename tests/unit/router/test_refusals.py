@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -14,18 +15,16 @@ from batonpb import inference_pb2, inference_pb2_grpc
 
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import Incarnation
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels, rpc_errors
+from baton.lifecycle import LifecycleEvent, NodeLifecycle
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 from baton.tracing import REQUEST_ID_KEY
-from router.chat import ChatEncoder
 from router.config import RouterConfig
 from router.http_server import HttpServer, OpenAiApp
-from router.job import LIMITS, RequestLog
 from router.metrics import RouterMetrics
-from router.node import RouterNode
+from router.node import LIMITS, RequestLog
 from router.service import InferenceService
 from tests.support.cluster_harness import wait_for
+from tests.support.router_records import lone_router
 
 HANG_S = 30.0
 BODY_BYTES_MAX = 1_000
@@ -33,10 +32,10 @@ Asked = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
 
 
 class Door:
-    """A router that knows no node and thus keeps each request, over gRPC and HTTP. `open`: it takes requests."""
+    """A router that knows no node and thus keeps each request, over gRPC and HTTP."""
 
     def __init__(self) -> None:
-        self.open = True
+        self.lifecycle: NodeLifecycle
         self.http = ""
         self.stub: Any = None
         self.requests: Callable[[], int] = lambda: 0
@@ -65,35 +64,19 @@ class Door:
 
 def play(scene: Callable[[Door], Awaitable[None]], *, rpcs_max: int = 64, **config: Any) -> None:
     async def limited() -> None:
-        rng, loop, door = random.Random(5), asyncio.get_running_loop(), Door()
+        rng, door = random.Random(5), Door()
         limits = RpcLimits(rpcs_max=rpcs_max, message_bytes_max=BODY_BYTES_MAX)
         settings = RouterConfig(rpc=limits, placement_wait_ms_max=int(HANG_S * 1_000), **config)
         channels = Channels(limits=ChannelLimits())
-        node = RouterNode(
-            config=settings,
-            incarnation=Incarnation(99),
-            prefill_nodes=list,
-            channels=channels,
-            codec=None,
-            loop=loop,
-            rng=rng,
-        )
+        node = lone_router([], config=settings, channels=channels, rng=rng)
+        door.lifecycle = node._lifecycle
         door.requests = lambda: node.requests
         server = RpcServer(limits=limits, rng=rng)
-        server.refused = lambda error: node.refused(error, door="grpc")
-        service = InferenceService(node, limits=limits, rng=rng, takes_requests=lambda: door.open)
-        server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, service)
+        server.on_refused(partial(node.request_log.refused, door="grpc"))
+        server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(node))
         port = await server.start("127.0.0.1:0")
-        app = OpenAiApp(
-            node,
-            config=settings,
-            codec=None,
-            chats=ChatEncoder(codec=None, template=None, chars_max=100),
-            metrics=RouterMetrics(list),
-            rng=rng,
-            takes_requests=lambda: door.open,
-        )
-        http = HttpServer(app.asgi(), settings, refused=lambda error: node.refused(error, door="http"))
+        app = OpenAiApp(node, RouterMetrics(list))
+        http = HttpServer(app.asgi(), settings, refused=partial(node.request_log.refused, door="http"))
         door.http = http.start("127.0.0.1:0")
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
         door.stub = inference_pb2_grpc.InferenceStub(channel)
@@ -120,7 +103,7 @@ def test_a_router_that_drains(caplog: pytest.LogCaptureFixture) -> None:
     """Both doors say so, with the id that the client gave; over HTTP it comes back."""
 
     async def scene(door: Door) -> None:
-        door.open = False
+        door.lifecycle.handle(LifecycleEvent.DRAIN, now_s=0.0)
         assert (await door.call((REQUEST_ID_KEY, "mine"))).reason is Reason.NODE_DRAINING
         head = await door.head(b'{"prompt": [1]}', b"x-request-id: yours")
         assert head[0] == b"HTTP/1.1 503 Service Unavailable\r\n"

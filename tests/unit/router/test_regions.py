@@ -14,10 +14,9 @@ from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.tracing import Traceparent
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
-from router.job import Job
-from router.placement import ANSWER_TOKENS_MIN, Outgrown, RegionWatch, answer_tokens, outgrown, tokens_max
+from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.prefill_nodes import PrefillNodes
-from router.request import CheckedRequest
+from router.request import CheckedRequest, Job
 from router.retries import Retries, RetryConfig
 from tests.support.router_records import MODEL
 
@@ -73,7 +72,9 @@ def refused(nodes: PrefillNodes, job: Job) -> BatonError:
 
 
 def among(*records: NodeRecord) -> PrefillNodes:
-    return PrefillNodes(lambda: records, blocks_max=100)
+    nodes = PrefillNodes(blocks_max=100)
+    nodes.follow(records)
+    return nodes
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(4 * SIZE + 1, 0), (SIZE, 3 * SIZE + 1)])
@@ -180,10 +181,8 @@ def test_a_large_node_that_was_here_is_waited_for() -> None:
     """It has left the directory, as a node does that starts again: a prompt that only it could hold is no mistake of
     the client's, nor is an answer lost."""
     records = [node(1, 4), node(2, 9)]
-    nodes = PrefillNodes(lambda: tuple(records), blocks_max=100)
-    nodes.follow()
-    records.pop()
-    nodes.follow()
+    nodes = among(*records)
+    nodes.follow(records[:1])
     for job in (request(8 * SIZE), request(SIZE, output=7 * SIZE)):
         assert refused(nodes, job).reason is Reason.NO_PREFILL_NODE
     assert refused(nodes, request(9 * SIZE + 1)).reason is Reason.PROMPT_TOO_LONG
@@ -194,20 +193,22 @@ def test_a_large_node_that_was_here_is_waited_for() -> None:
     [
         ((node(1, 4), node(2, 4, role=Role.DECODE)), None),
         ((node(1, 4), node(3, 5), node(2, 5, role=Role.DECODE)), None),
-        ((node(1, 4), node(3, 3), node(2, 5, role=Role.DECODE)), Outgrown(decode_tokens=80, prefill_tokens=64)),
-        ((node(1, 6), node(2, 1_000, role=Role.DECODE)), Outgrown(decode_tokens=100, prefill_tokens=96)),
+        ((node(1, 4), node(3, 3), node(2, 5, role=Role.DECODE)), (64, 80)),
+        ((node(1, 6), node(2, 1_000, role=Role.DECODE)), (96, 100)),
         ((node(1, 7), node(2, 1_000, role=Role.DECODE)), None),  # the model's context ends it before
         ((node(1, 4), node(2, 5, role=Role.MIXED)), None),  # it reads prompts itself
         (
             (node(1, 4), node(2, 3, role=Role.MIXED), node(3, 5, role=Role.DECODE)),
-            Outgrown(decode_tokens=80, prefill_tokens=64),
+            (64, 80),
         ),
         ((node(1, 0), node(2, 5, role=Role.DECODE)), None),
         ((node(2, 5, role=Role.DECODE),), None),
         ((node(1, 5),), None),
     ],
 )  # fmt: skip
-def test_whether_answers_may_outgrow_the_prefill_nodes(records: tuple[NodeRecord, ...], found: Outgrown | None) -> None:
+def test_whether_answers_may_outgrow_the_prefill_nodes(
+    records: tuple[NodeRecord, ...], found: tuple[int, int] | None
+) -> None:
     """By the largest region of each kind, and by the model's context of 100 tokens."""
     shuffled = list(records)
     random.Random(1).shuffle(shuffled)

@@ -46,7 +46,8 @@ def check(
     return check_request(
         request,
         model=MODEL,
-        encode=(lambda text: [ord(letter) for letter in text]) if tokenizer else None,
+        prompt=[ord(each) if isinstance(each, str) else each for each in prompt or ()],
+        has_tokenizer=tokenizer,
         answer_tokens=lambda _prompt_tokens: 20,
         rng=random.Random(randomness),
         defaults=defaults,

@@ -15,16 +15,13 @@ from batonpb import inference_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
-from baton.rpc import RpcLimits, RpcServer
-from baton.rpc_client import ChannelLimits, Channels
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
-from router.job import LIMITS, RequestLog
 from router.metrics import RouterMetrics
-from router.node import RouterNode
-from router.observer import RequestObserver
-from tests.support.router_records import MODEL
+from router.node import LIMITS, RequestLog
+from tests.support.router_records import MODEL, lone_router
 
 WAIT_S_MAX = 30.0
 SECRET = 424_242
@@ -52,7 +49,7 @@ def asked(
     deadline_s: float = WAIT_S_MAX,
     change: Callable[[inference_pb2.GenerateRequest], None] = lambda _: None,
     running: int = 0,
-    observer: RequestObserver | None = None,
+    metrics: RouterMetrics | None = None,
     **config: int,
 ) -> BaseException:
     """One request to a router with a single prefill node; what it ends with."""
@@ -67,16 +64,9 @@ def asked(
             endpoint=f"127.0.0.1:{port}", lifecycle=Lifecycle.READY, model=MODEL,
         )  # fmt: skip
         channels = Channels(limits=ChannelLimits())
-        router = RouterNode(
-            config=RouterConfig(**{"placement_wait_ms_max": 100, "placement_retry_ms": 10, **config}),  # type: ignore[arg-type]
-            incarnation=Incarnation(99),
-            prefill_nodes=lambda: [record],
-            channels=channels,
-            codec=None,
-            loop=loop,
-            rng=rng,
-            observer=observer,
-        )
+        limits = RouterConfig(**{"placement_wait_ms_max": 100, "placement_retry_ms": 10, **config})  # type: ignore[arg-type]
+        received = metrics.received if metrics is not None else None
+        router = lone_router([record], config=limits, channels=channels, rng=rng, received=received)
         router.requests = running
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         change(request)
@@ -175,7 +165,7 @@ def test_a_deadline_that_passes_is_an_error_too(caplog: pytest.LogCaptureFixture
     """The call is ended from outside; the client has DEADLINE_EXCEEDED. The metrics count it by that."""
     metrics = RouterMetrics(list)
     with caplog.at_level(logging.INFO):
-        asked(None, deadline_s=0.3, observer=metrics)
+        asked(None, deadline_s=0.3, metrics=metrics)
     assert outcomes(metrics) == ['baton_requests_total{outcome="deadline"} 1.0']
     ((level, fields),) = ends(caplog)
     assert (level, fields["reason"], fields["attempts"], fields["nodes"]) == ("WARNING", "DEADLINE", 1, "prefill-0")

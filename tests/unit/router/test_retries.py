@@ -14,7 +14,6 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Attempt, RequestId, RequestKey
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
 from router.decode_streams import Inbox
-from router.job import Try
 from router.retries import (
     DEATHS,
     LOST_WAITING,
@@ -166,9 +165,9 @@ def test_a_resumption_may_look_for_nodes_for_a_time_of_its_own() -> None:
 
 def test_tokens_may_come_before_the_word_of_the_grant() -> None:
     """They come from the decode node, the word from the prefill node: either shows that the attempt was taken."""
-    attempt = Try(inbox=Inbox(key=RequestKey(request=RequestId("a" * 32), attempt=Attempt(0)), first_index=0))
+    attempt = Inbox(key=RequestKey(request=RequestId("a" * 32), attempt=Attempt(0)))
     before = attempt.taken
-    attempt.inbox.put(0, [5], [])
+    attempt.put(0, [5])
     assert (before, attempt.taken, attempt.granted) == (False, True, False)
 
 

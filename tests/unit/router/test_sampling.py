@@ -11,8 +11,7 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason
 from baton.wire import ModelInfo
-from engine.types import SamplingParams, TokenLogprobs
-from engine.wire import logprobs_from_proto, logprobs_to_proto, params_from_proto
+from engine.types import SamplingParams, TokenLogprobs, logprobs_from_proto, logprobs_to_proto, params_from_proto
 from router.request import check_request
 
 MODEL = ModelInfo(
@@ -32,7 +31,12 @@ def spec_of(**sampling: Any) -> common_pb2.SamplingSpec:
     request = inference_pb2.GenerateRequest(sampling=inference_pb2.Sampling(**sampling))
     request.token_ids.ids.extend([3] * 10)
     checked = check_request(
-        request, model=MODEL, encode=None, answer_tokens=lambda _prompt_tokens: 20, rng=random.Random(1)
+        request,
+        model=MODEL,
+        prompt=request.token_ids.ids,
+        has_tokenizer=False,
+        answer_tokens=lambda _prompt_tokens: 20,
+        rng=random.Random(1),
     )
     return checked.sampling
 

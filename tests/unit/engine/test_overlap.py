@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from engine.core import Engine, TokenEvent
-from engine.mock import MockConfig, MockRunner, mock_reference
-from engine.scheduler import SchedulerConfig
-from engine.sequence import Sequence, SequenceMode
+from engine.mock import MockConfig, MockRunner
+from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
 from engine.types import NO_TOKEN, Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult
 from tests.support.engine_bench import SMALL, Node, key_of, params_of
-from tests.support.late_runner import Ahead, AheadNode, AheadSpillNode, LateRunner
+from tests.support.late_runner import LateRunner, Overlap, OverlapNode, OverlapSpillNode
+from tests.support.mock_reference import mock_reference
 
 ENDS_OFTEN = MockConfig(num_layers=2, vocab_size=12, block_size=4, context_len_max=48, draws_eos=True)
 
@@ -33,9 +33,9 @@ def stops_at_the_third(length: int) -> tuple[list[int], SamplingParams]:
     raise AssertionError(length)
 
 
-def test_every_step_but_the_first_is_launched_ahead() -> None:
+def test_every_step_but_the_first_overlaps() -> None:
     """Two answers that end by their length, which is known ahead: no surplus, one token of each in every step."""
-    node = AheadNode()
+    node = OverlapNode()
     node.submit("long", [1, 2, 3], params_of(8))
     node.submit("short", [4] * 6, params_of(5))
     node.run()
@@ -43,11 +43,11 @@ def test_every_step_but_the_first_is_launched_ahead() -> None:
     assert node.tokens("short") == reference([4] * 6, 5)
     assert [event.index for event in node.events if event.seq.key == key_of("long")] == list(range(8))
     counters = node.engine.counters
-    assert (counters.steps, counters.steps_ahead, counters.steps_held_back) == (8, 7, 0)
+    assert (counters.steps, counters.steps_overlapped, counters.steps_held_back) == (8, 7, 0)
     assert (counters.tokens_drawn, counters.tokens_surplus) == (13, 0)
     assert counters.tokens_computed == 3 + 7 + 6 + 4
     assert node.engine.describe() == {
-        "steps launched ahead": "7 of 8, 0 held back, 0 surplus tokens",
+        "steps overlapped": "7 of 8, 0 held back, 0 surplus tokens",
         "requests ended by scores that are not numbers": "0",
     }
     node.assert_nothing_held()
@@ -57,14 +57,14 @@ def test_every_step_but_the_first_is_launched_ahead() -> None:
 def test_a_stop_token_is_told_at_once_and_its_blocks_go_a_step_later(length: int) -> None:
     """The step behind has the sequence once more; with a prompt of two, in a block that it has drawn for it."""
     prompt, params = stops_at_the_third(length)
-    node = AheadNode()
+    node = OverlapNode()
     node.submit("a", prompt, params)
     for _ in range(2):
         (event,) = node.step()
         assert event.finish is None
     (event,) = node.step()
     assert (event.token, event.finish) == (reference(prompt, 3)[2], FinishReason.STOP)
-    assert (node.ahead.in_flight, node.engine.running, node.engine.has_work) == (1, 0, True)
+    assert (node.overlap.in_flight, node.engine.scheduler.running, node.engine.has_work) == (1, 0, True)
     counts = node.ledger.check()
     assert (counts.held, counts.promised) == (2, 0)
     assert not node.engine.has(key_of("a"))
@@ -81,7 +81,7 @@ def test_a_stop_token_is_told_at_once_and_its_blocks_go_a_step_later(length: int
 def test_what_a_surplus_slice_computed_is_not_in_the_prefix_cache() -> None:
     """Seven tokens are computed by right, the eighth by the surplus slice: the follow-up finds one block, not two."""
     prompt, params = stops_at_the_third(5)
-    node = AheadNode()
+    node = OverlapNode()
     node.submit("a", prompt, params)
     node.run()
     assert node.engine.counters.tokens_surplus == 1
@@ -97,7 +97,7 @@ def test_what_a_surplus_slice_computed_is_not_in_the_prefix_cache() -> None:
 def test_freed_too_early_is_seen() -> None:
     """The same with an engine that frees the blocks of an ended sequence at once, while a step may write to them."""
     prompt, params = stops_at_the_third(3)
-    node = AheadNode()
+    node = OverlapNode()
     node.submit("a", prompt, params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_release_if_over", release_at_once)
@@ -113,19 +113,19 @@ def release_at_once(engine: Engine, seq: Sequence) -> None:
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
 def test_an_abort_is_told_when_the_last_step_with_it_is_over(steps: int) -> None:
     """Two steps are in flight with it, then one: no token is told after the abort, the blocks stay until the end."""
-    node = AheadNode()
+    node = OverlapNode()
     node.submit("a", [1, 2, 3], params_of(8))
     for _ in range(steps):
         node.step()
     asked: list[int] = []
 
     def abort_with_two_in_flight() -> None:
-        asked.append(node.ahead.in_flight)
-        if node.ahead.in_flight == 2 and len(asked) <= 3:
+        asked.append(node.overlap.in_flight)
+        if node.overlap.in_flight == 2 and len(asked) <= 3:
             assert node.engine.abort(key_of("a"))
             assert node.engine.abort(key_of("a"))
 
-    node.ahead.between = abort_with_two_in_flight
+    node.overlap.between = abort_with_two_in_flight
     assert node.step() == []
     assert node.ledger.check().held > 0
     (event,) = node.step()
@@ -136,9 +136,9 @@ def test_an_abort_is_told_when_the_last_step_with_it_is_over(steps: int) -> None
     node.assert_nothing_held()
 
 
-def test_a_long_prompt_goes_ahead_chunk_by_chunk() -> None:
-    """Its next chunk needs nothing of the one in flight; beside it another request decodes ahead."""
-    node = AheadNode(tokens_per_step=9)
+def test_a_long_prompt_overlaps_chunk_by_chunk() -> None:
+    """Its next chunk needs nothing of the one in flight; beside it another request decodes."""
+    node = OverlapNode(tokens_per_step=9)
     prompt = [n * 7 % 50 for n in range(60)]
     node.submit("decodes", [5, 6], params_of(20))
     node.step()
@@ -146,13 +146,13 @@ def test_a_long_prompt_goes_ahead_chunk_by_chunk() -> None:
     node.run()
     assert node.tokens("decodes") == reference([5, 6], 20)
     assert node.tokens("reads") == reference(prompt, 4)
-    assert node.engine.counters.steps_ahead == node.engine.counters.steps - 1
+    assert node.engine.counters.steps_overlapped == node.engine.counters.steps - 1
     node.assert_nothing_held()
 
 
 def test_a_prefill_leaves_with_its_first_token_and_is_in_no_step_behind() -> None:
-    """Its blocks are the caller's with the event: no step in flight has them. The chunks before go ahead."""
-    node = AheadNode(tokens_per_step=8)
+    """Its blocks are the caller's with the event: no step in flight has them. The chunks before overlap."""
+    node = OverlapNode(tokens_per_step=8)
     seq = node.submit("a", [3] * 20, params_of(5), mode=SequenceMode.PREFILL_ONLY)
     node.run()
     assert node.tokens("a") == reference([3] * 20, 1)
@@ -165,13 +165,13 @@ def test_a_prefill_leaves_with_its_first_token_and_is_in_no_step_behind() -> Non
 
 def test_an_aborted_prefill_keeps_its_blocks_until_both_chunks_are_over() -> None:
     """Two chunks in flight: the event, with which the caller frees the blocks, comes after the second."""
-    node = AheadNode(tokens_per_step=8)
+    node = OverlapNode(tokens_per_step=8)
     seq = node.submit("a", [3] * 30, params_of(5), mode=SequenceMode.PREFILL_ONLY)
     node.step()
-    assert node.ahead.in_flight == 1
+    assert node.overlap.in_flight == 1
     node.engine.abort(key_of("a"))
     (event,) = node.step()
-    assert (event.finish, node.ahead.in_flight) == (FinishReason.ABORTED, 0)
+    assert (event.finish, node.overlap.in_flight) == (FinishReason.ABORTED, 0)
     assert node.engine.counters.steps == 2
     node.blocks.release(seq.block_table)
     node.ledger.unpromise("a")
@@ -180,13 +180,13 @@ def test_an_aborted_prefill_keeps_its_blocks_until_both_chunks_are_over() -> Non
 
 def test_a_request_that_needs_the_host_holds_the_steps_back_and_says_so() -> None:
     """A penalty counts the tokens before: while such a request decodes, each step waits for the one before."""
-    node = AheadNode()
+    node = OverlapNode()
     node.submit("plain", [1, 2], params_of(9))
     node.submit("penalised", [3, 4], replace(params_of(4), repetition_penalty=1.5))
     node.run()
     counters = node.engine.counters
     # The penalised one is in steps 0 to 3, and not drawn for behind step 3.
-    assert (counters.steps, counters.steps_ahead, counters.steps_held_back) == (9, 9 - 1 - 3, 3)
+    assert (counters.steps, counters.steps_overlapped, counters.steps_held_back) == (9, 9 - 1 - 3, 3)
     assert node.tokens("plain") == reference([1, 2], 9)
     assert node.tokens("penalised") == reference([3, 4], 4)
     node.assert_nothing_held()
@@ -194,19 +194,19 @@ def test_a_request_that_needs_the_host_holds_the_steps_back_and_says_so() -> Non
 
 def test_a_step_that_fails_takes_the_sequences_of_the_step_behind_along() -> None:
     """One is in the failed step and the one behind, one in the one behind only: the second is answered."""
-    node = AheadNode(tokens_per_step=8)
+    node = OverlapNode(tokens_per_step=8)
     node.late.break_collect = 1
     node.submit("both", [1, 2], params_of(6))
     node.step()
     node.submit("behind", [3] * 5, params_of(4))
-    engine, flying = node.engine, node.ahead._flying
-    behind = engine.schedule_ahead()
-    assert behind is not None
+    engine, flying = node.engine, node.overlap._flying
+    behind = engine.schedule_overlapped()
+    assert behind is not None and engine.overlap is not None
     assert [piece.key for piece in behind.slices] == [key_of("both"), key_of("behind")]
-    flying.append((behind, engine.launch(behind, NullSink())))
+    flying.append((behind, engine.overlap.launch(behind, NullSink())))
     batch, step = flying.popleft()
     with pytest.raises(RuntimeError, match="device lost"):
-        engine.collect(step)
+        engine.overlap.collect(step)
     assert engine.fail_step(batch) == []
     assert node.ledger.check().held == 3
     node.run()
@@ -227,7 +227,7 @@ def test_a_row_without_a_token_ends_its_sequence_and_no_other() -> None:
         third = [piece for piece in batch.slices if piece.key == broken and piece.output_index == 2]
         return replace(result, sampled={**result.sampled, broken: NO_TOKEN}) if third else result
 
-    node = AheadNode()
+    node = OverlapNode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MockRunner, "run", run_broken)
         patch.setattr(node.runner, "_check", lambda piece: None)  # the surplus slice has no token to check
@@ -243,22 +243,22 @@ def test_a_row_without_a_token_ends_its_sequence_and_no_other() -> None:
     node.assert_nothing_held()
 
 
-def test_no_step_goes_ahead_where_the_runner_is_too_small() -> None:
+def test_no_step_overlaps_where_the_runner_is_too_small() -> None:
     """More tokens may be drawn in a step than the runner can pass on: its steps are run one after the other."""
     runner = LateRunner(SMALL)
-    runner.rows_ahead_max = 3
+    runner.overlap_rows_max = 3
     node = Node(sequences=4, runner=runner)
-    assert not node.engine.goes_ahead
+    assert node.engine.overlap is None
     assert node.engine.describe() == {"requests ended by scores that are not numbers": "0"}
-    runner.rows_ahead_max = 4
+    runner.overlap_rows_max = 4
     limits = SchedulerConfig(tokens_per_step_max=8, sequences_max=4, waiting_max=4)
-    assert Engine(runner, node.blocks, limits).goes_ahead
+    assert Engine(runner, node.blocks, limits).overlap is runner
 
 
 def test_growth_that_does_not_fit_holds_the_steps_back() -> None:
     """Ten blocks for two that want nine and eight: nothing can be swapped out while a step is in flight, so the steps
     wait where memory is short. Both answers are whole, and each token was computed once."""
-    node = AheadSpillNode(num_blocks=10, host_blocks=12)
+    node = OverlapSpillNode(num_blocks=10, host_blocks=12)
     prompts = {"old": [n % 50 for n in range(9)], "young": [n * 3 % 50 for n in range(9)]}
     counts = {"old": 28, "young": 24}
     for name, prompt in prompts.items():
@@ -267,7 +267,7 @@ def test_growth_that_does_not_fit_holds_the_steps_back() -> None:
     for name, prompt in prompts.items():
         assert node.tokens(name) == reference(prompt, counts[name])
     counters = node.engine.counters
-    assert counters.steps_ahead > 10
+    assert counters.steps_overlapped > 10
     assert counters.steps_held_back > 0
     assert node.spill.figures.copied_out > 0
     assert counters.tokens_computed == node.expected_tokens_computed
@@ -277,10 +277,10 @@ def test_growth_that_does_not_fit_holds_the_steps_back() -> None:
 @pytest.mark.parametrize("first_seed", [0, 100, 200])
 def test_random_growth_under_overcommit(first_seed: int) -> None:
     """Some sequences that end by length or by a stop token on a device too small for them, aborts in between."""
-    ahead = held_back = surplus = 0
+    overlapped = held_back = surplus = 0
     for seed in range(first_seed, first_seed + 15):
         rng = random.Random(seed)
-        node = AheadSpillNode(num_blocks=rng.choice([8, 10, 14]), host_blocks=16, chance=rng)
+        node = OverlapSpillNode(num_blocks=rng.choice([8, 10, 14]), host_blocks=16, chance=rng)
         wanted = {}
         for n in range(4):
             prompt = [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
@@ -292,21 +292,21 @@ def test_random_growth_under_overcommit(first_seed: int) -> None:
                 wanted[f"{n}"] = tokens[:end]
         aborted: set[str] = set()
 
-        def ask(node: AheadSpillNode = node, rng: random.Random = rng, aborted: set[str] = aborted) -> None:
+        def ask(node: OverlapSpillNode = node, rng: random.Random = rng, aborted: set[str] = aborted) -> None:
             name = f"{rng.randrange(4)}"
             if rng.random() < 0.01 and node.engine.abort(key_of(name)):
                 aborted.add(name)
 
-        node.ahead.between = ask
+        node.overlap.between = ask
         node.run()
         for name, tokens in wanted.items():
             told = node.tokens(name)
             assert told == (tokens[: len(told)] if name in aborted else tokens)
         node.assert_nothing_held()
         counters = node.engine.counters
-        ahead, held_back = ahead + counters.steps_ahead, held_back + counters.steps_held_back
+        overlapped, held_back = overlapped + counters.steps_overlapped, held_back + counters.steps_held_back
         surplus += counters.tokens_surplus
-    assert min(ahead, held_back, surplus) > 0
+    assert min(overlapped, held_back, surplus) > 0
 
 
 @pytest.mark.parametrize("first_seed", [0, 100, 200, 300])
@@ -317,7 +317,7 @@ def test_random_work_gives_the_plain_engines_answers(first_seed: int) -> None:
     for play in plays:
         play.run()
         play.check()
-    assert sum(play.node.engine.counters.steps_ahead for play in plays) > 300
+    assert sum(play.node.engine.counters.steps_overlapped for play in plays) > 300
     assert sum(play.node.engine.counters.steps_held_back for play in plays) > 20
     assert sum(play.node.engine.counters.tokens_surplus for play in plays) > 20
     assert sum(len(play.aborted_in_flight) for play in plays) > 1
@@ -341,7 +341,7 @@ class Play:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.node = AheadNode(
+        self.node = OverlapNode(
             ENDS_OFTEN,
             num_blocks=rng.choice([24, 40, 100]),
             sequences=rng.randrange(1, 7),
@@ -353,9 +353,9 @@ class Play:
         self.pending = list(self.jobs)
         self.aborted: set[str] = set()
         self.aborted_in_flight: set[str] = set()
-        self.node.ahead.between = self.between
+        self.node.overlap.between = self.between
         eager = rng.choice([1.0, 0.7])
-        self.node.ahead.goes_ahead = lambda: rng.random() < eager
+        self.node.overlap.overlaps = lambda: rng.random() < eager
 
     def job(self, common: list[int]) -> tuple[list[int], SamplingParams, SequenceMode]:
         rng = self.rng
@@ -372,14 +372,14 @@ class Play:
 
     def between(self) -> None:
         engine, rng = self.node.engine, self.rng
-        if self.pending and engine.waiting < 4 and rng.random() < 0.4:
+        if self.pending and engine.scheduler.waiting < 4 and rng.random() < 0.4:
             prompt, params, mode = self.jobs[self.pending[0]]
             seq = self.node.sequence(self.pending[0], prompt, params, mode=mode)
             if seq is not None:
                 engine.submit(seq)
                 self.pending.pop(0)
         name = rng.choice(list(self.jobs))
-        seq = engine._scheduler.find(key_of(name))
+        seq = engine.scheduler.find(key_of(name))
         if seq is not None and rng.random() < 0.1:
             assert engine.abort(key_of(name))
             self.aborted.add(name)
@@ -408,18 +408,18 @@ class Play:
                 assert self.node.finish(name) == [FinishReason.ABORTED]
             else:
                 assert (told, self.node.finish(name)) == (wanted, plain.finish(name))
-        assert self.node.ahead.in_flight == self.node.late.in_flight == 0
+        assert self.node.overlap.in_flight == self.node.late.in_flight == 0
         self.node.assert_nothing_held()
 
 
 def test_the_plain_drive_is_a_special_case() -> None:
-    """A runner that could go ahead, asked for no step behind: the same answers, no surplus."""
-    node = AheadNode()
-    node.ahead.goes_ahead = lambda: False
+    """A runner that could overlap, asked for no step behind: the same answers, no surplus."""
+    node = OverlapNode()
+    node.overlap.overlaps = lambda: False
     prompt, params = stops_at_the_third(3)
     node.submit("a", prompt, params)
     node.run()
     assert node.tokens("a") == reference(prompt, 3)
-    assert (node.engine.counters.steps_ahead, node.engine.counters.tokens_surplus) == (0, 0)
-    assert isinstance(node.ahead, Ahead)
+    assert (node.engine.counters.steps_overlapped, node.engine.counters.tokens_surplus) == (0, 0)
+    assert isinstance(node.overlap, Overlap)
     node.assert_nothing_held()

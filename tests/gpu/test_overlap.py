@@ -1,4 +1,4 @@
-"""The GPU's runner with steps launched ahead, in Triton's interpreter on the CPU: tokens that were never on the host,
+"""The GPU's runner with steps overlapped, in Triton's interpreter on the CPU: tokens that were never on the host,
 and a launch that looks at nothing."""
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from engine.gpu.graphs import HOST_KNOWS
 from engine.gpu.runner import FutureTokens, GpuRunner, pick
 from engine.runner import TorchRunner
 from engine.sampler import TOP_K_BLIND_MAX, best_blind, best_ranked, draws_blind, sample
-from engine.scheduler import SchedulerConfig
-from engine.sequence import Sequence as EngineSequence
-from engine.sequence import SequenceMode
-from engine.types import AheadRunner, Batch, NullSink, Runner, SamplingParams, TokenLogprobs
+from engine.scheduler import SchedulerConfig, SequenceMode
+from engine.scheduler import Sequence as EngineSequence
+from engine.types import Batch, NullSink, OverlapRunner, Runner, SamplingParams, TokenLogprobs
 
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG, 1)
@@ -61,10 +60,10 @@ def region(runner: Runner) -> np.ndarray:
     return np.full(spec.num_layers * NUM_BLOCKS * per_block, 0xFF, dtype=np.uint8)
 
 
-def gpu_runner(*, graph_rows_max: int = 4, steps_ahead: bool = True) -> GpuRunner:
+def gpu_runner(*, graph_rows_max: int = 4, overlap_steps: bool = True) -> GpuRunner:
     """Binds, and captures with the last block for padding."""
     graphs = GraphConfig(graph_rows_max=graph_rows_max, graph_context_max=64)
-    gpu = GpuConfig(graphs=graphs, steps_ahead=steps_ahead)
+    gpu = GpuConfig(graphs=graphs, overlap_steps=overlap_steps)
     runner = GpuRunner(
         config=CONFIG, tensors=TENSORS, block_size=BLOCK_SIZE, device="cpu", gpu=gpu, capture=FakeCapture()
     )
@@ -122,15 +121,15 @@ class Server:
                 self.submit(name, *waiting.pop(name)[1:])
             turn += 1
             batch = None if flying else engine.schedule()
-            if not engine.goes_ahead:
+            if engine.overlap is None:
                 assert batch is not None
                 self.take(engine.postprocess(batch, engine.run(batch, NullSink())))
                 continue
-            for launched in (batch, engine.schedule_ahead() if flying or batch is not None else None):
+            for launched in (batch, engine.schedule_overlapped() if flying or batch is not None else None):
                 if launched is not None:
-                    flying.append((launched, engine.launch(launched, NullSink())))
+                    flying.append((launched, engine.overlap.launch(launched, NullSink())))
             batch, in_flight = flying.popleft()
-            self.take(engine.postprocess(batch, engine.collect(in_flight)))
+            self.take(engine.postprocess(batch, engine.overlap.collect(in_flight)))
         assert self.blocks.ledger.available == NUM_BLOCKS - 1
         return self.answers
 
@@ -157,7 +156,7 @@ def jobs_of(seed: int, names: list[str]) -> dict[str, tuple[int, list[int], Samp
 @pytest.mark.slow
 @pytest.mark.parametrize("graph_rows_max", [0, 4], ids=["kernel by kernel", "graphs"])
 def test_answers_are_those_of_the_plain_engine_over_the_torch_runner(graph_rows_max: int) -> None:
-    """Requests of every kind arrive while others decode, some end early: chunks, mixed and decode steps ahead."""
+    """Requests of every kind arrive while others decode, some end early: chunks, mixed and decode steps."""
     jobs = jobs_of(2, [*PARAMS, "stops early", "greedy"])
     plain = TorchRunner(config=CONFIG, tensors=TENSORS, block_size=BLOCK_SIZE)
     plain.bind(region(plain), NUM_BLOCKS)
@@ -174,28 +173,28 @@ def test_answers_are_those_of_the_plain_engine_over_the_torch_runner(graph_rows_
                 assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
     counters = server.engine.counters
     assert counters.steps_held_back == 0
-    assert counters.steps_ahead > 0.8 * counters.steps
+    assert counters.steps_overlapped > 0.8 * counters.steps
     assert counters.tokens_surplus > 0
 
 
-def test_a_request_with_an_open_top_p_or_a_penalty_is_not_drawn_for_ahead() -> None:
-    """They are held back, with the same answers; switched off, nothing goes ahead."""
-    on, off = gpu_runner(graph_rows_max=0), gpu_runner(graph_rows_max=0, steps_ahead=False)
+def test_a_request_with_an_open_top_p_or_a_penalty_does_not_overlap() -> None:
+    """They are held back, with the same answers; switched off, nothing overlaps."""
+    on, off = gpu_runner(graph_rows_max=0), gpu_runner(graph_rows_max=0, overlap_steps=False)
     for params in (replace(DRAWN, top_p=0.9), replace(DRAWN, repetition_penalty=1.3)):
         jobs = {"a": (0, [1, 2, 3], replace(params, max_tokens=4)), "b": (0, [4], replace(GREEDY, max_tokens=3))}
         server, one_by_one = Server(on), Server(off)
         assert server.serve(jobs) == one_by_one.serve(jobs)
-        assert not one_by_one.engine.goes_ahead
-        assert (server.engine.counters.steps_ahead, server.engine.counters.steps_held_back) == (0, 3)
-    assert not on.draws_ahead(replace(DRAWN, top_k=TOP_K_BLIND_MAX + 1))
-    assert on.draws_ahead(replace(DRAWN, top_k=TOP_K_BLIND_MAX, top_p=0.9))
+        assert one_by_one.engine.overlap is None
+        assert (server.engine.counters.steps_overlapped, server.engine.counters.steps_held_back) == (0, 3)
+    assert not on.can_overlap(replace(DRAWN, top_k=TOP_K_BLIND_MAX + 1))
+    assert on.can_overlap(replace(DRAWN, top_k=TOP_K_BLIND_MAX, top_p=0.9))
 
 
 @pytest.mark.parametrize("graph_rows_max", [0, 4], ids=["kernel by kernel", "graphs"])
 def test_a_launch_looks_at_nothing(graph_rows_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, a mixed step and a decode step with a token from the one before: no value is taken to the host."""
     runner = gpu_runner(graph_rows_max=graph_rows_max)
-    assert isinstance(runner, AheadRunner)
+    assert isinstance(runner, OverlapRunner)
     chance = random.Random(1)
     seqs = [
         Sequence(n, [chance.randrange(60) for _ in range(5)], [BlockId(8 * n + i) for i in range(8)], params)
@@ -211,13 +210,15 @@ def test_a_launch_looks_at_nothing(graph_rows_max: int, monkeypatch: pytest.Monk
         with NoLooking():  # type: ignore[no-untyped-call]
             first, second = (tuple(seq.slice(None) for seq in part) for part in (seqs[:3], seqs[3:]))
             launched.append(runner.launch(Batch(slices=first), NullSink()))
-            ahead = tuple(replace(s, start=s.stop, stop=s.stop + 1, output_index=1, ahead=True) for s in first)
-            launched.append(runner.launch(Batch(slices=(*ahead, *second)), NullSink()))
-            ahead = tuple(
-                replace(s, start=s.stop, stop=s.stop + 1, output_index=s.output_index + 1, ahead=True)
-                for s in (*ahead, *second)[2:]
+            pending = tuple(
+                replace(s, start=s.stop, stop=s.stop + 1, output_index=1, token_pending=True) for s in first
             )
-            launched.append(runner.launch(Batch(slices=ahead), NullSink()))
+            launched.append(runner.launch(Batch(slices=(*pending, *second)), NullSink()))
+            pending = tuple(
+                replace(s, start=s.stop, stop=s.stop + 1, output_index=s.output_index + 1, token_pending=True)
+                for s in (*pending, *second)[2:]
+            )
+            launched.append(runner.launch(Batch(slices=pending), NullSink()))
     counts = [len(runner.collect(step).sampled) for step in launched]
     assert counts == [3, 6, 4]
     assert runner._graphs is None or runner._graphs.steps == 1
@@ -245,7 +246,7 @@ def test_a_step_that_draws_nothing_brings_nothing() -> None:
     assert step.packed_P is None
     assert runner.collect(step).sampled == {}
     with pytest.raises(KeyError):
-        runner._future.row_of(replace(seq.slice(), ahead=True))
+        runner._future.row_of(replace(seq.slice(), token_pending=True))
 
 
 def test_a_launch_that_fails_leaves_the_runner_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +269,11 @@ def test_future_tokens_are_picked_by_row() -> None:
     future = FutureTokens(torch.device("cpu"))
     seqs = [Sequence(n, [1], [BlockId(n)], GREEDY) for n in range(3)]
     future.keep([seq.slice() for seq in seqs], torch.tensor([11, 12, 13]))
-    pieces = [replace(seqs[2].slice(), ahead=True), seqs[1].slice(), replace(seqs[0].slice(), ahead=True)]
+    pieces = [
+        replace(seqs[2].slice(), token_pending=True),
+        seqs[1].slice(),
+        replace(seqs[0].slice(), token_pending=True),
+    ]
     rows = [future.row_of(piece) for piece in pieces]
     assert rows == [2, HOST_KNOWS, 0]
     assert pick(torch.tensor([0, 5, 0]), torch.tensor(rows), future.ids).tolist() == [13, 5, 11]
