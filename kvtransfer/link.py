@@ -506,10 +506,8 @@ class LivenessStream:
     def __init__(
         self,
         *,
-        name: str,
-        endpoint: str,
+        address: PeerAddress,
         stub: transfer_pb2_grpc.TransferStub,
-        request: transfer_pb2.LivenessRequest,
         lost: Callable[[], None],
         gone: Callable[[], None],
         liveness: LivenessConfig,
@@ -517,16 +515,17 @@ class LivenessStream:
     ) -> None:
         self.out_of_reach = False
         """Believed lost, and not reached again since."""
-        self._name = name
+        self._name = address.name
         self._stub = stub
-        self._request = request
+        header = common_pb2.Header(sender=address.pair.writer, receiver=address.pair.receiver)
+        self._request = transfer_pb2.LivenessRequest(header=header)
         self._lost = lost
         self._gone = gone
-        self._reach = Reach(endpoint, liveness, clock)
+        self._reach = Reach(address.endpoint, liveness, clock)
         self._clock = clock
         self._pause_s = liveness.reconnect_ms_max / 1000
         self._stays_s = liveness.failed_stream_ms_max / 1000
-        self._task = asyncio.create_task(self._run(), name=f"liveness-{name}")
+        self._task = asyncio.create_task(self._run(), name=f"liveness-{address.name}")
 
     async def close(self) -> None:
         self._task.cancel()

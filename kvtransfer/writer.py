@@ -19,7 +19,7 @@ from typing import Any, Final
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.config import fixed, setting
-from baton.errors import BatonError, InvalidField, Reason, bad_field
+from baton.errors import BatonError, InvalidField, Reason, bad_field, check_positive
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
@@ -79,11 +79,7 @@ class WriterConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.checksum_fraction <= 1:
             raise InvalidField("checksum_fraction", f"is {self.checksum_fraction}; must be between 0 and 1")
-        for name in self.__slots__:
-            if name != "checksum_fraction" and getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.drift_per_mille >= 1000:
-            raise ValueError("drift_per_mille must be under 1000")
+        check_positive(self, *(name for name in self.__slots__ if name != "checksum_fraction"))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -253,11 +249,11 @@ class WriterPeer:
         self.loop = loop
         self._config = config
         self._channels = channels
-        self._stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
+        self.stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
         self._header = common_pb2.Header(sender=address.pair.writer, receiver=address.pair.receiver)
         self.link = PairLink(
             address=address,
-            stub=self._stub,
+            stub=self.stub,
             call_ms_max=config.call_ms_max,
             request=connect_request,
             make_link=make_link,
@@ -273,7 +269,8 @@ class WriterPeer:
         self._fewer = asyncio.Event()
         self._revokes: PendingCalls[ReserveNumber, bool] = PendingCalls(loop)
         self._tasks = Tasks(loop, log, peer=address.name)
-        self._gone = False
+        self.gone = False
+        """The receiver process has ended; this peer is of no more use."""
         self._actions: dict[type, Callable[..., Coroutine[Any, Any, None] | None]] = {
             protocol.SendReserve: self._reserve,
             protocol.StartWriting: self._start_writing,
@@ -295,11 +292,6 @@ class WriterPeer:
                 while self._handoffs:
                     self._fewer.clear()
                     await self._fewer.wait()
-
-    @property
-    def gone(self) -> bool:
-        """The receiver process has ended; this peer is of no more use."""
-        return self._gone
 
     def has_room(self) -> bool:
         """Within the limits of unacknowledged bytes and pinned blocks; beyond them nothing new is placed here."""
@@ -373,12 +365,12 @@ class WriterPeer:
             del refusal, handoff  # or the error would refer to itself, by this frame in its traceback
 
     def _check_here(self) -> None:
-        if self._gone:
+        if self.gone:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{self.address.name} is gone.")
 
     def cancel_request(self, key: RequestKey) -> None:
         """Have the receiver not run this attempt, whatever became of its Commit. One call, best effort."""
-        if not self._gone:
+        if not self.gone:
             self._tasks.spawn(self._cancel(key))
 
     async def revoked(self, number: ReserveNumber) -> bool:
@@ -394,8 +386,8 @@ class WriterPeer:
 
     def peer_gone(self) -> None:
         """The receiver process is known to have ended: give everything up, and call nobody."""
-        if not self._gone:
-            self._gone = True
+        if not self.gone:
+            self.gone = True
             self._repeats.over(self.address.name, "nothing more is asked of it")
             self.handle(protocol.PeerGone())
 
@@ -583,7 +575,7 @@ class WriterPeer:
         sent_s = self.loop.time()
         try:
             with rpc_errors(self.address.endpoint):
-                reply: transfer_pb2.ReserveReply = await self._stub.Reserve(
+                reply: transfer_pb2.ReserveReply = await self.stub.Reserve(
                     request, timeout=self._config.reserve_ms_max / 1000, metadata=handoff.metadata
                 )
         except BatonError as error:
@@ -612,7 +604,7 @@ class WriterPeer:
             request = transfer_pb2.RenewRequest(header=self._header, grant=handoff.grant)
             try:
                 with rpc_errors(self.address.endpoint):
-                    reply: transfer_pb2.RenewReply = await self._stub.Renew(
+                    reply: transfer_pb2.RenewReply = await self.stub.Renew(
                         request, timeout=min(left_s, handoff.lease_ms / 3000)
                     )
             except BatonError as error:
@@ -656,7 +648,7 @@ class WriterPeer:
             return  # given up meanwhile
         try:
             with rpc_errors(self.address.endpoint):
-                reply: transfer_pb2.CommitReply = await self._stub.Commit(
+                reply: transfer_pb2.CommitReply = await self.stub.Commit(
                     request, timeout=self._config.call_ms_max / 1000, metadata=handoff.metadata
                 )
         except BatonError as error:
@@ -697,7 +689,7 @@ class WriterPeer:
         )
         try:
             with rpc_errors(self.address.endpoint):
-                await self._stub.Release(request, timeout=self._config.call_ms_max / 1000)
+                await self.stub.Release(request, timeout=self._config.call_ms_max / 1000)
         except BatonError as error:
             await self._after_failed_call(RELEASE_FAILED, error, instruction.number)
             self.handle(protocol.ReleaseUnanswered(number=instruction.number))

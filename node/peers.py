@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections import OrderedDict
 
-from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
+from batonpb import node_pb2, transfer_pb2
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
@@ -123,23 +123,15 @@ class Peers:
                 checksums=self._checksums,
             )
             self._peers[record.incarnation] = peer
-            self.liveness[record.incarnation] = self._watch(peer)
+            self.liveness[record.incarnation] = LivenessStream(
+                address=peer.address,
+                stub=peer.stub,
+                lost=peer.receiver_lost,
+                gone=peer.peer_gone,
+                liveness=self._config.liveness,
+                clock=self.runtime.clock,
+            )
         return peer
-
-    def _watch(self, peer: WriterPeer) -> LivenessStream:
-        address = peer.address
-        return LivenessStream(
-            name=address.name,
-            endpoint=address.endpoint,
-            stub=transfer_pb2_grpc.TransferStub(self.runtime.channels.get(address.endpoint)),
-            request=transfer_pb2.LivenessRequest(
-                header={"sender": address.pair.writer, "receiver": address.pair.receiver}
-            ),
-            lost=peer.receiver_lost,
-            gone=peer.peer_gone,
-            liveness=self._config.liveness,
-            clock=self.runtime.clock,
-        )
 
     def _machine(self, receiver: Incarnation) -> WriterMachine:
         return self._machines.pop(receiver) if receiver in self._machines else WriterMachine()
